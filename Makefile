@@ -1,0 +1,41 @@
+# Needs make and Python 3.11 or newer, nothing else: the first target you run sets up .venv.
+# Another interpreter:  make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint clean
+
+help: ## show this list
+	@awk -F ' ## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the weights came out the same
+	$(BIN)/keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
+
+test: lint ## every check, then every test
+	$(BIN)/python -m pytest
+
+bench: $(STAMP) ## measure how long a recovery takes on this machine
+	$(BIN)/python benchmarks/recovery.py
+
+lint: $(STAMP) ## the checks without the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## remove what the tools, the builds and the runs left; .venv stays
+	rm -rf build dist runs results htmlcov .coverage
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is touched last: an installation that broke off is tried again. Which torch is allowed stands in
+# pyproject.toml only, so a change there brings the environment up to date.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "keepstep needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	@touch $@

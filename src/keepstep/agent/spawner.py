@@ -1,0 +1,99 @@
+"""The agent's end of its spawner process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+from keepstep.errors import PeerLost
+from keepstep.transports.spawning import (
+    MAX_PACKET_BYTES,
+    SpawnerReady,
+    SpawnerReport,
+    SpawnWorker,
+    decode_report,
+    send_request,
+)
+
+START_DEADLINE_S = 300.0
+"""Importing torch takes seconds, on a cold network file system minutes."""
+_MODULE = "keepstep.worker.process.spawner"
+
+
+class SpawnerClient:
+    """Starts the spawner, passes requests to it, and hands its reports to ``on_report``."""
+
+    def __init__(self, on_report: Callable[[SpawnerReport], None], on_lost: Callable[[], None]) -> None:
+        self._on_report = on_report
+        self._on_lost = on_lost
+        self._endpoint: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready: asyncio.Future[SpawnerReady] | None = None
+
+    async def start(self, fork: bool, environment: dict[str, str]) -> SpawnerReady:
+        """Starts the process and waits until it can make workers.
+
+        Args:
+            fork: make workers by forking a process that has imported torch.
+            environment: all variables that the spawner and its workers see.
+
+        Raises:
+            PeerLost: it ended, or was not ready in time.
+        """
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, "--fork"] if fork else command, pass_fds=[theirs.fileno()], env=environment
+            )
+        self._endpoint = ours
+        self._ready = loop.create_future()
+        loop.add_reader(ours.fileno(), self._readable)
+        try:
+            return await asyncio.wait_for(self._ready, START_DEADLINE_S)
+        except TimeoutError:
+            raise PeerLost(f"the process that starts workers was not ready within {START_DEADLINE_S:g} s") from None
+
+    def spawn(self, request: SpawnWorker, descriptors: list[int]) -> None:
+        """Asks for a worker; the report comes later. The caller closes its descriptors."""
+        assert self._endpoint is not None
+        send_request(self._endpoint, request, descriptors)
+
+    async def stop(self) -> None:
+        """Ends the spawner, which kills every worker that is left, and waits for it."""
+        if self._endpoint is not None:
+            asyncio.get_running_loop().remove_reader(self._endpoint.fileno())
+            self._endpoint.close()
+            self._endpoint = None
+        if self._process is not None:
+            try:
+                await asyncio.to_thread(self._process.wait, 5.0)
+            except subprocess.TimeoutExpired:
+                self._process.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(self._process.wait)
+
+    def _readable(self) -> None:
+        assert self._endpoint is not None and self._ready is not None
+        try:
+            data = self._endpoint.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._endpoint.fileno())
+            if not self._ready.done():
+                self._ready.set_exception(PeerLost("the process that starts workers ended before it was ready"))
+            self._on_lost()
+            return
+        report = decode_report(data)
+        if isinstance(report, SpawnerReady) and not self._ready.done():
+            self._ready.set_result(report)
+        self._on_report(report)

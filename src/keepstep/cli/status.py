@@ -1,0 +1,33 @@
+"""``keepstep status``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from keepstep.launcher import control
+
+
+def main(arguments: list[str]) -> int:
+    """Prints where every worker of a running job is."""
+    parser = argparse.ArgumentParser(prog="keepstep status", description="Shows the workers of a running job.")
+    parser.add_argument("--run-dir", required=True, help="the folder given to 'keepstep run --run-dir'")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    chosen = parser.parse_args(arguments)
+    status = control.ask(Path(chosen.run_dir))
+    if chosen.json:
+        print(json.dumps(status, indent=2))
+        return 0
+    recoveries = len(status["recoveries"])
+    table = Table(title=f"{status['stage']}, generation {status['generation']}, {recoveries} recoveries")
+    columns = ("rank", "role", "node", "pid", "generation", "step", "phase")
+    for column in columns:
+        table.add_column(column)
+    for worker in status["workers"]:
+        table.add_row(*("-" if worker[column] is None else str(worker[column]) for column in columns))
+    Console().print(table)
+    return 0

@@ -1,0 +1,76 @@
+"""Settings that travel through the environment; the only file that reads environment variables.
+
+A launcher gives each worker its settings as variables named ``KEEPSTEP_*``; a user never sets them by hand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from keepstep.errors import ConfigurationError
+
+VARIABLE = "KEEPSTEP_WORKER"
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an agent tells the worker it starts."""
+
+    worker: int
+    """The worker's number in its job."""
+    rank: int | None
+    """None for a spare."""
+    local_rank: int
+    world_size: int
+    run_dir: str
+    link_fd: int
+    """The worker's end of the socket to its agent; inherited, so nothing has to listen for it."""
+    page_fd: int
+    """The tag page."""
+    digest: bool = False
+    """Report a digest of all protected state after the last step."""
+    observer: str | None = None
+    """``module:function`` called with the session when it is made: the drill's entrance."""
+    checkpoint_root: str | None = None
+    """Put checkpoints below this folder instead of where the script says (the drill's two runs must not meet)."""
+
+
+def worker_environment(config: WorkerConfig) -> dict[str, str]:
+    """The variables that carry ``config`` to the worker, with torchrun's own names beside them."""
+    environment = {
+        VARIABLE: msgspec.json.encode(config).decode(),
+        "LOCAL_RANK": str(config.local_rank),
+        "WORLD_SIZE": str(config.world_size),
+        "LOCAL_WORLD_SIZE": str(config.world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": str(config.world_size),
+    }
+    if config.rank is not None:
+        environment |= {"RANK": str(config.rank), "ROLE_RANK": str(config.rank)}
+    return environment
+
+
+def worker_config(environment: Mapping[str, str] | None = None) -> WorkerConfig | None:
+    """This process's settings, or None where no keepstep agent started it.
+
+    Raises:
+        ConfigurationError: the variable is there but is not what an agent writes, or another launcher's
+            variables name more than one rank.
+    """
+    environment = os.environ if environment is None else environment
+    text = environment.get(VARIABLE)
+    if text is None:
+        size = environment.get("WORLD_SIZE", "1")
+        if size not in ("", "1"):
+            raise ConfigurationError(
+                f"WORLD_SIZE={size} is set but keepstep did not start this process: "
+                "start the script with 'keepstep run' in place of 'torchrun', or with plain python for one rank"
+            )
+        return None
+    try:
+        return msgspec.json.decode(text, type=WorkerConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{VARIABLE} is set by keepstep's agent only, and does not parse: {error}") from error

@@ -1,0 +1,1 @@
+"""One per job: collects reports, decides, gives orders. Never touches a tensor."""

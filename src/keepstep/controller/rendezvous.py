@@ -1,0 +1,72 @@
+"""The store in which the members of a generation's groups find each other.
+
+Every key belongs to one generation. A request of a generation that is over is answered at once, with nothing.
+"""
+
+from __future__ import annotations
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.messages import StoreAnswered, StoreRequested
+
+MAX_KEYS = 1 << 20
+"""Gloo uses a handful per rank and group; a runaway script is stopped before it fills the controller's memory."""
+
+
+class Rendezvous:
+    """Keys and values of the present generation, and the requests that wait for a key."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._values: dict[str, bytes] = {}
+        self._waiting: list[StoreRequested] = []
+
+    def begin(self, generation: int) -> list[StoreAnswered]:
+        """Drops everything of older generations; returns the answers that end waiting requests."""
+        if generation == self._generation:
+            return []
+        self._generation = generation
+        ended = [StoreAnswered(request.worker, request.request, None) for request in self._waiting]
+        self._values, self._waiting = {}, []
+        return ended
+
+    def request(self, request: StoreRequested) -> list[StoreAnswered]:
+        """Carries out one request; returns the answers it gives rise to, of waiting ones too.
+
+        Raises:
+            RemoteProtocolError: an unknown operation.
+        """
+        if request.generation != self._generation:
+            return [StoreAnswered(request.worker, request.request, None)]
+        match request.operation:
+            case "get":
+                self._waiting.append(request)
+                return self._served()
+            case "set":
+                self._set(request.keys[0], request.value)
+                return [_answer(request), *self._served()]
+            case "add":
+                total = int(self._values.get(request.keys[0], b"0")) + int(request.value)
+                self._set(request.keys[0], str(total).encode())
+                return [_answer(request, str(total).encode()), *self._served()]
+            case "check":
+                there = all(key in self._values for key in request.keys)
+                return [_answer(request, b"1" if there else b"0")]
+            case "delete":
+                there = self._values.pop(request.keys[0], None) is not None
+                return [_answer(request, b"1" if there else b"0")]
+            case _:
+                raise RemoteProtocolError(f"worker {request.worker}: no store operation is called {request.operation!r}")
+
+    def _set(self, key: str, value: bytes) -> None:
+        if len(self._values) >= MAX_KEYS and key not in self._values:
+            raise RemoteProtocolError(f"the rendezvous store is full: {MAX_KEYS} keys")
+        self._values[key] = value
+
+    def _served(self) -> list[StoreAnswered]:
+        served = [request for request in self._waiting if all(key in self._values for key in request.keys)]
+        self._waiting = [request for request in self._waiting if request not in served]
+        return [_answer(request, *(self._values[key] for key in request.keys)) for request in served]
+
+
+def _answer(request: StoreRequested, *values: bytes) -> StoreAnswered:
+    return StoreAnswered(request.worker, request.request, values)

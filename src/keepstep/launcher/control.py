@@ -1,0 +1,86 @@
+"""The socket in the run folder at which a running job answers ``keepstep status``.
+
+Readable and writable by its owner only, and the peer's user id is checked on top. Paths are opened relative to the
+folder, because a Unix socket's own path may have 107 bytes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from keepstep.errors import ConfigurationError, PeerLost
+
+SOCKET = "control.sock"
+_DEADLINE_S = 10.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+@asynccontextmanager
+async def serve(run_dir: Path, answer: Callable[[], Any]) -> AsyncIterator[None]:
+    """Answers every connection with the JSON of ``answer()`` until the block is left."""
+
+    async def connected(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            if _peer_user(writer.get_extra_info("socket")) in (os.getuid(), 0):
+                writer.write(msgspec.json.encode(answer()))
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.wait_for(writer.drain(), _DEADLINE_S)
+
+    descriptor = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
+    path = f"/proc/self/fd/{descriptor}/{SOCKET}"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        mask = os.umask(0o177)
+        try:
+            server = await asyncio.start_unix_server(connected, path)
+        finally:
+            os.umask(mask)
+        async with server:
+            yield
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    finally:
+        os.close(descriptor)
+
+
+def ask(run_dir: Path) -> Any:
+    """The status of the job that runs in ``run_dir``.
+
+    Raises:
+        ConfigurationError: no job runs there.
+        PeerLost: the job did not answer in time.
+    """
+    try:
+        descriptor = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {run_dir}: {error.strerror}") from error
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_DEADLINE_S)
+            connection.connect(f"/proc/self/fd/{descriptor}/{SOCKET}")
+            chunks = []
+            while chunk := connection.recv(1 << 16):
+                chunks.append(chunk)
+        return msgspec.json.decode(b"".join(chunks))
+    except TimeoutError:
+        raise PeerLost(f"the job in {run_dir} did not answer within {_DEADLINE_S:g} s") from None
+    except (ConnectionError, FileNotFoundError, msgspec.DecodeError):
+        raise ConfigurationError(f"--run-dir {run_dir}: no job is running there") from None
+    finally:
+        os.close(descriptor)
+
+
+def _peer_user(connection: socket.socket) -> int:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[1])

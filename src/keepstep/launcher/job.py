@@ -1,0 +1,180 @@
+"""Runs one job: checks what was asked for, starts controller and agent, waits, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from keepstep.agent.agent import Agent
+from keepstep.agent.settings import AgentSettings
+from keepstep.controller.controller import Controller
+from keepstep.errors import ConfigurationError
+from keepstep.launcher import control, report
+from keepstep.protocol.messages import EndJob
+from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
+from keepstep.transports.memory import channel_pair
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobOptions:
+    """A job as the command line describes it."""
+
+    agent: AgentSettings
+    recovery: RecoverySettings
+    report: Path | None = None
+    keep_run_dir: bool = True
+
+
+@dataclasses.dataclass
+class Job:
+    """A running job, for whoever accompanies it: the drill's injector and its progress display."""
+
+    controller: Controller
+    agent: Agent
+    started_s: float
+
+    def describe(self) -> dict[str, Any]:
+        """The report so far, with every worker's place."""
+        return report.describe(self.controller.machine, self.agent.status())
+
+
+Companion = Callable[[Job], Awaitable[None]]
+
+
+def make_run_dir(requested: str | None) -> Path:
+    """The folder of this run: the one asked for, or a fresh one below the system's temporary folder.
+
+    Raises:
+        ConfigurationError: it cannot be made or written.
+    """
+    if requested is None:
+        return Path(tempfile.mkdtemp(prefix="keepstep-"))
+    path = Path(requested)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {requested}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(f"--run-dir {requested}: not writable")
+    return path
+
+
+def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str, Any]:
+    """Runs a job to its end and returns its report, with ``exit_code`` and ``reason``.
+
+    SIGINT and SIGTERM end the job; so does an error in ``companion``.
+
+    Raises:
+        ConfigurationError: the job cannot be run as asked; nothing is left running.
+    """
+    try:
+        result = asyncio.run(_run(options, companion))
+    finally:
+        if not options.keep_run_dir:
+            shutil.rmtree(options.agent.run_dir, ignore_errors=True)
+    if options.report is not None:
+        report.write(options.report, result)
+    return result
+
+
+async def _run(options: JobOptions, companion: Companion | None) -> dict[str, Any]:
+    ours, theirs = channel_pair()
+    run_dir = options.agent.run_dir
+    controller = Controller(options.recovery, ours, run_dir / "journal.jsonl")
+    agent = Agent(options.agent, theirs)
+    job = Job(controller, agent, time.monotonic())
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, _on_signal, stopped, number)
+    try:
+        starting = asyncio.create_task(agent.start())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.done():
+            check_memory(options, starting.result().worker_bytes)
+            async with control.serve(run_dir, job.describe):
+                await _accompany(controller, agent, stopped, companion(job) if companion else None)
+    finally:
+        await agent.stop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+    if controller.machine.ended is None:
+        controller.machine.ended = _unfinished(agent, stopped)
+    return report.describe(controller.machine)
+
+
+async def _accompany(
+    controller: Controller, agent: Agent, stopped: asyncio.Future[int], companion: Awaitable[None] | None
+) -> None:
+    """Runs both programs until the controller has ended the job, the agent has, or a signal came."""
+    deciding = asyncio.create_task(controller.run())
+    serving = asyncio.create_task(agent.run())
+    waited: set[asyncio.Future[Any]] = {deciding, serving, stopped}
+    helper = asyncio.ensure_future(companion) if companion is not None else None
+    try:
+        while not (deciding.done() or serving.done() or stopped.done()):
+            await asyncio.wait(waited | ({helper} if helper else set()), return_when=asyncio.FIRST_COMPLETED)
+            if helper is not None and helper.done():
+                helper.result()
+                helper = None
+        if deciding.done():
+            deciding.result()
+            await serving
+        elif serving.done():
+            serving.result()
+    finally:
+        for task in (deciding, serving, *([helper] if helper else [])):
+            task.cancel()
+        await asyncio.gather(deciding, serving, return_exceptions=True)
+
+
+def _on_signal(stopped: asyncio.Future[int], number: int) -> None:
+    if not stopped.done():
+        stopped.set_result(number)
+
+
+def _unfinished(agent: Agent, stopped: asyncio.Future[int]) -> EndJob:
+    if stopped.done():
+        number = stopped.result()
+        return EndJob(128 + number, f"ended by {signal.Signals(number).name}")
+    if agent.lost_spawner:
+        return EndJob(EXIT_FAILED, "the process that starts workers died, and its workers with it")
+    return EndJob(EXIT_FAILED, "the agent ended before the job did")
+
+
+def check_memory(options: JobOptions, worker_bytes: int) -> None:
+    """Refuses more processes than can possibly fit.
+
+    Args:
+        options: the job.
+        worker_bytes: what one worker takes before its script has begun, as the spawner measured it.
+
+    Raises:
+        ConfigurationError: naming what was asked for and how many would fit.
+    """
+    count = options.recovery.world_size + options.recovery.num_spares
+    available = psutil.virtual_memory().available
+    if worker_bytes and count * worker_bytes > available:
+        raise ConfigurationError(
+            f"--nproc-per-node {options.recovery.world_size} with --spares {options.recovery.num_spares}: {count} "
+            f"processes need at least {worker_bytes / 2**20:.0f} MiB each, and {available / 2**30:.1f} GiB are free: "
+            f"at most {available // worker_bytes} fit"
+        )
+
+
+def announce(result: dict[str, Any]) -> int:
+    """Prints why a job ended, if not well, and returns its exit code."""
+    if result["exit_code"] != 0:
+        print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
+    return int(result["exit_code"])

@@ -1,0 +1,55 @@
+"""The report of a run: what failed, what was done about it, and how long each part took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.protocol.records import RecoveryRecord
+
+
+def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = None) -> dict[str, Any]:
+    """The report as plain data; the same shape for ``--report``, ``keepstep status`` and the drill."""
+    report: dict[str, Any] = {
+        "stage": str(machine.stage),
+        "generation": machine.generation,
+        "world_size": machine.settings.world_size,
+        "spares": sum(worker.ready is not None for worker in machine.roster.spares()),
+        "steps": machine.trained_to,
+        "digests": {str(rank): digest for rank, digest in sorted(machine.digests.items())},
+        "recoveries": [describe_recovery(record) for record in machine.records],
+    }
+    if machine.ended is not None:
+        report |= {"exit_code": machine.ended.exit_code, "reason": machine.ended.reason}
+    if status is not None:
+        report["workers"] = status
+    return report
+
+
+def describe_recovery(record: RecoveryRecord) -> dict[str, Any]:
+    """One recovery as plain data. Milliseconds are None for a part that was not reached."""
+    return {
+        "generation": record.generation,
+        "cause": record.cause,
+        "detail": record.detail,
+        "failed_ranks": [failure.rank for failure in record.failures],
+        "phase": next((failure.phase for failure in record.failures), None),
+        "step": next((failure.step for failure in record.failures), None),
+        "resume_step": record.resume_step,
+        "steps_recomputed": record.steps_recomputed,
+        "actions": {str(rank): action for rank, action in record.actions.items()},
+        "received_bytes": record.received_bytes,
+        "superseded": record.superseded,
+        "milliseconds": record.milliseconds(),
+        "first_step_ms": None if record.first_step_s is None else round(record.first_step_s * 1000, 3),
+    }
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Writes a report as JSON, whole or not at all."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    draft.replace(path)

@@ -1,0 +1,167 @@
+"""The agent's machine: from what can be observed of its workers to who is lost.
+
+A worker is judged by the progress of its *training* thread, never by a heartbeat of another one. Standing still is a
+fault only where the worker waits for nobody: a rank inside a collective is a victim of the one that has not entered
+it, and killing it would be a defect. Only when every rank of the node waits past its deadline is the job called
+stalled; the survivors are then stopped, and who cannot even stop is the one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from keepstep.protocol.messages import Cause, JobStalled, Tag, WorkerLost
+from keepstep.protocol.phases import Phase
+
+WINDOW = 64
+"""Phase durations remembered per phase; the largest of them is the phase's measure."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observation:
+    """One look at a worker. ``stopped``: the operating system holds the process stopped (SIGSTOP)."""
+
+    tag: Tag
+    progress: int
+    waiting: bool
+    in_collective: bool
+    stopped: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LivenessSettings:
+    """Deadlines in seconds."""
+
+    floor_s: float = 1.0
+    factor: float = 3.0
+    """A phase may take ``max(floor_s, factor x its longest of late)``."""
+    unknown_s: float = 120.0
+    """For a phase that has not been seen to end yet: compilation, lazy initialisation."""
+    between_steps_s: float = 600.0
+    """Between two steps a script evaluates and saves, for as long as it likes."""
+    recovery_s: float = 30.0
+    """For connecting groups and moving state; each message moves it on."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Watched:
+    rank: int | None
+    seen: Observation | None = None
+    changed_s: float = 0.0
+    phase_began_s: float = 0.0
+    stopping: bool = False
+    safe: bool = False
+    lost: bool = False
+
+
+class LivenessMachine:
+    """Watches the workers of one node. Feed it looks, call `judge`, obey what it returns."""
+
+    def __init__(self, node: str, settings: LivenessSettings) -> None:
+        self.node = node
+        self.settings = settings
+        self._workers: dict[int, _Watched] = {}
+        self._durations: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW) for phase in Phase}
+        self._stalled_generation = -1
+
+    def watch(self, worker: int, rank: int | None, now_s: float) -> None:
+        """A worker was started, or a spare was given a rank."""
+        watched = self._workers.setdefault(worker, _Watched(rank, changed_s=now_s, phase_began_s=now_s))
+        watched.rank = rank
+
+    def forget(self, worker: int) -> None:
+        """The worker's process is gone."""
+        self._workers.pop(worker, None)
+
+    def stopping(self, workers: tuple[int, ...], now_s: float) -> None:
+        """The workers were told to stop: from now on a collective is no excuse, for it has been broken."""
+        for number in workers:
+            if number in self._workers:
+                watched = self._workers[number]
+                watched.stopping, watched.safe, watched.changed_s = True, False, now_s
+
+    def safe(self, worker: int) -> None:
+        """The worker stands at its safe point and waits for orders."""
+        if worker in self._workers:
+            self._workers[worker].safe = True
+
+    def recovering(self, worker: int, now_s: float) -> None:
+        """The worker was told how to get to the resume step: connecting and moving state has its own deadline."""
+        if worker in self._workers:
+            watched = self._workers[worker]
+            watched.stopping = watched.safe = True
+            watched.changed_s = now_s
+
+    def resumed(self, now_s: float) -> None:
+        """Training goes on."""
+        for watched in self._workers.values():
+            watched.stopping = watched.safe = False
+            watched.changed_s = watched.phase_began_s = now_s
+
+    def observe(self, worker: int, look: Observation, now_s: float) -> None:
+        """One look at a worker's page and process."""
+        watched = self._workers.get(worker)
+        if watched is None or (watched.seen is not None and look == watched.seen):
+            return
+        before = watched.seen
+        watched.seen, watched.changed_s = look, now_s
+        if before is not None and before.tag.phase is not look.tag.phase:
+            if not watched.stopping and before.tag.generation == look.tag.generation:
+                self._durations[before.tag.phase].append(now_s - watched.phase_began_s)
+            watched.phase_began_s = now_s
+
+    def deadline_s(self, worker: int) -> float:
+        """How long this worker may stand still where it is now."""
+        watched = self._workers[worker]
+        phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
+        if watched.stopping and watched.safe:
+            return self.settings.recovery_s
+        if phase in (Phase.STARTING, Phase.UPDATED):
+            return self.settings.between_steps_s
+        known = self._durations[phase]
+        return max(self.settings.floor_s, self.settings.factor * max(known)) if known else self.settings.unknown_s
+
+    def judge(self, now_s: float) -> list[WorkerLost | JobStalled]:
+        """Who is lost, or whether the node's part of the job stands still with nobody to blame."""
+        verdicts: list[WorkerLost | JobStalled] = []
+        holders = [number for number, watched in self._workers.items() if watched.rank is not None]
+        overdue = [number for number in holders if self._still_s(number, now_s) > self.deadline_s(number)]
+        for number, watched in self._workers.items():
+            still_s = self._still_s(number, now_s)
+            if watched.lost or watched.seen is None:
+                continue
+            if watched.seen.stopped and still_s > self.settings.floor_s:
+                verdicts.append(self._blame(number, Cause.STOPPED, "its process is stopped (SIGSTOP)", now_s))
+            elif number in overdue and self._at_fault(watched):
+                verdicts.append(self._blame(number, Cause.HANG, "no progress, and it waits for nobody", now_s))
+        if not verdicts and holders and len(overdue) == len(holders):
+            verdicts += self._stalled(holders)
+        return verdicts
+
+    def _at_fault(self, watched: _Watched) -> bool:
+        if watched.seen is None or watched.seen.waiting:
+            return False
+        return watched.stopping or not watched.seen.in_collective
+
+    def _stalled(self, holders: list[int]) -> list[JobStalled]:
+        looks = [watched.seen for number, watched in self._workers.items() if number in holders and watched.seen]
+        if not all(look.in_collective for look in looks):
+            return []
+        generation = max(look.tag.generation for look in looks)
+        if generation == self._stalled_generation:
+            return []
+        self._stalled_generation = generation
+        return [JobStalled(self.node, f"all {len(looks)} ranks of {self.node} wait in a collective past its deadline")]
+
+    def _still_s(self, worker: int, now_s: float) -> float:
+        return now_s - self._workers[worker].changed_s
+
+    def _blame(self, worker: int, cause: Cause, why: str, now_s: float) -> WorkerLost:
+        watched = self._workers[worker]
+        watched.lost = True
+        still_s = self._still_s(worker, now_s)
+        tag = watched.seen.tag if watched.seen else None
+        where = f"{tag.phase} of step {tag.step}" if tag else "start-up"
+        detail = f"hung in {where} for {still_s:.2f} s (allowed {self.deadline_s(worker):.2f} s): {why}"
+        return WorkerLost(worker, cause, detail, False, tag, watched.changed_s)

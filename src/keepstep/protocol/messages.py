@@ -1,0 +1,344 @@
+"""Every message between processes, and the codec that carries them.
+
+Three kinds of program talk: worker, agent, controller. Reports travel up and are named in the past tense; orders
+travel down and are named in the imperative. Each carries the generation it belongs to; one of another generation
+is dropped at a single entrance (`RecoveryMachine.receive`, and `Link` on the worker's side).
+
+On the wire: msgpack arrays made by msgspec, tagged with the class name, unknown fields refused. Nothing that is
+received can run code.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.resume import Action
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Larger frames are refused before they are decoded. State never travels in messages, so only error texts and
+rendezvous keys come near it."""
+
+
+class Cause(enum.StrEnum):
+    """Why a recovery was begun."""
+
+    EXIT = "exit"
+    SIGNAL = "signal"
+    EXCEPTION = "exception"
+    HANG = "hang"
+    STOPPED = "stopped process"
+    COLLECTIVE = "collective failed"
+    STUCK = "stuck collective"
+    START = "start"
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
+    """The root of all messages."""
+
+
+class Tag(msgspec.Struct, frozen=True, array_like=True):
+    """(generation, step, phase) of one rank, as its tag page shows it."""
+
+    generation: int
+    step: int
+    phase: Phase
+
+
+# ---- worker -> agent -> controller: reports -----------------------------------------------------------------------
+
+
+class WorkerJoined(Message, frozen=True):
+    """The worker's script has called `keepstep.init()` and asks for its rank."""
+
+    worker: int
+    pid: int
+
+
+class WorkerReady(Message, frozen=True):
+    """The worker stands at its first step with everything protected, and waits.
+
+    ``reach`` holds step 0, or nothing where the start-up ran on an echoing group; ``snapshots`` are the steps of
+    the checkpoints it can read, ``checkpointing`` says whether it writes any.
+    """
+
+    worker: int
+    generation: int
+    reach: tuple[int, ...]
+    snapshots: tuple[int, ...]
+    checkpointing: bool
+    shard: str
+
+
+class CollectiveFailed(Message, frozen=True):
+    """A collective ended in an error on this worker: a hint that a peer is gone."""
+
+    worker: int
+    generation: int
+    group: str
+    error: str
+
+
+class SafePointReached(Message, frozen=True):
+    """The worker stands still and can say what its shard can be at. ``generation`` is the one named by `Stop`."""
+
+    worker: int
+    generation: int
+    step: int
+    phase: Phase
+    reach: tuple[int, ...]
+    current_step: int | None
+    snapshots: tuple[int, ...]
+
+
+class GroupsReset(Message, frozen=True):
+    """The worker's process groups are connected in this generation."""
+
+    worker: int
+    generation: int
+
+
+class StateRecovered(Message, frozen=True):
+    """The worker's shard is at the resume step, checked; it waits for `Resume`."""
+
+    worker: int
+    generation: int
+    received_bytes: int
+
+
+class StepsFinished(Message, frozen=True):
+    """The worker has completed its last step. ``digest`` is of all protected state, where it was asked for."""
+
+    worker: int
+    generation: int
+    step: int
+    digest: str | None
+
+
+class WorkerFailed(Message, frozen=True):
+    """An exception that nobody caught is about to end the worker. ``fatal``: a fresh process would end the same."""
+
+    worker: int
+    error: str
+    traceback: str
+    fatal: bool
+
+
+class StateRescued(Message, frozen=True):
+    """The worker has saved its shard on `Rescue`. ``path`` names the file, or ``error`` says why there is none."""
+
+    worker: int
+    path: str | None
+    error: str | None
+
+
+class StoreRequested(Message, frozen=True):
+    """One call on the rendezvous store of a generation. ``operation``: set, add, get, check or delete."""
+
+    worker: int
+    generation: int
+    request: int
+    operation: str
+    keys: tuple[str, ...]
+    value: bytes
+
+
+# ---- agent -> controller: reports ---------------------------------------------------------------------------------
+
+
+class AgentJoined(Message, frozen=True):
+    """A node offers itself."""
+
+    node: str
+
+
+class WorkerStarted(Message, frozen=True):
+    """The agent has started a worker's process."""
+
+    worker: int
+    pid: int
+
+
+class WorkerLost(Message, frozen=True):
+    """A worker's process is gone, or must be taken for gone.
+
+    ``gone`` is True where the process no longer exists (it then needs no fence). ``since_s`` is the agent's
+    monotonic time of the failure itself as well as it is known, for the report.
+    """
+
+    worker: int
+    cause: Cause
+    detail: str
+    gone: bool
+    tag: Tag | None
+    since_s: float
+
+
+class WorkerDone(Message, frozen=True):
+    """A worker ended with exit code 0 outside of any step: its script is through."""
+
+    worker: int
+
+
+class WorkerFenced(Message, frozen=True):
+    """The agent confirms that a worker's process no longer exists."""
+
+    worker: int
+
+
+class JobStalled(Message, frozen=True):
+    """Every rank of the node waits in a collective past its deadline, and nobody can be told apart."""
+
+    node: str
+    detail: str
+
+
+class StepObserved(Message, frozen=True):
+    """The first step that a worker completed in a generation, read from its tag page."""
+
+    worker: int
+    generation: int
+    step: int
+    at_s: float
+    step_s: float
+
+
+# ---- controller -> agent -> worker: orders ------------------------------------------------------------------------
+
+
+class StartWorker(Message, frozen=True):
+    """Start a process; ``rank`` is None for a spare."""
+
+    worker: int
+    rank: int | None
+    reason: str
+
+
+class FenceWorker(Message, frozen=True):
+    """Kill the worker's process and confirm with `WorkerFenced` that it is gone."""
+
+    worker: int
+    reason: str
+
+
+class Assign(Message, frozen=True):
+    """This worker holds ``rank`` in this generation."""
+
+    worker: int
+    generation: int
+    rank: int
+    world_size: int
+
+
+class Stop(Message, frozen=True):
+    """Generation ``generation - 1`` is over: break the communicators, drain to a safe point, report it."""
+
+    workers: tuple[int, ...]
+    generation: int
+    reason: str
+
+
+class Recover(Message, frozen=True):
+    """Get to the resume step in this generation, in the way that ``action`` says.
+
+    ``sources`` are the ranks that hold the shard at the resume step, ``receivers`` those of the same replica group
+    that need it. Both are the same on all ranks of a replica group.
+    """
+
+    worker: int
+    generation: int
+    resume_step: int
+    action: Action
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+class Resume(Message, frozen=True):
+    """Every rank stands at the resume step: training goes on."""
+
+    workers: tuple[int, ...]
+    generation: int
+
+
+class Complete(Message, frozen=True):
+    """Every rank has completed the last step: the script's code after the loop may run."""
+
+    workers: tuple[int, ...]
+    generation: int
+
+
+class Abandon(Message, frozen=True):
+    """A peer was lost after the last step: break the communicators, let the errors reach the script."""
+
+    workers: tuple[int, ...]
+    reason: str
+
+
+class Rescue(Message, frozen=True):
+    """The job cannot go on: save the shard, report it with `StateRescued`, and end."""
+
+    workers: tuple[int, ...]
+    reason: str
+
+
+class StoreAnswered(Message, frozen=True):
+    """The answer to a `StoreRequested`. ``values`` is None where the generation is no longer the present one."""
+
+    worker: int
+    request: int
+    values: tuple[bytes, ...] | None
+
+
+class EndJob(Message, frozen=True):
+    """End every process of the job and leave with ``exit_code``."""
+
+    exit_code: int
+    reason: str
+
+
+WorkerReport: TypeAlias = (
+    WorkerJoined
+    | WorkerReady
+    | CollectiveFailed
+    | SafePointReached
+    | GroupsReset
+    | StateRecovered
+    | StepsFinished
+    | WorkerFailed
+    | StateRescued
+    | StoreRequested
+)
+AgentReport: TypeAlias = (
+    AgentJoined | WorkerStarted | WorkerLost | WorkerDone | WorkerFenced | JobStalled | StepObserved
+)
+WorkerOrder: TypeAlias = Assign | Stop | Recover | Resume | Complete | Abandon | Rescue | StoreAnswered
+AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
+
+Report: TypeAlias = WorkerReport | AgentReport
+AnyMessage: TypeAlias = Report | AgentOrder
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The wire form of a message."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | bytearray | memoryview) -> AnyMessage:
+    """The message in a frame.
+
+    Raises:
+        RemoteProtocolError: too large, not msgpack, or not a message of this protocol.
+    """
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a message of {len(frame)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
+    try:
+        return _decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"not a message of this protocol: {error}") from error

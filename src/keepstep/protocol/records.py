@@ -1,0 +1,78 @@
+"""What happened in one recovery, and when: the report, the drill's table and the timeline are made from it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Failure(msgspec.Struct):
+    """One lost rank of a recovery."""
+
+    rank: int
+    cause: str
+    detail: str
+    step: int | None
+    phase: str | None
+    since_s: float
+    """Monotonic time of the failure itself, as well as it is known."""
+
+
+class RecoveryRecord(msgspec.Struct):
+    """One recovery, begun by a failure and ended by training, or by the next failure (``superseded``).
+
+    All times are the monotonic clock of the controller in seconds; None where the recovery did not get there.
+    """
+
+    generation: int
+    cause: str
+    detail: str
+    begun_s: float
+    """The controller learned of the failure."""
+    failures: list[Failure] = msgspec.field(default_factory=list)
+    stopped_s: float | None = None
+    """The last survivor reached its safe point and the last lost process was gone."""
+    decided_s: float | None = None
+    """Resume step and replacements were fixed (later than ``stopped_s`` by the wait for a replacement)."""
+    reset_s: float | None = None
+    """The last rank had its process groups connected."""
+    restored_s: float | None = None
+    """The last rank stood at the resume step, checked."""
+    resumed_s: float | None = None
+    """The last rank completed its first step of the new generation."""
+    first_step_s: float | None = None
+    """How long that step itself took on the slowest rank."""
+    resume_step: int | None = None
+    stopped_at_step: int | None = None
+    """The furthest step that a survivor had begun when it was stopped."""
+    actions: dict[int, str] = msgspec.field(default_factory=dict)
+    replacements: dict[int, int] = msgspec.field(default_factory=dict)
+    """rank -> worker that took it."""
+    received_bytes: int = 0
+    superseded: bool = False
+
+    @property
+    def steps_recomputed(self) -> int | None:
+        """How many steps are computed again because of this failure: 0 or 1."""
+        if self.resume_step is None or self.stopped_at_step is None:
+            return None
+        return max(0, self.stopped_at_step + 1 - self.resume_step)
+
+    def milliseconds(self) -> dict[str, float | None]:
+        """The parts of the recovery: detect, stop, decide, reset, restore, resume, and the whole gap.
+
+        ``gap`` runs from the failure to the first step completed by all; ``resume`` is its last part, in which that
+        step is computed.
+        """
+        since = min((failure.since_s for failure in self.failures), default=self.begun_s)
+        marks = [
+            ("detect", since, self.begun_s),
+            ("stop", self.begun_s, self.stopped_s),
+            ("decide", self.stopped_s, self.decided_s),
+            ("reset", self.decided_s, self.reset_s),
+            ("restore", self.reset_s, self.restored_s),
+            ("resume", self.restored_s, self.resumed_s),
+            ("gap", since, self.resumed_s),
+        ]
+        return {
+            name: None if begin is None or end is None else round((end - begin) * 1000, 3) for name, begin, end in marks
+        }

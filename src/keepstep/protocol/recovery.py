@@ -1,0 +1,609 @@
+"""The controller's machine: from training, through a recovery, back to training.
+
+`RecoveryMachine` is a function from (state, message, ``now_s``) to effects. It reads no clock, and every deadline is
+a field: call `tick` when `next_deadline` has come. Each effect says its reason, and log, journal and tests show it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from keepstep.errors import InternalError
+from keepstep.protocol import invariants, topology
+from keepstep.protocol.messages import (
+    Abandon,
+    AgentJoined,
+    AgentOrder,
+    Assign,
+    Cause,
+    CollectiveFailed,
+    Complete,
+    EndJob,
+    FenceWorker,
+    GroupsReset,
+    JobStalled,
+    Recover,
+    Report,
+    Rescue,
+    Resume,
+    SafePointReached,
+    StartWorker,
+    StateRecovered,
+    StateRescued,
+    StepObserved,
+    StepsFinished,
+    Stop,
+    StoreRequested,
+    WorkerDone,
+    WorkerFailed,
+    WorkerFenced,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+)
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.records import Failure, RecoveryRecord
+from keepstep.protocol.resume import Action, action, resume_step
+from keepstep.protocol.roster import Roster, Worker
+
+EXIT_FAILED = 1
+EXIT_NOTHING_TO_RECOVER = 75
+EXIT_TOO_FEW_RANKS = 76
+
+
+class Stage(enum.StrEnum):
+    """Where the job is; a recovery goes stopping -> recovering -> training."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    STOPPING = "stopping"
+    RECOVERING = "recovering"
+    FINISHED = "finished"
+    RESCUING = "rescuing"
+    ENDED = "ended"
+
+
+TRANSITIONS: dict[Stage, dict[Stage, str]] = {
+    Stage.STARTING: {
+        Stage.RECOVERING: "all ranks ready",
+        Stage.STOPPING: "rank lost",
+        Stage.ENDED: "start-up failed",
+    },
+    Stage.TRAINING: {
+        Stage.STOPPING: "rank lost, collective failed, or job stalled",
+        Stage.FINISHED: "all steps completed",
+        Stage.ENDED: "scripts ended",
+    },
+    Stage.STOPPING: {
+        Stage.RECOVERING: "survivors safe, losses fenced, ranks filled",
+        Stage.STARTING: "nothing trained yet, or checkpoint left: all ranks anew",
+        Stage.RESCUING: "no process left to start",
+        Stage.ENDED: "no holder left",
+    },
+    Stage.RECOVERING: {
+        Stage.TRAINING: "all ranks at the resume step",
+        Stage.STOPPING: "another failure",
+        Stage.ENDED: "state does not match",
+    },
+    Stage.FINISHED: {Stage.ENDED: "scripts ended"},
+    Stage.RESCUING: {Stage.ENDED: "state saved"},
+    Stage.ENDED: {},
+}
+"""Which stage may follow which, and on what; the diagram in docs/PROTOCOL.md is drawn from it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecoverySettings:
+    """What the user may set of the controller's machine. Durations in seconds."""
+
+    world_size: int
+    num_spares: int
+    max_restarts: int | None = None
+    """Processes that may be started beyond the first ones; None: no bound while the job makes progress."""
+    max_recoveries_without_progress: int = 8
+    """A step that fails so often in a row will fail again: the job ends instead of looping for ever."""
+    start_deadline_s: float = 1800.0
+    stop_deadline_s: float = 600.0
+    """A backstop: a survivor that stands still is found by its agent long before."""
+    recover_deadline_s: float = 300.0
+    end_deadline_s: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effect:
+    """An order to the agent of one node, and why it is given."""
+
+    node: str
+    order: AgentOrder
+    reason: str
+
+
+class RecoveryMachine:
+    """Decides for one job. Owns the generation number; never touches a tensor."""
+
+    def __init__(self, settings: RecoverySettings) -> None:
+        self.settings = settings
+        first = settings.world_size + settings.num_spares
+        limit = None if settings.max_restarts is None else first + settings.max_restarts
+        self.roster = Roster(settings.world_size, limit)
+        self.nodes: list[str] = []
+        self.stage = Stage.STARTING
+        self.generation = 1
+        self.shard_of: dict[int, str] = {}
+        self.records: list[RecoveryRecord] = []
+        self.digests: dict[int, str] = {}
+        self.ended: EndJob | None = None
+        self.trained_to = 0
+        """The greatest step at which the job is known to have been."""
+        self._checkpointing = False
+        self._deadline_s: float | None = None
+        self._without_progress = 0
+        self._spare_failures = 0
+        self._after_last_step: str | None = None
+        self._effects: list[Effect] = []
+
+    # ---- the two entrances ----------------------------------------------------------------------------------------
+
+    def receive(self, message: Report, now_s: float) -> list[Effect]:
+        """One report in, orders out. A report of an older generation is dropped here and nowhere else."""
+        generation = getattr(message, "generation", None)
+        fenced = generation is not None and not isinstance(message, WorkerReady)
+        if self.stage is Stage.ENDED or (fenced and generation != self.generation):
+            return []
+        self._dispatch(message, now_s)
+        return self._flush()
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Acts on a deadline that has come; harmless when none has."""
+        if self._deadline_s is None or now_s < self._deadline_s:
+            return []
+        self._deadline_s = None
+        self._overdue(now_s)
+        return self._flush()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is next due, on the clock of ``now_s``; None while nothing is waited for."""
+        return self._deadline_s
+
+    def _flush(self) -> list[Effect]:
+        invariants.check(self)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _dispatch(self, message: Report, now_s: float) -> None:
+        worker = self.roster.workers.get(getattr(message, "worker", -1))
+        match message:
+            case AgentJoined():
+                self._agent_joined(message, now_s)
+            case JobStalled():
+                self._job_stalled(message, now_s)
+            case StoreRequested():
+                raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
+            case _:
+                if worker is None:
+                    return
+                self._from_worker(worker, message, now_s)
+
+    def _from_worker(self, worker: Worker, message: Report, now_s: float) -> None:
+        match message:
+            case WorkerStarted():
+                worker.pid = message.pid
+            case WorkerJoined():
+                self._joined(worker)
+            case WorkerFailed():
+                self._failed(worker, message)
+            case WorkerLost():
+                self._lost(worker, message, now_s)
+            case WorkerFenced():
+                worker.gone = True
+                self._proceed(now_s)
+            case WorkerDone():
+                self._done(worker, now_s)
+            case StateRescued():
+                worker.rescued = message.path or message.error
+                self._proceed(now_s)
+            case StepObserved():
+                self._step_observed(message)
+            case CollectiveFailed():
+                detail = f"group {message.group}: {message.error}"
+                self._interrupt(Cause.COLLECTIVE, f"rank {worker.rank}: {detail}", None, now_s)
+            case _ if worker.lost:
+                return
+            case WorkerReady():
+                worker.ready = message
+                self._checkpointing = message.checkpointing
+                self._spare_failures = 0
+                self._proceed(now_s)
+            case SafePointReached():
+                worker.safe = message
+                self._proceed(now_s)
+            case GroupsReset():
+                worker.groups_reset = True
+                self._proceed(now_s)
+            case StateRecovered():
+                worker.recovered = True
+                if self.records:
+                    self.records[-1].received_bytes += message.received_bytes
+                self._proceed(now_s)
+            case StepsFinished():
+                worker.finished = True
+                if message.digest is not None and worker.rank is not None:
+                    self.digests[worker.rank] = message.digest
+                self._proceed(now_s)
+
+    # ---- starting -------------------------------------------------------------------------------------------------
+
+    def _agent_joined(self, message: AgentJoined, now_s: float) -> None:
+        if self.nodes:
+            raise InternalError(f"a second node, {message.node}: one node is supported")
+        self.nodes.append(message.node)
+        self._start_ranks(now_s, "the job starts")
+        self._top_up_spares("the job starts")
+
+    def _start_ranks(self, now_s: float, reason: str) -> None:
+        self._enter(Stage.STARTING)
+        for rank in range(self.settings.world_size):
+            self._start(rank, reason)
+        self._deadline_s = now_s + self.settings.start_deadline_s
+
+    def _start(self, rank: int | None, reason: str) -> None:
+        worker = self.roster.add(self.nodes[0], rank)
+        self._send(worker.node, StartWorker(worker.worker, rank, reason), reason)
+
+    def _top_up_spares(self, reason: str) -> None:
+        """Brings the number of spares back to what was asked for, as far as the budget goes."""
+        missing = self.settings.num_spares - len(self.roster.spares())
+        for _ in range(missing):
+            if self.roster.may_start() and self._spare_failures < 3:
+                self._start(None, reason)
+
+    def _joined(self, worker: Worker) -> None:
+        if worker.rank is not None and not worker.lost:
+            self._assign(worker, f"rank {worker.rank} was started as such")
+
+    def _assign(self, worker: Worker, reason: str) -> None:
+        assert worker.rank is not None
+        order = Assign(worker.worker, self.generation, worker.rank, self.settings.world_size)
+        self._send(worker.node, order, reason)
+
+    # ---- failures -------------------------------------------------------------------------------------------------
+
+    def _failed(self, worker: Worker, message: WorkerFailed) -> None:
+        worker.error = message.error
+        who = "a spare" if worker.rank is None else f"rank {worker.rank}"
+        if message.fatal or (self.stage is Stage.STARTING and worker.rank is not None):
+            self._end(EXIT_FAILED, f"{who} failed: {message.error}\n{message.traceback}".rstrip())
+
+    def _lost(self, worker: Worker, message: WorkerLost, now_s: float) -> None:
+        if worker.lost:
+            worker.gone = worker.gone or message.gone
+            self._proceed(now_s)
+            return
+        worker.lost, worker.gone = True, message.gone
+        detail = message.detail if worker.error is None else f"{message.detail}: {worker.error}"
+        if not worker.gone:
+            order = FenceWorker(worker.worker, detail)
+            self._send(worker.node, order, detail)
+        if worker.rank is None:
+            self._spare_lost(detail)
+        elif self.stage is Stage.STARTING and message.cause is Cause.EXIT:
+            self._end(EXIT_FAILED, f"rank {worker.rank} ended before its first step: {detail}")
+        elif self.stage is Stage.FINISHED:
+            self._lost_after_last_step(worker, detail, now_s)
+        elif self.stage is Stage.RESCUING:
+            self._proceed(now_s)
+        else:
+            tag = message.tag
+            step, phase = (tag.step, str(tag.phase)) if tag else (None, None)
+            cause = Cause.EXCEPTION if worker.error is not None else message.cause
+            failure = Failure(worker.rank, cause, detail, step, phase, message.since_s)
+            self._interrupt(cause, f"rank {worker.rank} lost: {detail}", failure, now_s)
+
+    def _spare_lost(self, detail: str) -> None:
+        self._spare_failures += 1
+        if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.STOPPING):
+            self._top_up_spares(f"a spare was lost: {detail}")
+
+    def _job_stalled(self, message: JobStalled, now_s: float) -> None:
+        if self.stage is Stage.TRAINING:
+            self._interrupt(Cause.STUCK, message.detail, None, now_s)
+
+    def _interrupt(self, cause: Cause, detail: str, failure: Failure | None, now_s: float) -> None:
+        """A failure: begins a new generation, or adds to the one whose survivors are just being stopped."""
+        if self.stage not in (Stage.STARTING, Stage.TRAINING, Stage.STOPPING, Stage.RECOVERING):
+            return
+        record = self.records[-1] if self.records else None
+        if self.stage is not Stage.STOPPING or record is None:
+            if record is not None and self.stage is Stage.RECOVERING:
+                record.superseded = True
+            self.generation += 1
+            self._without_progress += 1
+            record = RecoveryRecord(self.generation, cause, detail, now_s)
+            self.records.append(record)
+            self._enter(Stage.STOPPING)
+            self._deadline_s = now_s + self.settings.stop_deadline_s
+            for worker in self.roster.workers.values():
+                worker.begin_generation()
+            self._to_holders(lambda holders: Stop(holders, self.generation, detail), detail)
+        elif failure is not None and not record.failures:
+            record.cause, record.detail = cause, detail
+        if failure is not None:
+            record.failures.append(failure)
+        self._proceed(now_s)
+
+    # ---- progress: each stage waits for all of something ------------------------------------------------------------
+
+    def _proceed(self, now_s: float) -> None:
+        holders = self.roster.holders()
+        match self.stage:
+            case Stage.STARTING:
+                if len(holders) == self.settings.world_size and all(self._ready_now(worker) for worker in holders):
+                    self._decide(now_s)
+            case Stage.STOPPING:
+                if all(worker.safe for worker in holders) and not self.roster.unfenced():
+                    self._stopped(now_s)
+            case Stage.RECOVERING:
+                self._recovering(holders, now_s)
+            case Stage.TRAINING:
+                if holders and all(worker.finished for worker in holders):
+                    self._complete()
+            case Stage.RESCUING:
+                if all(worker.rescued for worker in holders):
+                    self._rescued()
+            case Stage.FINISHED:
+                if not holders:
+                    self._end_after_last_step()
+            case Stage.ENDED:
+                pass
+
+    def _ready_now(self, worker: Worker) -> bool:
+        return worker.ready is not None and worker.ready.generation == self.generation
+
+    def _stopped(self, now_s: float) -> None:
+        record = self.records[-1]
+        if record.stopped_s is None:
+            record.stopped_s = now_s
+        if self._without_progress > self.settings.max_recoveries_without_progress:
+            self._rescue(now_s, f"{self._without_progress} failures in a row without a completed step: {record.detail}")
+            return
+        holders = self.roster.holders()
+        if not holders and record.failures and all(failure.cause == Cause.EXCEPTION for failure in record.failures):
+            self._end(EXIT_FAILED, record.detail)
+        elif self._resume_step() is None:
+            self._nobody_reaches(now_s)
+        elif self._fill_ranks(now_s):
+            self._decide(now_s)
+
+    def _resume_step(self) -> int | None:
+        shards: dict[str, list[frozenset[int]]] = {shard: [] for shard in self.shard_of.values()}
+        for worker in self.roster.holders():
+            if worker.rank in self.shard_of:
+                shards[self.shard_of[worker.rank]].append(self._reach(worker) | self._snapshots(worker))
+        if len(self.shard_of) < self.settings.world_size:
+            return None
+        return resume_step(shards)
+
+    def _reach(self, worker: Worker) -> frozenset[int]:
+        if worker.safe is not None:
+            return frozenset(worker.safe.reach)
+        if self._ready_now(worker) and worker.ready is not None:
+            return frozenset(worker.ready.reach)
+        return frozenset()
+
+    def _snapshots(self, worker: Worker) -> frozenset[int]:
+        report = worker.safe or worker.ready
+        return frozenset(report.snapshots) if report is not None else frozenset()
+
+    def _nobody_reaches(self, now_s: float) -> None:
+        record = self.records[-1]
+        if self.trained_to > 0 and not self._checkpointing:
+            self._end(
+                EXIT_NOTHING_TO_RECOVER,
+                f"generation {self.generation}: no live rank holds the state any more and there is no checkpoint "
+                f"(protect(checkpoint_dir=...) writes them): {record.detail}",
+            )
+            return
+        reason = "no live rank reaches a step: all ranks start anew"
+        for worker in self.roster.holders():
+            worker.lost = True
+            self._send(worker.node, FenceWorker(worker.worker, reason), reason)
+        if self.roster.unfenced():
+            return
+        needed = self.settings.world_size
+        if self.roster.max_starts is not None and self.roster.num_started + needed > self.roster.max_starts:
+            self._end(EXIT_TOO_FEW_RANKS, f"--max-restarts is used up: {record.detail}")
+            return
+        record.decided_s = now_s
+        self._start_ranks(now_s, reason)
+
+    def _fill_ranks(self, now_s: float) -> bool:
+        """Gives every missing rank a warm spare; starts processes where there are too few. True when all are filled."""
+        record = self.records[-1]
+        for rank in self.roster.missing_ranks():
+            warm = {spare.worker: topology.Placement(spare.node) for spare in self.roster.spares() if spare.ready}
+            lost = topology.Placement(self.nodes[0])
+            chosen = topology.choose_spare(lost, warm, node_at_fault=False)
+            if chosen is None:
+                return self._wait_for_processes(now_s)
+            worker = self.roster.workers[chosen]
+            worker.rank = rank
+            record.replacements[rank] = chosen
+            self._assign(worker, f"spare {chosen} takes rank {rank}")
+        return True
+
+    def _wait_for_processes(self, now_s: float) -> bool:
+        starting = len(self.roster.spares())
+        for _ in range(len(self.roster.missing_ranks()) - starting):
+            if not self.roster.may_start():
+                self._rescue(now_s, f"--max-restarts is used up: {self.records[-1].detail}")
+                return False
+            self._start(None, "no spare is left: a fresh process takes the rank")
+        self._deadline_s = now_s + self.settings.start_deadline_s
+        return False
+
+    # ---- decide and recover -----------------------------------------------------------------------------------------
+
+    def _decide(self, now_s: float) -> None:
+        holders = self.roster.holders()
+        for worker in holders:
+            if worker.rank is not None and worker.ready is not None:
+                self.shard_of[worker.rank] = worker.ready.shard
+        step = self._resume_step()
+        if step is None or step < self.trained_to and self.stage is Stage.STARTING and not self._may_go_back():
+            self._end(
+                EXIT_NOTHING_TO_RECOVER,
+                f"training had reached step {self.trained_to}, and the fresh ranks find no checkpoint to go on from",
+            )
+            return
+        record = self.records[-1] if self.records else None
+        if record is not None:
+            record.resume_step = step
+            record.decided_s = now_s
+            record.stopped_at_step = max((worker.safe.step for worker in holders if worker.safe), default=None)
+        reason = f"resume at step {step}: the greatest that every shard can reach"
+        self._order_recovery(holders, step, reason)
+        self.trained_to = step
+        self._enter(Stage.RECOVERING)
+        self._deadline_s = now_s + self.settings.recover_deadline_s
+
+    def _may_go_back(self) -> bool:
+        return any(worker.ready is not None and worker.ready.snapshots for worker in self.roster.holders())
+
+    def _order_recovery(self, holders: list[Worker], step: int, reason: str) -> None:
+        actions = {worker.worker: self._action(worker, step) for worker in holders}
+        for shard, ranks in topology.replica_groups(self.shard_of).items():
+            group = [worker for worker in holders if worker.rank in ranks]
+            live = [worker.rank or 0 for worker in group if actions[worker.worker] is not Action.RESTORE]
+            sources = topology.sources_of(ranks, live)
+            receivers = tuple(worker.rank or 0 for worker in group if actions[worker.worker] is Action.RESTORE)
+            for worker in group:
+                what = actions[worker.worker]
+                order = Recover(worker.worker, self.generation, step, what, sources, receivers)
+                self._send(worker.node, order, f"{reason}; shard {shard}: {what}")
+                if self.records and worker.rank is not None:
+                    self.records[-1].actions[worker.rank] = what
+
+    def _action(self, worker: Worker, step: int) -> Action:
+        current = worker.safe.current_step if worker.safe else 0
+        return action(step, self._reach(worker), current, self._snapshots(worker))
+
+    def _recovering(self, holders: list[Worker], now_s: float) -> None:
+        record = self.records[-1] if self.records else None
+        if record is not None and record.reset_s is None and all(worker.groups_reset for worker in holders):
+            record.reset_s = now_s
+        if not all(worker.recovered for worker in holders):
+            return
+        if record is not None:
+            record.restored_s = now_s
+        self._enter(Stage.TRAINING)
+        self._deadline_s = None
+        reason = f"all ranks stand at step {self.trained_to}"
+        self._to_holders(lambda workers: Resume(workers, self.generation), reason)
+
+    def _step_observed(self, message: StepObserved) -> None:
+        self._without_progress = 0
+        self.trained_to = max(self.trained_to, message.step + 1)
+        record = self.records[-1] if self.records else None
+        if record is not None and record.generation == message.generation:
+            record.resumed_s = max(record.resumed_s or message.at_s, message.at_s)
+            record.first_step_s = max(record.first_step_s or 0.0, message.step_s)
+        self._top_up_spares("a spare took a rank: another is started")
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        self._enter(Stage.FINISHED)
+        self._to_holders(lambda workers: Complete(workers, self.generation), "all ranks completed the last step")
+        for spare in self.roster.spares():
+            spare.lost = True
+            self._send(spare.node, FenceWorker(spare.worker, "not needed any more"), "the last step is complete")
+
+    def _done(self, worker: Worker, now_s: float) -> None:
+        worker.done = worker.gone = True
+        if worker.rank is None:
+            return
+        if not self.roster.holders():
+            self._end_after_last_step()
+        elif self.stage is not Stage.FINISHED:
+            self._after_last_step = self._after_last_step or ""
+            self._deadline_s = self._deadline_s or now_s + self.settings.end_deadline_s
+
+    def _lost_after_last_step(self, worker: Worker, detail: str, now_s: float) -> None:
+        self._after_last_step = f"rank {worker.rank} failed in the code after the last step: {detail}"
+        self._to_holders(lambda workers: Abandon(workers, detail), self._after_last_step)
+        self._deadline_s = now_s + self.settings.end_deadline_s
+        self._proceed(now_s)
+
+    def _end_after_last_step(self) -> None:
+        if self._after_last_step:
+            self._end(EXIT_FAILED, self._after_last_step)
+        else:
+            self._end(0, "all ranks are through")
+
+    def _rescue(self, now_s: float, reason: str) -> None:
+        self._enter(Stage.RESCUING)
+        self._after_last_step = reason
+        self._deadline_s = now_s + self.settings.end_deadline_s
+        self._to_holders(lambda workers: Rescue(workers, reason), reason)
+        self._proceed(now_s)
+
+    def _rescued(self) -> None:
+        saved = [worker.rescued for worker in self.roster.holders() if worker.rescued]
+        where = f"; state saved: {', '.join(saved)}" if saved else ""
+        self._end(EXIT_TOO_FEW_RANKS, f"the job cannot go on: {self._after_last_step}{where}")
+
+    def _overdue(self, now_s: float) -> None:
+        match self.stage:
+            case Stage.STARTING:
+                waiting = [worker.rank for worker in self.roster.holders() if not self._ready_now(worker)]
+                limit = self.settings.start_deadline_s
+                self._end(EXIT_FAILED, f"ranks {waiting} did not come to their first step within {limit:g} s")
+            case Stage.STOPPING:
+                self._give_up([worker for worker in self.roster.holders() if not worker.safe], now_s)
+            case Stage.RECOVERING:
+                self._give_up([worker for worker in self.roster.holders() if not worker.recovered], now_s)
+            case Stage.RESCUING:
+                self._rescued()
+            case Stage.TRAINING:
+                done = [worker.rank for worker in self.roster.workers.values() if worker.done]
+                self._end(EXIT_FAILED, f"ranks {done} ended their script while the others still train")
+            case Stage.FINISHED:
+                self._end(EXIT_FAILED, self._after_last_step or "the scripts did not end")
+            case Stage.ENDED:
+                pass
+
+    def _give_up(self, overdue: list[Worker], now_s: float) -> None:
+        """A survivor that does not answer in time is itself treated as failed."""
+        stage = self.stage
+        if stage is Stage.STOPPING and not overdue:
+            self._rescue(now_s, "no replacement came to its first step in time")
+        for worker in overdue:
+            detail = f"did not answer in time while {stage}"
+            self._lost(worker, WorkerLost(worker.worker, Cause.HANG, detail, False, None, now_s), now_s)
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        self._enter(Stage.ENDED)
+        self._deadline_s = None
+        self.ended = EndJob(exit_code, reason)
+        for node in self.nodes:
+            self._send(node, self.ended, reason)
+
+    # ---- sending ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, stage: Stage) -> None:
+        if stage is not self.stage and stage not in TRANSITIONS[self.stage]:
+            raise InternalError(f"generation {self.generation}: {self.stage} cannot become {stage}")
+        self.stage = stage
+
+    def _send(self, node: str, order: AgentOrder, reason: str) -> None:
+        self._effects.append(Effect(node, order, reason))
+
+    def _to_holders(self, order: Callable[[tuple[int, ...]], AgentOrder], reason: str) -> None:
+        """One order per node, for all rank holders there."""
+        for node in self.nodes:
+            workers = tuple(worker.worker for worker in self.roster.holders() if worker.node == node)
+            if workers:
+                self._send(node, order(workers), reason)

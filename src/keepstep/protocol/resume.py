@@ -1,0 +1,81 @@
+"""The resume rule: at which step training goes on after a failure.
+
+    Resume at the greatest step that every shard can reach through at least one live holder.
+
+A holder's *reach* is the set of steps its copy of the shard can be brought to from where it stopped:
+
+=====================================================  ==========
+stopped in                                             reach
+=====================================================  ==========
+forward or backward of step i                          {i}
+synced at step i (gradients complete, update not run)  {i, i+1}
+optimizer of step i, or after it                       {i+1}
+a checkpoint or snapshot of step s                     {s}
+killed, or stopped in the middle of an update          {}
+=====================================================  ==========
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+
+from keepstep.protocol.phases import Phase
+
+
+class Action(enum.StrEnum):
+    """What one rank does to get to the resume step."""
+
+    STAY = "stay"
+    """Its parameters are at the resume step already; what the broken step left is dropped."""
+    ADVANCE = "advance"
+    """It runs the update it was synced for."""
+    REWIND = "rewind"
+    """It loads a snapshot or checkpoint of the resume step."""
+    RESTORE = "restore"
+    """It receives the shard from a live holder."""
+
+
+def reach(step: int, phase: Phase) -> frozenset[int]:
+    """The steps that a live rank's shard can be at, given where it stopped.
+
+    Args:
+        step: the step that the rank's tag names.
+        phase: the phase that the rank's tag names.
+    """
+    match phase:
+        case Phase.FORWARD | Phase.BACKWARD:
+            return frozenset({step})
+        case Phase.SYNCED:
+            return frozenset({step, step + 1})
+        case Phase.OPTIMIZER | Phase.UPDATED:
+            return frozenset({step + 1})
+        case Phase.STARTING:
+            return frozenset()
+
+
+def resume_step(shards: Mapping[str, Iterable[frozenset[int]]]) -> int | None:
+    """The greatest step that every shard can reach through at least one holder, or None if there is none.
+
+    Args:
+        shards: for each shard of the job, the reach of each of its live holders (and checkpoints). A shard that
+            lost all of its holders must be present with no holder: leaving it out would resume without it.
+    """
+    reachable = [frozenset().union(*holders) for holders in shards.values()]
+    if not reachable:
+        return None
+    return max(frozenset.intersection(*reachable), default=None)
+
+
+def action(step: int, own_reach: frozenset[int], current_step: int | None, snapshots: frozenset[int]) -> Action:
+    """How one rank gets to ``step``.
+
+    Args:
+        step: the resume step.
+        own_reach: the reach of the rank's live copy (empty for a replacement, or for a copy torn in mid-update).
+        current_step: the step the live copy is at now, None if it is at none.
+        snapshots: the steps of which this rank can load a snapshot or checkpoint.
+    """
+    if step in own_reach:
+        return Action.STAY if step == current_step else Action.ADVANCE
+    return Action.REWIND if step in snapshots else Action.RESTORE

@@ -1,0 +1,82 @@
+"""The controller's list of workers: who holds which rank, who is a spare, who is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from keepstep.protocol.messages import SafePointReached, WorkerReady
+
+
+@dataclasses.dataclass(slots=True)
+class Worker:
+    """What the controller knows of one worker process."""
+
+    worker: int
+    node: str
+    rank: int | None
+    pid: int | None = None
+    ready: WorkerReady | None = None
+    """Its last word that it stands at its first step; None while it starts up."""
+    lost: bool = False
+    gone: bool = False
+    """Its process no longer exists (a lost worker that is not gone must be fenced)."""
+    done: bool = False
+    safe: SafePointReached | None = None
+    """Its safe point in the present generation."""
+    groups_reset: bool = False
+    recovered: bool = False
+    finished: bool = False
+    rescued: str | None = None
+    error: str | None = None
+
+    def begin_generation(self) -> None:
+        """Forgets what it reported in the generation before."""
+        self.safe = None
+        self.groups_reset = self.recovered = self.finished = False
+
+
+@dataclasses.dataclass(slots=True)
+class Roster:
+    """All workers of the job, lost ones included until they are gone, and the process budget."""
+
+    world_size: int
+    max_starts: int | None
+    """How many processes may be started in all, None for no bound."""
+    workers: dict[int, Worker] = dataclasses.field(default_factory=dict)
+    num_started: int = 0
+
+    def add(self, node: str, rank: int | None) -> Worker:
+        """Enters a worker that is about to be started."""
+        worker = Worker(self.num_started, node, rank)
+        self.workers[worker.worker] = worker
+        self.num_started += 1
+        return worker
+
+    def may_start(self) -> bool:
+        """Whether the budget allows one more process."""
+        return self.max_starts is None or self.num_started < self.max_starts
+
+    def live(self) -> list[Worker]:
+        """Every worker that is not lost and not done."""
+        return [worker for worker in self.workers.values() if not worker.lost and not worker.done]
+
+    def holders(self) -> list[Worker]:
+        """The live workers that hold a rank, in rank order."""
+        return sorted((worker for worker in self.live() if worker.rank is not None), key=lambda worker: worker.rank or 0)
+
+    def holder(self, rank: int) -> Worker | None:
+        """The live worker that holds ``rank``."""
+        return next((worker for worker in self.holders() if worker.rank == rank), None)
+
+    def spares(self) -> list[Worker]:
+        """The live workers without a rank, warm or still starting."""
+        return [worker for worker in self.live() if worker.rank is None]
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks that no live worker holds."""
+        held = {worker.rank for worker in self.holders()}
+        return [rank for rank in range(self.world_size) if rank not in held]
+
+    def unfenced(self) -> list[Worker]:
+        """The lost workers whose process may still exist."""
+        return [worker for worker in self.workers.values() if worker.lost and not worker.gone]

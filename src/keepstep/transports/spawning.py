@@ -1,0 +1,87 @@
+"""What an agent and its spawner say to each other, over a pair of sequenced-packet sockets.
+
+The spawner is a small process that makes workers, by forking itself with torch already imported or by starting a
+fresh interpreter, and reports how they ended.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TypeAlias
+
+import msgspec
+
+from keepstep.errors import RemoteProtocolError
+
+MAX_PACKET_BYTES = 180 * 1024
+"""Linux bounds a sequenced packet by the socket's buffer; a worker's command line and environment stay below."""
+
+
+class SpawnWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Make a worker. Three descriptors travel with it: link, tag page, and two more for stdout and stderr if set.
+
+    ``link_fd`` and ``page_fd`` are the numbers that the worker shall find them under.
+    """
+
+    worker: int
+    command: tuple[str, ...]
+    """Script or module with its arguments, or (with ``raw``) a whole command line."""
+    module: bool
+    raw: bool
+    environment: dict[str, str]
+    redirect_stdout: bool
+    redirect_stderr: bool
+
+
+class SpawnerReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The spawner can make workers. ``worker_bytes``: memory that one fresh worker takes for itself, as measured."""
+
+    worker_bytes: int
+
+
+class WorkerSpawned(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The worker's process exists."""
+
+    worker: int
+    pid: int
+
+
+class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The worker's process is gone. ``status`` as of `os.waitstatus_to_exitcode`: negative for a signal."""
+
+    worker: int
+    pid: int
+    status: int
+    at_s: float
+
+
+SpawnerReport: TypeAlias = SpawnerReady | WorkerSpawned | WorkerExited
+_reports: msgspec.json.Decoder[SpawnerReport] = msgspec.json.Decoder(SpawnerReport)
+_requests = msgspec.json.Decoder(SpawnWorker)
+
+LINK_FD = 3
+PAGE_FD = 4
+"""The descriptors under which every worker finds its link and its tag page."""
+
+
+def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: list[int]) -> None:
+    """Sends a request with its descriptors; the caller keeps and closes its own copies."""
+    socket.send_fds(endpoint, [msgspec.json.encode(request)], descriptors)
+
+
+def receive_request(endpoint: socket.socket) -> tuple[SpawnWorker, list[int]] | None:
+    """The next request with descriptors that the caller owns, or None at the end of the stream."""
+    data, descriptors, _flags, _address = socket.recv_fds(endpoint, MAX_PACKET_BYTES, 4)
+    return (_requests.decode(data), list(descriptors)) if data else None
+
+
+def decode_report(data: bytes) -> SpawnerReport:
+    """The report in a packet.
+
+    Raises:
+        RemoteProtocolError: the packet holds none.
+    """
+    try:
+        return _reports.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"not a spawner's report: {error}") from error

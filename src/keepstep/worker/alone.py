@@ -1,0 +1,64 @@
+"""A script under plain python: one rank, no agent, no controller, the same code above."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from keepstep.protocol.messages import (
+    Assign,
+    Complete,
+    Recover,
+    Resume,
+    StepsFinished,
+    WorkerJoined,
+    WorkerOrder,
+    WorkerReady,
+    WorkerReport,
+)
+from keepstep.protocol.resume import Action
+from keepstep.worker.link import Link
+
+
+class LinkToNobody(Link):
+    """Answers every report by itself, as a controller would that has one rank and never loses it."""
+
+    def __init__(self) -> None:
+        self.worker = 0
+        self._orders: queue.SimpleQueue[WorkerOrder] = queue.SimpleQueue()
+        self._on_order: Callable[[WorkerOrder], None] | None = None
+        self._keys: dict[str, bytes] = {}
+
+    def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
+        """Remembers who looks at orders first."""
+        self._on_order = on_order
+
+    def send(self, report: WorkerReport) -> None:
+        """Answers at once."""
+        match report:
+            case WorkerJoined():
+                self._give(Assign(0, 1, 0, 1))
+            case WorkerReady():
+                step = max((*report.reach, *report.snapshots))
+                action = Action.REWIND if step in report.snapshots else Action.STAY
+                self._give(Recover(0, 1, step, action, (), ()))
+                self._give(Resume((0,), 1))
+            case StepsFinished():
+                self._give(Complete((0,), 1))
+            case _:
+                pass
+
+    def request(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
+        """The rendezvous store of a world of one."""
+        if operation == "set":
+            self._keys[keys[0]] = value
+            return ()
+        return tuple(self._keys[key] for key in keys)
+
+    def fail_requests(self) -> None:
+        """Nothing ever waits."""
+
+    def _give(self, order: WorkerOrder) -> None:
+        assert self._on_order is not None
+        self._on_order(order)
+        self._orders.put(order)

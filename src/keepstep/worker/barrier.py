@@ -1,0 +1,46 @@
+"""The gradient barrier: if one rank has begun the update, every rank has complete gradients."""
+
+from __future__ import annotations
+
+from keepstep.protocol.phases import StepEvent
+from keepstep.protocol.resume import Action
+from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.groups.registry import WORLD
+from keepstep.worker.recovery import Recovery
+
+
+def pass_gradient_barrier(coordination: Coordination, recovery: Recovery) -> None:
+    """Waits until every rank has complete gradients; returns when this rank may, or must, run its update.
+
+    When a failure comes while the rank is in the barrier it waits for the decision: if some rank has left the
+    barrier the update is run, so that all are at the next step; else the step is undone.
+
+    Raises:
+        StepInterrupted: the step is to be undone.
+    """
+    recovery.before_barrier()
+    if coordination.interrupted or coordination.tainted:
+        raise StepInterrupted
+    coordination.move(StepEvent.GRADIENTS_SYNCED)
+    if not _everybody_came(coordination):
+        order = recovery.decide_at_barrier()
+        if order.action is not Action.ADVANCE:
+            raise StepInterrupted
+    coordination.move(StepEvent.BARRIER_LEFT)
+
+
+def _everybody_came(coordination: Coordination) -> bool:
+    assert coordination.groups is not None
+    inner = coordination.groups.world.inner
+    if inner is None:
+        return False
+    coordination.entered()
+    try:
+        inner.barrier().wait()
+    except RuntimeError as error:
+        coordination.failed(WORLD, error)
+        return False
+    finally:
+        coordination.left()
+    coordination.observe("barrier")
+    return not coordination.interrupted

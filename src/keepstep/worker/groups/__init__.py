@@ -1,0 +1,1 @@
+"""Process groups that survive the loss of a member."""

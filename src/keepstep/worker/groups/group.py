@@ -1,0 +1,277 @@
+"""A process group that outlives its members.
+
+`SurvivingGroup` is what DDP, FSDP2, a DeviceMesh and the user hold. Inside is an ordinary gloo group that is broken
+at a failure and replaced in the next generation, so nobody outside notices. In between the group is *down* and
+echoes (`keepstep.worker.groups.echo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ProcessGroupGloo,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from keepstep.worker.groups import echo
+from keepstep.worker.groups.connections import Connections
+from keepstep.worker.groups.work import EchoedWork, GroupWork, Outputs
+
+Tensors = list[Tensor]
+
+
+class GroupObserver(Protocol):
+    """What a group tells its session. All calls may come from any thread."""
+
+    def entered(self) -> None:
+        """A collective was begun."""
+
+    def left(self) -> None:
+        """A collective has ended."""
+
+    def failed(self, group: str, error: Exception) -> bool:
+        """A collective ended in an error. True: the group shall echo; False: the error is the caller's."""
+
+    def echoed(self, group: str) -> None:
+        """A collective was answered by echo."""
+
+    def await_rank(self) -> int:
+        """This process's rank in the world; blocks on a spare until it has one."""
+
+
+class SurvivingGroup(dist.ProcessGroup):
+    """One process group of the user, in every generation."""
+
+    def __init__(self, name: str, rank: int, size: int, observer: GroupObserver, is_world: bool) -> None:
+        super().__init__(rank, size)
+        self.keepstep_name = name
+        self._observer = observer
+        self._is_world = is_world
+        self._rank, self._size = rank, size
+        self._name = self._description = name
+        self._inner: ProcessGroupGloo | None = None
+        self._connections = Connections()
+        self._down = True
+        self._echoing = 0
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_down(self) -> bool:
+        """Whether collectives are echoed."""
+        return self._down or self._echoing > 0
+
+    def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
+        """Builds the inner group, together with all other members.
+
+        Args:
+            store: where the members find each other; used by this generation alone.
+            rank: this process's rank in the group.
+            timeout: for connecting, and then for each collective.
+
+        Raises:
+            RuntimeError: a member did not come, or `take_down` was called meanwhile.
+        """
+        self.release()
+        connections = self._connections = Connections()
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        with connections.recording():
+            inner = ProcessGroupGloo(store, rank, self._size, options)
+        self._rank, self._inner = rank, inner
+        self._down = False
+
+    def take_down(self) -> None:
+        """Breaks the communicator: whoever waits in it is freed at once. From any thread, any number of times."""
+        self._down = True
+        self._connections.cut()
+
+    def release(self) -> None:
+        """Gives up the broken inner group. Only when no collective of it is under way."""
+        self._down = True
+        self._inner = None
+        self._connections.close()
+
+    @contextmanager
+    def echoing(self) -> Iterator[None]:
+        """Inside the block collectives are answered by this process alone."""
+        self._echoing += 1
+        try:
+            yield
+        finally:
+            self._echoing -= 1
+
+    @property
+    def inner(self) -> ProcessGroupGloo | None:
+        """The group of this generation, None while down: keepstep's own traffic does not echo."""
+        return None if self._down else self._inner
+
+    # ---- what torch asks --------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """The rank as the user's code sees it: a spare waits here until it has one."""
+        return self._observer.await_rank() if self._is_world else self._rank
+
+    def getRank(self) -> int:  # noqa: N802 - the name that torch's C++ calls
+        """The rank as torch's C++ sees it: on a spare a provisional one."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return self._size
+
+    def getSize(self) -> int:  # noqa: N802 - the name that torch's C++ calls
+        """Number of members, for torch's C++."""
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802 - the name that torch's C++ calls
+        """The name under which this class is registered."""
+        return "keepstep"
+
+    def getGroupName(self) -> str:  # noqa: N802 - the name that torch's C++ calls
+        """The name that torch gave."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - the name that torch's C++ calls
+        """Torch names its groups."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - the name that torch's C++ calls
+        """The description that torch gave."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - the name that torch's C++ calls
+        """Torch describes its groups."""
+        self._description = description
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def _issue(
+        self, outputs: Outputs, call: Callable[[ProcessGroupGloo], dist.Work], fill: Callable[[], None] | None
+    ) -> dist.Work:
+        """Begins one collective in the inner group, or echoes it with ``fill``."""
+        inner = self._inner
+        if self._down or self._echoing or inner is None:
+            return self._echo(outputs, fill)
+        self._observer.entered()
+        try:
+            work = call(inner)
+        except BaseException:
+            self._observer.left()
+            if self._down:
+                return self._echo(outputs, fill)
+            raise
+
+        def on_error(error: Exception) -> bool:
+            if not (self._down or self._observer.failed(self.keepstep_name, error)):
+                return False
+            self._echo(outputs, fill)
+            return True
+
+        return GroupWork(work, outputs, self._observer.left, on_error)
+
+    def _echo(self, outputs: Outputs, fill: Callable[[], None] | None) -> EchoedWork:
+        if not self._echoing:
+            self._observer.echoed(self.keepstep_name)
+        if fill is not None:
+            fill()
+        return EchoedWork(outputs)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.all_reduce`; echo leaves the tensors."""
+        return self._issue(tensors, lambda inner: inner.allreduce(tensors, opts or AllreduceOptions()), None)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Several all_reduce in one; echo leaves the tensors."""
+        options = opts or AllreduceCoalescedOptions()
+
+        def one_by_one(inner: ProcessGroupGloo) -> dist.Work:
+            plain = AllreduceOptions()
+            plain.reduceOp = options.reduceOp
+            works = [inner.allreduce([tensor], plain) for tensor in tensors]
+            for work in works[:-1]:
+                work.wait()
+            return works[-1]
+
+        return self._issue(tensors, one_by_one, None)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.broadcast`; echo leaves the tensors."""
+        return self._issue(tensors, lambda inner: inner.broadcast(tensors, opts or BroadcastOptions()), None)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.reduce`; echo leaves the tensors."""
+        return self._issue(tensors, lambda inner: inner.reduce(tensors, opts or ReduceOptions()), None)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.barrier`."""
+        return self._issue([], lambda inner: inner.barrier(opts or BarrierOptions()), None)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.all_gather`; echo puts this rank's tensor in every place."""
+        call = lambda inner: inner.allgather(outputs, inputs, opts or AllgatherOptions())  # noqa: E731 - a closure per op
+        return self._issue(outputs, call, lambda: echo.to_all(outputs, inputs))
+
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        call = lambda inner: inner._allgather_base(output, source, opts or AllgatherOptions())  # noqa: E731 - as above
+        return self._issue([output], call, lambda: echo.to_all_flat(output, source))
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.gather`; echo as for `allgather`, on the root."""
+        call = lambda inner: inner.gather(outputs, inputs, opts or GatherOptions())  # noqa: E731 - as above
+        return self._issue(outputs, call, lambda: echo.to_all(outputs, inputs))
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
+        """See `torch.distributed.scatter`; echo gives the root its own part and leaves the others."""
+        call = lambda inner: inner.scatter(outputs, inputs, opts or ScatterOptions())  # noqa: E731 - as above
+        return self._issue(outputs, call, lambda: echo.own_of(outputs, inputs, self._rank))
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
+        """See `torch.distributed.reduce_scatter`; echo gives this rank its own part."""
+        call = lambda inner: inner.reduce_scatter(outputs, inputs, opts or ReduceScatterOptions())  # noqa: E731 - as above
+        return self._issue(outputs, call, lambda: echo.own_of(outputs, inputs, self._rank))
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        call = lambda inner: inner._reduce_scatter_base(output, source, opts or ReduceScatterOptions())  # noqa: E731 - as above
+        return self._issue([output], call, lambda: echo.own_of_flat(output, source, self._rank))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.all_to_all`; echo sends this rank's own part to every place."""
+        call = lambda inner: inner.alltoall(outputs, inputs, opts or AllToAllOptions())  # noqa: E731 - as above
+        return self._issue(outputs, call, lambda: echo.own_to_all(outputs, inputs, self._rank))
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        """See `torch.distributed.all_to_all_single`."""
+        options = opts or AllToAllOptions()
+        call = lambda inner: inner.alltoall_base(output, source, output_splits, input_splits, options)  # noqa: E731 - as above
+        return self._issue([output], call, lambda: echo.own_to_all_flat(output, source))
+
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
+        """See `torch.distributed.send`; echo drops the message."""
+        return self._issue(tensors, lambda inner: inner.send(tensors, destination, tag), None)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
+        """See `torch.distributed.recv`; echo leaves the tensors."""
+        return self._issue(tensors, lambda inner: inner.recv(tensors, source, tag), None)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        """See `torch.distributed.recv` without a source; echo leaves the tensors."""
+        return self._issue(tensors, lambda inner: inner.recv_anysource(tensors, tag), None)

@@ -1,0 +1,82 @@
+"""All surviving groups of this process: made, connected, taken down and connected again together."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
+
+BACKEND = "keepstep"
+WORLD = "world"
+CONNECT_DEADLINE = timedelta(seconds=30)
+"""Members that take part in a reset have all reported in just before; a healthy connection takes milliseconds."""
+
+StoreFactory = Callable[[int, str], dist.Store]
+
+
+class GroupRegistry:
+    """The groups of one process, in order of creation.
+
+    A group is named by its members and by how many of the same members came before it, so survivors and a
+    replacement agree on names whatever torch's own counters say.
+    """
+
+    def __init__(self, store: StoreFactory, observer: GroupObserver) -> None:
+        self._store = store
+        self._observer = observer
+        self._groups: list[tuple[SurvivingGroup, tuple[int, ...]]] = []
+        self._made: Counter[tuple[int, ...]] = Counter()
+        self._generation: int | None = None
+        self._rank = 0
+        self._lock = threading.Lock()
+
+    def join_world(self, rank: int, world_size: int) -> SurvivingGroup:
+        """Creates torch's default process group, still down; `connect` brings it up.
+
+        Args:
+            rank: this process's rank; on a spare a provisional one.
+            world_size: number of ranks.
+        """
+        if not hasattr(dist.Backend, BACKEND.upper()):
+            dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+        return self.world
+
+    @property
+    def world(self) -> SurvivingGroup:
+        """The default process group."""
+        return self._groups[0][0]
+
+    def _create(self, options: Any, _backend_options: object) -> SurvivingGroup:
+        members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        is_world = not self._groups
+        name = WORLD if is_world else f"{'-'.join(map(str, members))}.{self._made[members]}"
+        self._made[members] += 1
+        group = SurvivingGroup(name, options.group_rank, options.group_size, self._observer, is_world)
+        self._groups.append((group, members))
+        if self._generation is not None and not self.world.is_down:
+            group.connect(self._store(self._generation, name), members.index(self._rank), CONNECT_DEADLINE)
+        return group
+
+    def connect(self, generation: int, rank: int) -> None:
+        """Brings every group up in ``generation``, together with the other ranks.
+
+        Raises:
+            RuntimeError: another rank did not come, or `take_down` was called meanwhile.
+        """
+        self._rank = rank
+        for group, members in self._groups:
+            group.connect(self._store(generation, group.keepstep_name), members.index(rank), CONNECT_DEADLINE)
+        self._generation = generation
+
+    def take_down(self) -> None:
+        """Breaks every communicator. From any thread."""
+        self._generation = None
+        for group, _members in list(self._groups):
+            group.take_down()

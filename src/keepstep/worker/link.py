@@ -1,0 +1,107 @@
+"""The worker's line to its agent: one socket that was inherited, and one thread that listens on it.
+
+The training thread is often inside a collective or a kernel when an order comes, so the listener deals with what
+cannot wait (`Stop`: break the communicators) and queues the rest for the training thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from keepstep.errors import PeerLost
+from keepstep.protocol.messages import StoreAnswered, StoreRequested, WorkerOrder, WorkerReport
+from keepstep.transports.framing import FrameDecoder, frame
+
+EXIT_ORPHANED = 3
+_RECEIVE_BYTES = 1 << 16
+
+
+class Link:
+    """Sends reports, receives orders. Reports may be sent from any thread."""
+
+    def __init__(self, connection: socket.socket, worker: int) -> None:
+        self.worker = worker
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._orders: queue.SimpleQueue[WorkerOrder] = queue.SimpleQueue()
+        self._on_order: Callable[[WorkerOrder], None] | None = None
+        self._requests: dict[int, Future[tuple[bytes, ...] | None]] = {}
+        self._numbers = itertools.count()
+
+    def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
+        """Starts the listener. ``on_order`` sees every order first, in the listener's thread, and must not block."""
+        self._on_order = on_order
+        threading.Thread(target=self._listen, name="keepstep-link", daemon=True).start()
+
+    def send(self, report: WorkerReport) -> None:
+        """Sends a report. If the agent is gone the listener ends this process, so no error is raised here."""
+        try:
+            with self._send_lock:
+                self._connection.sendall(frame(report))
+        except OSError:
+            pass  # the listener sees the end of the same stream
+
+    def next_order(self, timeout_s: float) -> WorkerOrder:
+        """The next order for the training thread.
+
+        Raises:
+            PeerLost: none came in time.
+        """
+        try:
+            return self._orders.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerLost(f"worker {self.worker}: no order from the controller within {timeout_s:g} s") from None
+
+    def request(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
+        """One call on the rendezvous store of ``generation``; blocks for ``get`` until all keys are there.
+
+        Raises:
+            PeerLost: the generation is over, or no answer came in time.
+        """
+        number = next(self._numbers)
+        future: Future[tuple[bytes, ...] | None] = Future()
+        self._requests[number] = future
+        self.send(StoreRequested(self.worker, generation, number, operation, keys, value))
+        try:
+            values = future.result(timeout_s)
+        except TimeoutError:
+            raise PeerLost(f"rendezvous of generation {generation}: keys {keys} did not come in {timeout_s:g} s") from None
+        finally:
+            self._requests.pop(number, None)
+        if values is None:
+            raise PeerLost(f"rendezvous of generation {generation}: the generation is over")
+        return values
+
+    def fail_requests(self) -> None:
+        """Ends every call that waits on the store: the generation is over."""
+        for future in list(self._requests.values()):
+            if not future.done():
+                future.set_result(None)
+
+    def _listen(self) -> None:
+        decoder = FrameDecoder()
+        while data := self._receive():
+            for message in decoder.feed(data):
+                if isinstance(message, StoreAnswered):
+                    future = self._requests.get(message.request)
+                    if future is not None and not future.done():
+                        future.set_result(message.values)
+                    continue
+                assert self._on_order is not None
+                self._on_order(message)  # type: ignore[arg-type]  # the agent sends orders only
+                self._orders.put(message)  # type: ignore[arg-type]  # as above
+        print("keepstep: the agent of this worker is gone, so the worker ends", file=sys.stderr, flush=True)
+        os._exit(EXIT_ORPHANED)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(_RECEIVE_BYTES)
+        except OSError:
+            return b""

@@ -1,0 +1,70 @@
+"""The first lines of a worker: runs the user's script as ``__main__`` and reports how it failed, if it did."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+
+from keepstep.errors import ConfigurationError, UsageError
+from keepstep.protocol.messages import WorkerFailed
+from keepstep.worker.session import current_session
+
+EXIT_EXCEPTION = 1
+
+
+def run_script(command: tuple[str, ...], module: bool) -> int:
+    """Runs a script or module with its arguments and returns the exit code of the process.
+
+    Args:
+        command: the script's path or the module's name, then its arguments.
+        module: whether the first is a module, as for ``python -m``.
+    """
+    sys.argv = list(command)
+    try:
+        if module:
+            sys.path.insert(0, "")
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, command[0].rpartition("/")[0] or ".")
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as ending:
+        return _exit_code(ending.code)
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, then the process ends
+        _report(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_EXCEPTION
+    return 0
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return EXIT_EXCEPTION
+
+
+def _report(error: BaseException) -> None:
+    session = current_session()
+    if session is None:
+        return
+    link = session._coordination.link
+    text = f"{type(error).__name__}: {error}"
+    fatal = isinstance(error, (ConfigurationError, UsageError))
+    trace = "".join(traceback.format_exception(error))
+    link.send(WorkerFailed(link.worker, text[:4000], trace[-16000:], fatal))
+
+
+def main() -> None:
+    """Entry of a worker started as a fresh interpreter: ``python -m keepstep.worker.process.bootstrap [-m] ...``."""
+    module = sys.argv[1] == "-m"
+    command = tuple(sys.argv[2:] if module else sys.argv[1:])
+    code = run_script(command, module)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The process that makes workers, and sees them end.
+
+With ``fork`` it imports torch once and forks: a worker is there in about ten milliseconds instead of seconds. With
+``spawn`` it starts a fresh interpreter each time and imports nothing. It has a single thread, so forking is safe, and
+the workers are its children: it collects their exit status. If it dies, the kernel kills its workers; if the agent
+dies, the kernel kills it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from keepstep.transports.spawning import (
+    LINK_FD,
+    PAGE_FD,
+    SpawnerReady,
+    SpawnerReport,
+    SpawnWorker,
+    WorkerExited,
+    WorkerSpawned,
+    receive_request,
+)
+
+_PR_SET_PDEATHSIG = 1
+RunScript = Callable[[tuple[str, ...], bool], int]
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent dies, and ends it if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Spawner:
+    """Answers requests on ``endpoint`` until its other end closes."""
+
+    def __init__(self, endpoint: socket.socket, run_script: RunScript | None) -> None:
+        """Args:
+        endpoint: the socket to the agent.
+        run_script: what a forked worker runs; None to start fresh interpreters.
+        """
+        self._endpoint = endpoint
+        self._run_script = run_script
+        self._children: dict[int, int] = {}
+        """pid -> worker"""
+
+    def serve(self) -> None:
+        """Runs until the agent is gone; then every worker is killed."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._report(SpawnerReady(measure_worker_bytes() if self._run_script else 0))
+        while True:
+            readable, _, _ = select.select([self._endpoint, wake_read], [], [])
+            if wake_read in readable:
+                os.read(wake_read, 4096)
+                self._reap()
+            if self._endpoint in readable and not self._answer():
+                break
+        for pid in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _answer(self) -> bool:
+        received = receive_request(self._endpoint)
+        if received is None:
+            return False
+        request, descriptors = received
+        if self._run_script is None or request.raw:
+            pid = _exec_worker(request, descriptors)
+        else:
+            pid = self._fork_worker(request, descriptors, self._run_script)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._children[pid] = request.worker
+        self._report(WorkerSpawned(request.worker, pid))
+        return True
+
+    def _fork_worker(self, request: SpawnWorker, descriptors: list[int], run_script: RunScript) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.setsid()
+            die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._endpoint.close()
+            _adopt(request, descriptors)
+            os.environ.update(request.environment)
+            code = run_script(request.command, request.module)
+        except BaseException:  # noqa: BLE001 - a fork must never return into the spawner's loop
+            traceback.print_exc()
+        finally:
+            _leave(code)
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            at_s = time.monotonic()
+            worker = self._children.pop(pid, None)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what the worker started: loader processes
+            if worker is not None:
+                self._report(WorkerExited(worker, pid, os.waitstatus_to_exitcode(status), at_s))
+
+    def _report(self, report: SpawnerReport) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._endpoint.send(msgspec.json.encode(report))
+
+
+def _adopt(request: SpawnWorker, descriptors: list[int]) -> None:
+    """Puts the received descriptors where the worker expects them."""
+    wanted = [LINK_FD, PAGE_FD]
+    wanted += [1] if request.redirect_stdout else []
+    wanted += [2] if request.redirect_stderr else []
+    aside = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(descriptors)]
+    for source, target in zip(aside, wanted, strict=True):
+        os.dup2(source, target, inheritable=True)
+    for descriptor in aside:
+        os.close(descriptor)
+
+
+def _leave(code: int) -> None:
+    """Ends a forked worker as an interpreter would: exit handlers, buffers, then out without the spawner's stack."""
+    with contextlib.suppress(RuntimeError):
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _exec_worker(request: SpawnWorker, descriptors: list[int]) -> int:
+    command = list(request.command)
+    if not request.raw:
+        flag = ["-m"] if request.module else []
+        command = [sys.executable, "-u", "-m", "keepstep.worker.process.bootstrap", *flag, *command]
+    parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        _adopt(request, descriptors)
+
+    process = subprocess.Popen(
+        command,
+        env=os.environ | request.environment,  # environ: the worker's is the launcher's and its own settings
+        start_new_session=True,
+        close_fds=False,
+        preexec_fn=prepare,
+    )
+    process.returncode = 0  # it is reaped by this loop, not by subprocess
+    return process.pid
+
+
+def measure_worker_bytes() -> int:
+    """Memory that a forked worker takes for itself before it does anything, in bytes, measured on one."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        gc.collect()
+        os.write(write, str(private_bytes()).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    return int(text or 0)
+
+
+def private_bytes() -> int:
+    """Memory that this process shares with nobody, in bytes."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) * 1024
+
+
+def preload() -> RunScript:
+    """Imports what every worker needs, so that a fork has it, and returns what a worker runs."""
+    import torch._dynamo  # noqa: F401 - optimizers import it at their first use, which takes about a second
+
+    from keepstep.worker.process.bootstrap import run_script
+
+    return run_script
+
+
+def main() -> None:
+    """Entry: ``python -m keepstep.worker.process.spawner --fd N --parent PID [--fork]``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--fork", action="store_true")
+    arguments = parser.parse_args()
+    os.setsid()
+    die_with_parent(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    run_script = preload() if arguments.fork else None
+    gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
+    Spawner(socket.socket(fileno=arguments.fd), run_script).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Carrying out a recovery on one rank, in its training thread: CLEAN, RESET, RESTORE, ROLLBACK."""
+
+from __future__ import annotations
+
+import sys
+
+from torch.nn.parallel import DistributedDataParallel
+
+from keepstep.errors import NothingToRecoverFrom, RemoteProtocolError
+from keepstep.protocol.messages import Recover, Rescue, StateRecovered, StateRescued
+from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.protocol.resume import Action
+from keepstep.worker.coordination import Coordination, Superseded
+from keepstep.worker.state.checkpoint import Checkpoints, rescue
+from keepstep.worker.state.ddp import settle_buckets, share_buffers
+from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.restore import Route, receive_state, send_state
+from keepstep.worker.state.rollback import StepSnapshot
+
+EXIT_RESCUED = 76
+
+
+class Recovery:
+    """One rank's recoveries. Everything here runs in the training thread, at a safe point."""
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        state: ProtectedState,
+        ddp: list[DistributedDataParallel],
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self.snapshot = StepSnapshot(state)
+        self._coordination = coordination
+        self._state = state
+        self._ddp = ddp
+        self._checkpoints = checkpoints
+        self._held: Recover | None = None
+        """A decision taken at the barrier, to be carried out when the step has been completed or undone."""
+        self._resumed = False
+        coordination.on_rescue = self._rescue
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether this job writes checkpoints."""
+        return self._checkpoints is not None
+
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of the checkpoints that can be loaded."""
+        return self._checkpoints.steps() if self._checkpoints is not None else ()
+
+    def take_resumed(self) -> bool:
+        """Whether this is the first step since a recovery; asking forgets it."""
+        resumed, self._resumed = self._resumed, False
+        return resumed
+
+    # ---- where it is called from ------------------------------------------------------------------------------------
+
+    def before_barrier(self) -> None:
+        """Completes what the gradient barrier vouches for: module buffers, too, are the same on every rank."""
+        for module in self._ddp:
+            share_buffers(module)
+
+    def decide_at_barrier(self) -> Recover:
+        """A failure came while this rank was synced: reports that it can be at this step or the next, and waits."""
+        self._held = self._coordination.stand(self.snapshots(), self._coordination.generation)
+        return self._held
+
+    def after_step(self) -> None:
+        """The step is complete: writes a checkpoint where one is due, and recovers if a failure came meanwhile."""
+        coordination = self._coordination
+        if self._checkpoints is not None and coordination.rank == 0 and not coordination.torn:
+            self._checkpoints.after_step(coordination.machine.step + 1, coordination.generation)
+        if self._held is not None or coordination.interrupted:
+            self.run(self._held)
+
+    def after_interruption(self) -> None:
+        """The step was left early: undoes it and recovers."""
+        if self._coordination.machine.phase is not Phase.SYNCED:
+            self._undo()
+        self.run(self._held)
+
+    def run(self, order: Recover | None = None) -> None:
+        """Recovers, however many generations it takes.
+
+        Args:
+            order: the decision, where it has been received already.
+        """
+        coordination = self._coordination
+        self._held = None
+        generation = coordination.generation
+        while True:
+            try:
+                if order is None:
+                    order = coordination.stand(self.snapshots(), generation)
+                generation = order.generation
+                self._carry_out(order)
+            except Superseded:
+                order = None
+                continue
+            self._resumed = order.resume_step > 0 or order.generation > 1
+            return
+
+    # ---- the parts of a recovery ------------------------------------------------------------------------------------
+
+    def _undo(self) -> None:
+        """CLEAN and ROLLBACK of a step whose update has not begun."""
+        coordination = self._coordination
+        if coordination.machine.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
+            return
+        if coordination.machine.phase is Phase.BACKWARD:
+            for module in self._ddp:
+                settle_buckets(module)
+        self.snapshot.put_back()
+        coordination.move(StepEvent.STEP_UNDONE)
+
+    def _carry_out(self, order: Recover) -> None:
+        coordination = self._coordination
+        coordination.check_current(order.generation)
+        self._undo()
+        if coordination.generation != order.generation:
+            coordination.connect(order.generation)
+        received = self._restore(order)
+        coordination.link.send(StateRecovered(coordination.link.worker, order.generation, received))
+        coordination.await_resume(order.generation)
+
+    def _restore(self, order: Recover) -> int:
+        coordination, rank = self._coordination, self._coordination.rank
+        coordination.observe("restore")
+        route = Route(order.sources, order.receivers)
+        try:
+            match order.action:
+                case Action.RESTORE:
+                    return self._receive(order.resume_step, route)
+                case Action.REWIND:
+                    self._rewind(order.resume_step)
+                case Action.STAY | Action.ADVANCE:
+                    pass
+            if route.receivers and rank in route.sources:
+                assert coordination.groups is not None and rank is not None
+                inner = coordination.groups.world.inner
+                if inner is None:
+                    raise RuntimeError("the group was taken down before the transfer began")
+                send_state(self._state, order.resume_step, rank, route, inner, self._moved)
+        except (RuntimeError, RemoteProtocolError) as error:
+            raise coordination.lost_in(order.generation, "restore", error) from error
+        return 0
+
+    def _receive(self, step: int, route: Route) -> int:
+        coordination = self._coordination
+        assert coordination.groups is not None
+        inner = coordination.groups.world.inner
+        if inner is None:
+            raise RuntimeError("the group was taken down before the transfer began")
+        coordination.torn = True
+        received = receive_state(self._state, step, route, inner, self._moved)
+        self._stand_at(step)
+        return received
+
+    def _rewind(self, step: int) -> None:
+        assert self._checkpoints is not None
+        self._coordination.torn = True
+        self._checkpoints.load(step)
+        self._stand_at(step)
+
+    def _stand_at(self, step: int) -> None:
+        coordination = self._coordination
+        coordination.torn = False
+        coordination.machine.restored(step)
+        coordination.show()
+
+    def _moved(self) -> None:
+        self._coordination.page.progress()
+        self._coordination.observe("bucket")
+
+    def _rescue(self, order: Rescue) -> None:
+        """The job cannot go on: saves what this rank holds, if it is whole, and ends the process."""
+        coordination = self._coordination
+        at = coordination.machine.parameters_at
+        path, problem = None, None
+        try:
+            if coordination.torn or at is None:
+                raise NothingToRecoverFrom("its copy is not whole")
+            if coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
+                self._undo()
+            path = rescue(self._state, at, coordination.rank or 0)
+        except (OSError, RuntimeError, NothingToRecoverFrom) as error:
+            problem = str(error)
+        coordination.link.send(StateRescued(coordination.link.worker, path, problem))
+        print(f"keepstep: rank {coordination.rank} ends: {order.reason}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_RESCUED)

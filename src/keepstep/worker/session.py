@@ -1,0 +1,291 @@
+"""The user's handle: `init`, `Session.protect`, `Session.steps`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from keepstep import config, tagpage
+from keepstep.errors import ConfigurationError, UsageError
+from keepstep.protocol.messages import StepsFinished, WorkerReady
+from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.protocol.resume import Action
+from keepstep.worker import stop_points
+from keepstep.worker.alone import LinkToNobody
+from keepstep.worker.barrier import pass_gradient_barrier
+from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.groups.registry import GroupRegistry
+from keepstep.worker.groups.store import LinkStore
+from keepstep.worker.link import Link
+from keepstep.worker.recovery import Recovery
+from keepstep.worker.state.checkpoint import Checkpoints
+from keepstep.worker.state.ddp import find_ddp, settle_buckets
+from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.rng import seed_step
+from keepstep.worker.steps import Step
+
+_STORE_TIMEOUT = timedelta(seconds=300)
+_session: Session | None = None
+
+
+def init(*, seed: int = 0, rng: bool = True) -> Session:
+    """Joins the job, or runs alone under plain python. Call it once, in place of ``init_process_group``.
+
+    Args:
+        seed: base of the random numbers of every step.
+        rng: seed Python's, NumPy's and torch's generators at the start of each step from (seed, rank, step), so
+            that a step computed again draws the same numbers. Turn it off only if the script does the same itself.
+
+    Returns:
+        the session; a second call returns the same one.
+
+    Raises:
+        ConfigurationError: a process group exists already, or another launcher started this process.
+    """
+    global _session
+    if _session is None:
+        if dist.is_initialized():
+            raise ConfigurationError(
+                "torch.distributed is initialised already: call keepstep.init() in place of init_process_group()"
+            )
+        _session = Session(config.worker_config(), seed, rng)
+    return _session
+
+
+def current_session() -> Session | None:
+    """The session of this process, if `init` was called."""
+    return _session
+
+
+class Session:
+    """One rank's part of a protected training job. Made by `init`; used from the training thread."""
+
+    def __init__(self, settings: config.WorkerConfig | None, seed: int, rng: bool) -> None:
+        self._settings = settings
+        self._seed, self._rng = seed, rng
+        self._state: ProtectedState | None = None
+        self._recovery: Recovery | None = None
+        self._step: Step | None = None
+        self._last_index, self._attempts = -1, 0
+        self._coordination = self._connect()
+
+    def _connect(self) -> Coordination:
+        settings = self._settings
+        if settings is None:
+            link: Link = LinkToNobody()
+            page = tagpage.TagWriter(tagpage.create("alone"))
+            rank, world_size = 0, 1
+        else:
+            link = Link(socket.socket(fileno=settings.link_fd), settings.worker)
+            page = tagpage.TagWriter(settings.page_fd)
+            rank, world_size = settings.rank, settings.world_size
+        coordination = Coordination(link, page, os.getpid(), rank)
+        if settings is not None and settings.observer is not None:
+            module, _, function = settings.observer.partition(":")
+            getattr(importlib.import_module(module), function)(coordination)
+        groups = GroupRegistry(
+            lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT), coordination
+        )
+        coordination.groups = groups
+        groups.join_world(rank or 0, world_size)
+        link.listen(coordination.on_order)
+        coordination.join()
+        return coordination
+
+    # ---- who am I -------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank. On a spare it blocks until the spare takes a rank's place."""
+        return self._coordination.await_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size()
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process among those of its node, spares included: the index of its device."""
+        return self._settings.local_rank if self._settings is not None else 0
+
+    @property
+    def generation(self) -> int:
+        """Number of the present membership: 1 at the start, one more at every recovery."""
+        return self._coordination.generation
+
+    # ---- what is protected ----------------------------------------------------------------------------------------
+
+    def protect(
+        self, *, checkpoint_dir: str | os.PathLike[str] | None = None, checkpoint_every: int = 100, **objects: Any
+    ) -> None:
+        """Names everything that must be the same after a recovery as before. Call it once, before the first step.
+
+        Args:
+            checkpoint_dir: write a checkpoint here every ``checkpoint_every`` steps (torch DCP, in the background);
+                used when no live rank holds the state any more, and when the job is started again.
+            checkpoint_every: steps from one checkpoint to the next.
+            objects: at least one ``torch.nn.Module``; optimizers; anything else with ``state_dict()`` and
+                ``load_state_dict()``: schedulers, scalers, loaders. The names are yours and must be the same on
+                every rank.
+
+        Raises:
+            ConfigurationError: an object that cannot be protected, with what to do about it.
+            UsageError: called twice, or inside a step.
+        """
+        if self._state is not None:
+            raise UsageError("protect() was called twice: give it everything in one call")
+        self._state = ProtectedState(objects)
+        ddp = find_ddp(self._state.modules)
+        checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
+        self._recovery = Recovery(self._coordination, self._state, ddp, checkpoints)
+        for module in ddp:
+            settle_buckets(module)
+        stop_points.install(self._state.modules, self._check_stop, self._mark_phase)
+        register_optimizer_step_pre_hook(self._before_update)
+
+    def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:
+        if directory is None:
+            return None
+        if every < 1:
+            raise ConfigurationError(f"protect(checkpoint_every={every}): allowed are 1 and more")
+        assert self._state is not None
+        root = self._settings.checkpoint_root if self._settings is not None else None
+        path = Path(directory) if root is None else Path(root) / Path(directory).name
+        return Checkpoints(self._state, path, every)
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def steps(self, num_steps: int) -> Iterator[Step]:
+        """Hands out the steps up to ``num_steps``, beginning where the job stands.
+
+        Each must be used as ``with step:``. An interrupted step comes again with the same index.
+
+        Raises:
+            UsageError: `protect` was not called, or a step was not entered.
+        """
+        if self._recovery is None or self._state is None:
+            raise UsageError("steps() before protect(): nothing would be restored; call session.protect(model=...) first")
+        return self._loop(num_steps, self._recovery)
+
+    def _loop(self, num_steps: int, recovery: Recovery) -> Iterator[Step]:
+        coordination = self._coordination
+        if coordination.machine.phase is Phase.STARTING:
+            self._stand_ready(recovery)
+        while True:
+            if coordination.interrupted:
+                recovery.run()
+            index = coordination.machine.parameters_at
+            assert index is not None
+            if index < num_steps:
+                self._attempts = self._attempts + 1 if index == self._last_index else 0
+                self._last_index = index
+                step = Step(self, index, self._attempts, recovery.take_resumed())
+                yield step
+                if not step.entered:
+                    raise UsageError(f"step {index} was handed out but not entered: write 'with step:' in the loop")
+            elif self._finish(index):
+                return
+
+    def _stand_ready(self, recovery: Recovery) -> None:
+        coordination = self._coordination
+        if coordination.generation > 0 and not coordination.tainted:
+            coordination.machine.restored(0)
+        snapshots = recovery.snapshots()
+        report = WorkerReady(
+            coordination.link.worker,
+            coordination.generation,
+            coordination.own_reach(),
+            snapshots,
+            recovery.checkpointing,
+            "0",
+        )
+        coordination.link.send(report)
+        coordination.observe("ready")
+        order = coordination.await_decision()
+        recovery.run(order)
+
+    def _finish(self, index: int) -> bool:
+        coordination = self._coordination
+        digest = None
+        if self._settings is not None and self._settings.digest:
+            assert self._state is not None
+            digest = self._state.digest()
+        report = StepsFinished(coordination.link.worker, coordination.generation, index, digest)
+        coordination.link.send(report)
+        return coordination.await_completion()
+
+    # ---- one step, called by Step ---------------------------------------------------------------------------------
+
+    def _begin_step(self, step: Step) -> None:
+        if self._step is not None:
+            raise UsageError(f"step {step.index} was entered inside step {self._step.index}")
+        assert self._recovery is not None
+        self._step = step
+        self._recovery.snapshot.take()
+        if self._rng:
+            seed_step(self._seed, self.rank, step.index)
+        self._coordination.move(StepEvent.STEP_ENTERED)
+
+    def _complete_step(self) -> None:
+        assert self._recovery is not None
+        if self._coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD):
+            pass_gradient_barrier(self._coordination, self._recovery)
+        self._coordination.move(StepEvent.STEP_COMPLETED)
+        self._step = None
+        self._recovery.after_step()
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        """Whether an exception that leaves a step belongs to a failure elsewhere, so that the step comes again."""
+        coordination = self._coordination
+        if isinstance(error, StepInterrupted):
+            return True
+        before_update = coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if not before_update or not isinstance(error, Exception) or not coordination.tainted:
+            return False
+        print(f"keepstep: step {coordination.machine.step} comes again; it ended in echo with {error!r}", file=sys.stderr)
+        return True
+
+    def _undo_step(self) -> None:
+        assert self._recovery is not None
+        self._step = None
+        self._recovery.after_interruption()
+
+    # ---- hooks ----------------------------------------------------------------------------------------------------
+
+    def _check_stop(self) -> None:
+        if self._coordination.interrupted and self._coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD):
+            raise StepInterrupted
+
+    def _mark_phase(self, phase: Phase) -> None:
+        present = self._coordination.machine.phase
+        if present is not phase and present in (Phase.FORWARD, Phase.BACKWARD):
+            begun = StepEvent.FORWARD_BEGUN if phase is Phase.FORWARD else StepEvent.BACKWARD_BEGUN
+            self._coordination.move(begun)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        """Stands in front of every ``optimizer.step()`` of the process."""
+        coordination = self._coordination
+        assert self._state is not None and self._recovery is not None
+        if all(optimizer is not known for known in self._state.optimizers.values()):
+            return
+        if coordination.completed:
+            return
+        if self._step is None:
+            raise UsageError("optimizer.step() outside of a step: write it inside 'with step:' of session.steps()")
+        if keywords.get("closure") is not None or any(callable(argument) for argument in arguments[1:]):
+            raise UsageError("optimizer.step(closure): the closure computes gradients in mid-update; call backward() before step()")
+        if torch._C._current_graph_task_id() != -1:
+            raise UsageError("optimizer.step() ran inside backward(): other gradients are not complete then; call it after")
+        if coordination.machine.phase is not Phase.OPTIMIZER:
+            pass_gradient_barrier(coordination, self._recovery)

@@ -1,0 +1,47 @@
+"""Tensors as runs of bytes, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import xxhash
+
+from keepstep.errors import ConfigurationError
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill one run of memory, in whatever order of dimensions."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory as a flat uint8 tensor, shape [bytes]; writing to it writes the tensor.
+
+    Raises:
+        ConfigurationError: the tensor does not fill one run of memory (sparse, expanded, or a strided slice).
+    """
+    if not is_dense(tensor):
+        raise ConfigurationError(
+            f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} does not fill one run of memory: "
+            "protect a contiguous one"
+        )
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]], extra: bytes) -> str:
+    """A 128-bit digest (xxh3) of names, dtypes, shapes and bytes, and of ``extra``."""
+    state = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        state.update(byte_view(tensor.cpu()).numpy().data)
+    state.update(extra)
+    return state.hexdigest()

@@ -1,0 +1,124 @@
+"""Checkpoints: the last resort when no live rank holds a shard any more.
+
+Written with torch's distributed checkpoint (DCP) in the background, from a copy taken at the end of a step. A
+checkpoint counts only when its folder has its final name, which it gets by a rename after the last byte is on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed import checkpoint as dcp
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.worker.state import tree
+from keepstep.worker.state.protected import ProtectedState
+
+_NAME = re.compile(r"step_(\d{10})")
+_KEPT = 2
+"""Finished checkpoints kept: the newest, and one before it in case the newest does not load."""
+
+
+class Checkpoints:
+    """The checkpoints of one job in one folder; one rank of each replica group writes them."""
+
+    def __init__(self, state: ProtectedState, directory: Path, every: int) -> None:
+        self._state = state
+        self._directory = directory
+        self._every = every
+        self._writing: tuple[Future[Any], Path, Path] | None = None
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the checkpoints that are complete, ascending."""
+        self._finish(wait=False)
+        if not self._directory.is_dir():
+            return ()
+        found = (_NAME.fullmatch(entry.name) for entry in self._directory.iterdir())
+        return tuple(sorted(int(match.group(1)) for match in found if match))
+
+    def after_step(self, step: int, generation: int) -> None:
+        """Begins a checkpoint if one is due at ``step`` and none is being written. Waits for the copy only."""
+        self._finish(wait=False)
+        if step % self._every or self._writing is not None or step in self.steps():
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # The generation is part of the name: what a fenced rank began can never be taken for ours.
+        draft = self._directory / f"draft_{step:010d}_generation_{generation}"
+        shutil.rmtree(draft, ignore_errors=True)
+        copies = {name: tensor.detach().clone() for name, tensor in checkpoint_content(self._state).items()}
+        future = dcp.async_save(copies, checkpoint_id=draft, no_dist=True)
+        assert isinstance(future, Future)
+        self._writing = (future, draft, self._directory / f"step_{step:010d}")
+
+    def _finish(self, wait: bool) -> None:
+        if self._writing is None:
+            return
+        future, draft, final = self._writing
+        if not wait and not future.done():
+            return
+        self._writing = None
+        future.result()
+        if not final.exists():
+            draft.rename(final)
+        for old in sorted(entry for entry in self._directory.iterdir() if _NAME.fullmatch(entry.name))[:-_KEPT]:
+            shutil.rmtree(old)
+
+    def flush(self) -> None:
+        """Waits until the checkpoint being written is complete."""
+        self._finish(wait=True)
+
+    def load(self, step: int) -> None:
+        """Puts the state of ``step`` into the protected objects.
+
+        Raises:
+            RemoteProtocolError: the checkpoint does not fit the objects, or does not load.
+        """
+        path = self._directory / f"step_{step:010d}"
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        own = checkpoint_content(self._state)
+        target = {}
+        for name, entry in metadata.items():
+            if name in own and tuple(own[name].shape) == tuple(entry.size):
+                target[name] = own[name]
+            elif name.startswith(("host", "optimizer/")):
+                target[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            else:
+                raise RemoteProtocolError(f"{path}: '{name}' has shape {tuple(entry.size)}, which this model lacks")
+        if missing := [name for name in own if name.startswith("model/") and name not in target]:
+            raise RemoteProtocolError(f"{path}: lacks {missing[:3]} of this model")
+        dcp.load(target, checkpoint_id=path, no_dist=True)
+        self._place(target)
+
+    def _place(self, loaded: dict[str, torch.Tensor]) -> None:
+        for name, tensor in loaded.items():
+            if name.startswith("optimizer/"):
+                self._state.place_optimizer_tensor(name.removeprefix("optimizer/"), tensor)
+        host = [loaded[f"host/{index}"] for index in range(sum(name.startswith("host/") for name in loaded))]
+        plain = msgspec.msgpack.decode(loaded["host"].numpy().tobytes())
+        self._state.load_host_state(tree.unpack(plain, host))
+        for _name, parameter in self._state.parameters():
+            parameter.grad = None
+
+
+def checkpoint_content(state: ProtectedState) -> dict[str, torch.Tensor]:
+    """All protected state as named tensors: live ones by reference, the host state as bytes."""
+    content = {f"model/{name}": tensor.detach() for name, tensor in (*state.parameters(), *state.buffers())}
+    content |= {f"optimizer/{name}": tensor.detach() for name, tensor in state.optimizer_tensors()}
+    host, tensors = state.host_bytes()
+    content["host"] = torch.frombuffer(bytearray(host), dtype=torch.uint8)
+    return content | {f"host/{index}": tensor for index, tensor in enumerate(tensors)}
+
+
+def rescue(state: ProtectedState, step: int, rank: int) -> str:
+    """Saves this rank's state where nothing else can be: a folder in the working directory. Returns its path."""
+    path = tempfile.mkdtemp(prefix=f"keepstep-rescue-step{step}-rank{rank}-", dir=os.getcwd())
+    dcp.save(checkpoint_content(state), checkpoint_id=path, no_dist=True)
+    return path

@@ -1,0 +1,87 @@
+"""DistributedDataParallel's gradient buckets: one layout, the same on every rank and in every generation.
+
+DDP starts with one layout and rebuilds it after its first backward, in the order in which gradients became ready. A
+replacement would begin again with the first layout: its allreduce would not match (gloo then ends the process), and
+even a job restarted as a whole adds gradients in another order for one step, which is why restarts today are not
+bit-identical. Here the layout is settled before the first step, as a function of the model alone, by telling the
+reducer in an echoing backward that gradients became ready in the reverse order of the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from keepstep.errors import ConfigurationError
+from keepstep.worker.groups.group import SurvivingGroup
+
+
+def find_ddp(modules: dict[str, torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Every DDP module among the protected ones.
+
+    Raises:
+        ConfigurationError: one that cannot be protected.
+    """
+    found = []
+    for name, module in modules.items():
+        for part in module.modules():
+            if isinstance(part, DistributedDataParallel):
+                _check(name, part)
+                found.append(part)
+    return found
+
+
+def _check(name: str, ddp: DistributedDataParallel) -> None:
+    if ddp.static_graph:
+        raise ConfigurationError(
+            f"protect({name}=...): DistributedDataParallel(static_graph=True) learns its graph in the first step, "
+            "which a replacement does not see; leave static_graph off"
+        )
+    if not isinstance(ddp.process_group, SurvivingGroup):
+        raise ConfigurationError(
+            f"protect({name}=...): its process group was not made by keepstep; call keepstep.init() before DDP(...), "
+            "in place of torch.distributed.init_process_group()"
+        )
+
+
+def settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Brings the reducer from any state, a half-done backward included, into the one layout of its model.
+
+    Gradients are left as they were, unless they are views into the buckets: those are dropped. Costs about as
+    much as writing all gradients once; needs no other rank.
+    """
+    parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in parameters]
+    ddp.reducer._reset_state()
+    if ddp.find_unused_parameters:
+        return  # this mode never rebuilds: the first layout is the only one
+    for parameter in parameters:
+        parameter.grad = None
+    # The reducer takes its orders only from inside a backward: a hook on a scalar gives it one.
+    trigger = torch.zeros((), requires_grad=True)
+
+    def announce(_gradient: torch.Tensor) -> None:
+        for index in reversed(range(len(parameters))):
+            ddp.reducer._autograd_hook(index)
+
+    trigger.register_hook(announce)
+    group = ddp.process_group
+    with group.echoing() if isinstance(group, SurvivingGroup) else contextlib.nullcontext():
+        ddp.reducer.prepare_for_backward([])
+        trigger.backward()
+        ddp._has_rebuilt_buckets = bool(ddp.reducer._rebuild_buckets())
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if ddp.gradient_as_bucket_view else gradient
+
+
+def share_buffers(ddp: DistributedDataParallel) -> None:
+    """Gives every rank rank 0's module buffers, as DDP does, but before the update instead of before the next forward.
+
+    A forward changes BatchNorm's statistics on each rank in its own way, and DDP keeps rank 0's. Until it has sent
+    them rank 0 would be their only holder, and its loss would lose them; sent before the gradient barrier, every
+    rank of a completed step holds the same.
+    """
+    if ddp.will_sync_module_buffers():
+        ddp._sync_buffers()

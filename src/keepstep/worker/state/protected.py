@@ -1,0 +1,177 @@
+"""The objects that the user protects, seen as named live tensors plus a small tree of host-side values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from keepstep.errors import ConfigurationError
+from keepstep.worker.state import tree
+from keepstep.worker.state.bytes_of import digest_of, is_dense
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+class ProtectedState:
+    """Everything that `Session.protect` was given. It owns none of the tensors, it only knows where they are."""
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        """Raises:
+        ConfigurationError: an object that cannot be protected, with what to do about it.
+        """
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.others: dict[str, Any] = {}
+        for name, thing in objects.items():
+            self._sort(name, thing)
+        if not self.modules:
+            raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
+        for name, tensor in self.live_tensors():
+            if not is_dense(tensor):
+                raise ConfigurationError(f"protect(): {name} does not fill one run of memory; make it contiguous")
+        self.host_bytes()
+
+    def _sort(self, name: str, thing: Any) -> None:
+        if isinstance(thing, torch.nn.Module):
+            self.modules[name] = thing
+        elif isinstance(thing, ZeroRedundancyOptimizer):
+            raise ConfigurationError(
+                f"protect({name}=ZeroRedundancyOptimizer): its step() communicates, so an update could stop half-way; "
+                "sharded optimizer state is not supported yet: use a plain optimizer"
+            )
+        elif isinstance(thing, torch.optim.LBFGS):
+            raise ConfigurationError(
+                f"protect({name}=LBFGS): an optimizer that calls a closure computes gradients in mid-update, "
+                "so there is no point at which an update is whole; use an optimizer without a closure"
+            )
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.optimizers[name] = thing
+        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+            self.others[name] = thing
+        else:
+            raise ConfigurationError(
+                f"protect({name}={type(thing).__name__}): it has no state_dict() and load_state_dict(), so its state "
+                "cannot be carried to another process; give it both, or leave it out if it has no state"
+            )
+
+    # ---- live tensors ---------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Named:
+        """Parameters of all modules, each once (tied ones under their first name)."""
+        return list(self._unique((f"{m}.{n}", p) for m, mod in self.modules.items() for n, p in mod.named_parameters()))
+
+    def buffers(self) -> Named:
+        """Buffers of all modules, each once, non-persistent ones included: a forward may change them."""
+        return list(self._unique((f"{m}.{n}", b) for m, mod in self.modules.items() for n, b in mod.named_buffers()))
+
+    def optimizer_tensors(self) -> Named:
+        """Optimizer state tensors, named by optimizer, parameter index and key."""
+        found: Named = []
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(_parameters_of(optimizer)):
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    if isinstance(value, torch.Tensor):
+                        found.append((f"{name}/{index}/{key}", value))
+        return found
+
+    def live_tensors(self) -> Named:
+        """All of the above, in an order that is the same on every replica."""
+        return [*self.parameters(), *self.buffers(), *self.optimizer_tensors()]
+
+    @staticmethod
+    def _unique(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        seen: set[int] = set()
+        for name, tensor in named:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def place_optimizer_tensor(self, name: str, value: torch.Tensor) -> None:
+        """Sets one optimizer state tensor by its name; the optimizer keeps ``value`` itself."""
+        optimizer, index, key = name.split("/", 2)
+        parameter = _parameters_of(self.optimizers[optimizer])[int(index)]
+        self.optimizers[optimizer].state[parameter][key] = value
+
+    def drop_optimizer_state(self) -> None:
+        """Forgets all optimizer state: a torn one is not a base to restore on."""
+        for optimizer in self.optimizers.values():
+            optimizer.state.clear()
+
+    # ---- host state -----------------------------------------------------------------------------------------------
+
+    def step_state(self) -> dict[str, Any]:
+        """The host-side values that a step may change before its update: hyperparameters, and all other objects.
+
+        Nothing in it is shared with the live objects.
+        """
+        return {
+            "groups": {name: _hyperparameters(optimizer) for name, optimizer in self.optimizers.items()},
+            "others": {name: copy.deepcopy(thing.state_dict()) for name, thing in self.others.items()},
+        }
+
+    def host_state(self) -> dict[str, Any]:
+        """All host-side values: `step_state` and the optimizers' own state that is not in tensors."""
+        scalars = {name: _scalar_state(optimizer) for name, optimizer in self.optimizers.items()}
+        return self.step_state() | {"scalars": scalars}
+
+    def load_host_state(self, state: dict[str, Any]) -> None:
+        """Puts back what `step_state` or `host_state` gave, here or on another rank."""
+        for name, groups in state["groups"].items():
+            for group, values in zip(self.optimizers[name].param_groups, groups, strict=True):
+                group.update(copy.deepcopy(values))
+        for name, scalars in state.get("scalars", {}).items():
+            parameters = _parameters_of(self.optimizers[name])
+            for index, values in scalars.items():
+                self.optimizers[name].state[parameters[index]].update(values)
+        for name, value in state["others"].items():
+            _load_other(self.others[name], copy.deepcopy(value))
+
+    def host_bytes(self) -> tuple[bytes, list[torch.Tensor]]:
+        """The host state as msgpack, and the tensors found in it.
+
+        Raises:
+            ConfigurationError: some value cannot be carried; the message names it.
+        """
+        tensors: list[torch.Tensor] = []
+        return msgspec.msgpack.encode(tree.pack(self.host_state(), tensors)), tensors
+
+    def digest(self) -> str:
+        """A digest of all protected state: equal on two ranks exactly if every bit of it is."""
+        host, tensors = self.host_bytes()
+        named = [*self.live_tensors(), *((f"host/{index}", tensor) for index, tensor in enumerate(tensors))]
+        return digest_of(named, host)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        for group in optimizer.param_groups
+    ]
+
+
+def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    found = {}
+    for index, parameter in enumerate(_parameters_of(optimizer)):
+        values = optimizer.state.get(parameter, {})
+        scalars = {key: copy.deepcopy(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
+        if scalars:
+            found[index] = scalars
+    return found
+
+
+def _load_other(thing: Any, state: Any) -> None:
+    if isinstance(thing, torch.amp.GradScaler):
+        if not state:
+            return  # a disabled scaler has no state, and refuses to load it
+        if thing._scale is not None:
+            thing.update(float(state["scale"]))  # the only public way to forget that unscale_() was called
+    thing.load_state_dict(state)

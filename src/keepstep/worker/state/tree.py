@@ -1,0 +1,78 @@
+"""Nested Python values as plain lists that msgpack can carry, and back, without loss and without pickle."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.errors import ConfigurationError, RemoteProtocolError
+
+_SCALARS = (bool, int, float, str, bytes, type(None))
+_INT64 = 1 << 63
+
+
+def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
+    """The plain form of ``value``; tensors are appended to ``tensors`` and leave their index behind.
+
+    Args:
+        value: scalars, strings, bytes, lists, tuples, sets, dicts (also OrderedDict and Counter) and tensors.
+        tensors: receives the tensors by reference.
+        path: where in the user's object the value stands, for the error.
+
+    Raises:
+        ConfigurationError: a value of another type, named by its path.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, np.generic):
+        return pack(value.item(), tensors, path)
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["float", repr(float(value))]
+    if isinstance(value, int) and not isinstance(value, bool) and not -_INT64 <= value < _INT64:
+        return ["int", str(value)]
+    if type(value) in _SCALARS or isinstance(value, (int, float, str)):
+        return value
+    for name, kind in (("counter", Counter), ("ordered", OrderedDict), ("dict", dict)):
+        if type(value) is kind:
+            return [name, *([pack(k, tensors, path), pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items())]
+    for name, kind in (("list", list), ("tuple", tuple), ("set", set)):
+        if type(value) is kind:
+            items = sorted(value) if kind is set else value
+            return [name, *(pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(items))]
+    raise ConfigurationError(
+        f"{path or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}: keepstep can carry numbers, "
+        "strings, bytes, None, lists, tuples, sets, dicts and tensors; leave it out of state_dict() or turn it into those"
+    )
+
+
+def unpack(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value behind ``pack``'s plain form.
+
+    Raises:
+        RemoteProtocolError: ``plain`` was not made by `pack`.
+    """
+    if not isinstance(plain, list):
+        return plain
+    match plain:
+        case ["tensor", int(index)]:
+            return tensors[index]
+        case ["float", str(text)]:
+            return float(text)
+        case ["int", str(text)]:
+            return int(text)
+        case [("dict" | "ordered" | "counter") as name, *items]:
+            pairs = [(unpack(key, tensors), unpack(item, tensors)) for key, item in items]
+            return {"dict": dict, "ordered": OrderedDict, "counter": _counter}[name](pairs)
+        case [("list" | "tuple" | "set") as name, *items]:
+            return {"list": list, "tuple": tuple, "set": set}[name](unpack(item, tensors) for item in items)
+        case _:
+            raise RemoteProtocolError(f"not a packed value: {plain!r:.80}")
+
+
+def _counter(pairs: list[tuple[Any, int]]) -> Counter[Any]:
+    return Counter(dict(pairs))

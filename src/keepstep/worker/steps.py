@@ -1,0 +1,55 @@
+"""One training step as a context manager, and the loop that hands the steps out."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from keepstep.worker.coordination import StepInterrupted
+
+if TYPE_CHECKING:
+    from keepstep.worker.session import Session
+
+
+class Step:
+    """One attempt at one optimizer step. Use it once, as ``with step:``.
+
+    Attributes:
+        index: the number of the step, from 0; parameters *at step i* are those that step i's forward reads.
+        attempt: how often this step was begun before on this rank.
+        resumed: True for the first step after a recovery or a checkpoint: iterators must be made anew.
+        committed: after the ``with``: whether the step counts. An interrupted attempt is undone and comes again.
+    """
+
+    def __init__(self, session: Session, index: int, attempt: int, resumed: bool) -> None:
+        self.index = index
+        self.attempt = attempt
+        self.resumed = resumed
+        self.committed = False
+        self.entered = False
+        self._session = session
+
+    def __enter__(self) -> Step:
+        self.entered = True
+        self._session._begin_step(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            try:
+                self._session._complete_step()
+                self.committed = True
+                return False
+            except StepInterrupted:
+                pass
+        elif not self._session._is_interruption(error):
+            return False
+        self._session._undo_step()
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Step {self.index}, attempt {self.attempt}, {'committed' if self.committed else 'not committed'}>"
+
+

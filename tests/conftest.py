@@ -1,0 +1,36 @@
+"""What every test shares: the seed of a run, and the settings of hypothesis."""
+
+import os
+import secrets
+
+import hypothesis
+import pytest
+
+SEED_VARIABLE = "KEEPSTEP_TEST_SEED"
+SEED = pytest.StashKey[int]()
+
+# No deadline: time is measured in benchmarks/, never asserted in a test.
+hypothesis.settings.register_profile("keepstep", deadline=None)
+hypothesis.settings.load_profile("keepstep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the seed of this run: the one that was asked for, or a fresh one."""
+    text = os.environ.get(SEED_VARIABLE)
+    try:
+        config.stash[SEED] = secrets.randbits(32) if text is None else int(text)
+    except ValueError:
+        raise pytest.UsageError(f"{SEED_VARIABLE} must be a whole number, not {text!r}") from None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Show the seed at the top, so that any run can be repeated."""
+    return f"keepstep seed: {config.stash[SEED]} (repeat with {SEED_VARIABLE}={config.stash[SEED]})"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this run. Pytest shows the line printed here beside a test that failed."""
+    value = request.config.stash[SEED]
+    print(f"repeat with {SEED_VARIABLE}={value}")
+    return value
