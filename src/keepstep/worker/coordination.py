@@ -59,6 +59,8 @@ class Coordination:
         """Something was echoed since the groups were last connected."""
         self.torn = False
         """The parameters are in between, and reach no step."""
+        self.stopped_in: tuple[int, Phase] | None = None
+        """Step and phase in which this rank was interrupted, until it is connected again."""
         self.completed = False
         self.observe: Callable[[str], None] = lambda moment: None
         """Told of each moment of a recovery; the drill listens."""
@@ -204,6 +206,7 @@ class Coordination:
         self._flagged.clear()
         self.page.reset_collectives()
         self.tainted = False
+        self.stopped_in = None
         self.show()
         if self._stopping:
             self._break()  # the order came after its listener had nothing to break
@@ -251,10 +254,11 @@ class Coordination:
             self.page.set_waiting(False)
 
     def _report_safe_point(self, generation: int, snapshots: tuple[int, ...]) -> None:
-        machine, phase = self.machine, self.machine.phase
+        machine = self.machine
+        step, phase = self.stopped_in or (machine.step, machine.phase)
         current = None if self.torn else machine.parameters_at
         report = SafePointReached(
-            self.link.worker, generation, machine.step, phase, self.own_reach(), current, snapshots
+            self.link.worker, generation, step, phase, self.own_reach(), current, snapshots
         )
         self.link.send(report)
 

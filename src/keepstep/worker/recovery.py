@@ -76,7 +76,9 @@ class Recovery:
 
     def after_interruption(self) -> None:
         """The step was left early: undoes it and recovers."""
-        if self._coordination.machine.phase is not Phase.SYNCED:
+        machine = self._coordination.machine
+        self._coordination.stopped_in = (machine.step, machine.phase)
+        if machine.phase is not Phase.SYNCED:
             self._undo()
         self.run(self._held)
 

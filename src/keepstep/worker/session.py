@@ -97,7 +97,7 @@ class Session:
             lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT), coordination
         )
         coordination.groups = groups
-        groups.join_world(rank or 0, world_size)
+        groups.join_world(rank or 0, world_size, coordination.await_rank)
         link.listen(coordination.on_order)
         coordination.join()
         return coordination

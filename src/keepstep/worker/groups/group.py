@@ -50,18 +50,16 @@ class GroupObserver(Protocol):
     def echoed(self, group: str) -> None:
         """A collective was answered by echo."""
 
-    def await_rank(self) -> int:
-        """This process's rank in the world; blocks on a spare until it has one."""
-
 
 class SurvivingGroup(dist.ProcessGroup):
     """One process group of the user, in every generation."""
 
-    def __init__(self, name: str, rank: int, size: int, observer: GroupObserver, is_world: bool) -> None:
+    def __init__(self, name: str, rank: int, size: int, observer: GroupObserver) -> None:
         super().__init__(rank, size)
         self.keepstep_name = name
+        self.await_rank: Callable[[], int] = lambda: self._rank
+        """Where the user's code gets this process's rank; on the world group of a spare it blocks."""
         self._observer = observer
-        self._is_world = is_world
         self._rank, self._size = rank, size
         self._name = self._description = name
         self._inner: ProcessGroupGloo | None = None
@@ -126,7 +124,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def rank(self) -> int:
         """The rank as the user's code sees it: a spare waits here until it has one."""
-        return self._observer.await_rank() if self._is_world else self._rank
+        return self.await_rank()
 
     def getRank(self) -> int:  # noqa: N802 - the name that torch's C++ calls
         """The rank as torch's C++ sees it: on a spare a provisional one."""

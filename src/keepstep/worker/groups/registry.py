@@ -36,16 +36,18 @@ class GroupRegistry:
         self._rank = 0
         self._lock = threading.Lock()
 
-    def join_world(self, rank: int, world_size: int) -> SurvivingGroup:
+    def join_world(self, rank: int, world_size: int, await_rank: Callable[[], int]) -> SurvivingGroup:
         """Creates torch's default process group, still down; `connect` brings it up.
 
         Args:
             rank: this process's rank; on a spare a provisional one.
             world_size: number of ranks.
+            await_rank: gives the real rank, when there is one.
         """
         if not hasattr(dist.Backend, BACKEND.upper()):
             dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+        self.world.await_rank = await_rank
         return self.world
 
     @property
@@ -55,10 +57,9 @@ class GroupRegistry:
 
     def _create(self, options: Any, _backend_options: object) -> SurvivingGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        is_world = not self._groups
-        name = WORLD if is_world else f"{'-'.join(map(str, members))}.{self._made[members]}"
+        name = WORLD if not self._groups else f"{'-'.join(map(str, members))}.{self._made[members]}"
         self._made[members] += 1
-        group = SurvivingGroup(name, options.group_rank, options.group_size, self._observer, is_world)
+        group = SurvivingGroup(name, options.group_rank, options.group_size, self._observer)
         self._groups.append((group, members))
         if self._generation is not None and not self.world.is_down:
             group.connect(self._store(self._generation, name), members.index(self._rank), CONNECT_DEADLINE)
