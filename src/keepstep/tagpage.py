@@ -74,6 +74,19 @@ def create(name: str) -> int:
     return descriptor
 
 
+def step_durations(events: list[PhaseEvent]) -> list[float]:
+    """How long each completed step took, in seconds, from entering its forward to its end."""
+    durations = []
+    begun: PhaseEvent | None = None
+    for event in events:
+        if event.phase is Phase.FORWARD and (begun is None or (begun.step, begun.generation) != (event.step, event.generation)):
+            begun = event
+        elif event.phase is Phase.UPDATED and begun is not None and begun.step == event.step:
+            durations.append((event.at_ns - begun.at_ns) / 1e9)
+            begun = None
+    return durations
+
+
 class TagWriter:
     """The worker's side. Only the training thread calls `write`; the counters may be moved from any thread."""
 

@@ -75,6 +75,8 @@ class Agent:
         self.settings = settings
         self.workers: dict[int, AgentWorker] = {}
         self.worker_bytes = 0
+        self.step_durations_s: list[float] = []
+        """Of every step that a worker which has ended still had in its page."""
         self._channel = channel
         self._liveness = LivenessMachine(settings.node, settings.liveness)
         self._ending = asyncio.Event()
@@ -244,6 +246,7 @@ class Agent:
             return
         await asyncio.wait({worker.listener}, timeout=DRAIN_DEADLINE_S)
         view = worker.page.read()
+        self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._drop(worker)
         if worker.fenced:
             self._channel.send(WorkerFenced(worker.worker))

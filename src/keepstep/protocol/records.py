@@ -52,10 +52,16 @@ class RecoveryRecord(msgspec.Struct):
 
     @property
     def steps_recomputed(self) -> int | None:
-        """How many steps are computed again because of this failure: 0 or 1."""
-        if self.resume_step is None or self.stopped_at_step is None:
+        """How many steps are computed again because of this failure: 0 or 1.
+
+        Counted from the step in which the lost rank was (or the furthest survivor, where no rank was lost): what a
+        survivor had begun of the step after it had to wait for the lost rank in any case.
+        """
+        if self.resume_step is None:
             return None
-        return max(0, self.stopped_at_step + 1 - self.resume_step)
+        steps = [failure.step for failure in self.failures if failure.step is not None]
+        furthest = max(steps, default=self.stopped_at_step)
+        return None if furthest is None else max(0, furthest + 1 - self.resume_step)
 
     def milliseconds(self) -> dict[str, float | None]:
         """The parts of the recovery: detect, stop, decide, reset, restore, resume, and the whole gap.

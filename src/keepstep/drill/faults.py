@@ -1,0 +1,164 @@
+"""Faults as text: what happens to which rank, and when.
+
+::
+
+    kill@step=7,phase=backward,rank=1        SIGKILL to rank 1 in the backward of step 7
+    hang@step=9,phase=synced                 SIGSTOP; the rank is chosen if none is named
+    kill@during=restore,rank=0               ... while the recovery of another fault restores state
+    kill@phase=random,count=50,seed=3        fifty, at random instants, one after the other
+    spare-kill@step=5                        kills a warm spare
+
+Several are separated by ``;``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from keepstep.errors import ConfigurationError
+
+KINDS = ("kill", "hang", "segv", "exit", "raise", "spare-kill")
+PHASES = ("forward", "backward", "synced", "barrier", "optimizer", "updated", "random")
+MOMENTS = ("stop", "reset", "restore")
+PLAN_FILE = "faults.json"
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One fault of a drill."""
+
+    number: int
+    kind: str
+    step: int | None = None
+    phase: str | None = None
+    during: str | None = None
+    rank: int | None = None
+    count: int = 1
+    seed: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{key}={getattr(self, key)}" for key in ("step", "phase", "during", "rank")]
+        return f"{self.kind}@" + ",".join(part for part in parts if not part.endswith("=None"))
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether the rank brings the fault upon itself, at an exact place; else it comes from outside."""
+        return self.kind != "spare-kill" and self.phase != "random"
+
+
+def parse(text: str, world_size: int) -> list[Fault]:
+    """The faults in a specification, in order.
+
+    Args:
+        text: as in the module's description.
+        world_size: number of ranks; ranks that are not named are dealt out in turn.
+
+    Raises:
+        ConfigurationError: names the part that is wrong and what is allowed.
+    """
+    faults = [_parse_one(part.strip(), number, world_size) for number, part in enumerate(text.split(";")) if part.strip()]
+    if not faults:
+        raise ConfigurationError(f"--faults {text!r} names no fault; for example kill@step=7,phase=backward,rank=1")
+    return faults
+
+
+def default_faults(world_size: int, first_step: int = 3, spacing: int = 8) -> list[Fault]:
+    """One kill in every phase of a step, on ranks in turn."""
+    phases = [phase for phase in PHASES if phase != "random"]
+    return [
+        Fault(number=n, kind="kill", step=first_step + n * spacing, phase=phase, rank=(n + 1) % world_size)
+        for n, phase in enumerate(phases)
+    ]
+
+
+def _parse_one(text: str, number: int, world_size: int) -> Fault:
+    kind, _, rest = text.partition("@")
+    if kind not in KINDS:
+        raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}; allowed are {', '.join(KINDS)}")
+    values: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key not in ("step", "phase", "during", "rank", "count", "seed"):
+            raise ConfigurationError(
+                f"fault {text!r}: {part!r} is not understood; allowed are step=, phase=, during=, rank=, count=, seed="
+            )
+        values[key] = value
+    _check_choice(text, values, "phase", PHASES)
+    _check_choice(text, values, "during", MOMENTS)
+    numbers = {key: _number(text, key, values[key]) for key in ("step", "rank", "count", "seed") if key in values}
+    rank = numbers.get("rank")
+    if rank is not None and rank >= world_size:
+        raise ConfigurationError(f"fault {text!r}: rank {rank} is not there; allowed are 0 to {world_size - 1}")
+    fault = Fault(
+        number=number,
+        kind=kind,
+        step=numbers.get("step"),
+        phase=values.get("phase"),
+        during=values.get("during"),
+        rank=(number + 1) % world_size if rank is None and values.get("phase") != "random" else rank,
+        count=numbers.get("count", 1),
+        seed=numbers.get("seed", 0),
+    )
+    _check_whole(text, fault)
+    return fault
+
+
+def _check_choice(text: str, values: dict[str, str], key: str, allowed: tuple[str, ...]) -> None:
+    if key in values and values[key] not in allowed:
+        raise ConfigurationError(f"fault {text!r}: unknown {key} {values[key]!r}; allowed are {', '.join(allowed)}")
+
+
+def _number(text: str, key: str, value: str) -> int:
+    if not value.isdecimal():
+        raise ConfigurationError(f"fault {text!r}: {key}={value!r} is not a number of 0 or more")
+    return int(value)
+
+
+def _check_whole(text: str, fault: Fault) -> None:
+    problem = None
+    if fault.kind == "spare-kill":
+        if fault.step is None or fault.phase or fault.during:
+            problem = "a spare-kill needs step= and nothing else"
+    elif fault.phase == "random":
+        if fault.kind not in ("kill", "hang", "segv"):
+            problem = "a fault at a random instant comes from outside: kill, hang or segv"
+        elif fault.count < 1:
+            problem = "count must be 1 or more"
+    elif fault.during is not None:
+        if fault.phase is not None or fault.step is not None:
+            problem = "during= stands in place of step= and phase="
+        elif fault.kind == "raise" and fault.during == "stop":
+            problem = "nothing can be raised during=stop; use kill, hang, segv or exit"
+    elif fault.phase is None or fault.step is None:
+        problem = "step= and phase= are needed, or during="
+    if problem is not None:
+        raise ConfigurationError(f"fault {text!r}: {problem}")
+
+
+def write_plan(run_dir: Path, faults: list[Fault]) -> None:
+    """Lays the faults where the workers of a run find them."""
+    (run_dir / PLAN_FILE).write_bytes(msgspec.json.encode(faults))
+
+
+def read_plan(run_dir: Path) -> list[Fault]:
+    """The faults of a run."""
+    return msgspec.json.decode((run_dir / PLAN_FILE).read_bytes(), type=list[Fault])
+
+
+def claim(run_dir: Path, fault: Fault, now_s: float) -> bool:
+    """Claims the one right to bring about a fault, and notes when; False if it has come about already."""
+    try:
+        with (run_dir / f"fired-{fault.number}").open("x", encoding="ascii") as file:
+            file.write(repr(now_s))
+    except FileExistsError:
+        return False
+    return True
+
+
+def fired_at(run_dir: Path, fault: Fault) -> float | None:
+    """When a fault came about, in monotonic seconds; None if it never did."""
+    try:
+        return float((run_dir / f"fired-{fault.number}").read_text(encoding="ascii"))
+    except FileNotFoundError:
+        return None
