@@ -79,7 +79,9 @@ def step_durations(events: list[PhaseEvent]) -> list[float]:
     durations = []
     begun: PhaseEvent | None = None
     for event in events:
-        if event.phase is Phase.FORWARD and (begun is None or (begun.step, begun.generation) != (event.step, event.generation)):
+        if event.phase is Phase.FORWARD and (
+            begun is None or (begun.step, begun.generation) != (event.step, event.generation)
+        ):
             begun = event
         elif event.phase is Phase.UPDATED and begun is not None and begun.step == event.step:
             durations.append((event.at_ns - begun.at_ns) / 1e9)
@@ -143,6 +145,7 @@ class TagReader:
 
     def read(self) -> TagView:
         """The page as it stands. A page torn by its writer's death is read as it is after a few tries."""
+        view = self._read()
         for _ in range(64):
             before = self._words[_SEQUENCE]
             view = self._read()
@@ -154,9 +157,7 @@ class TagReader:
         words = self._words
         tag = Tag(words[_GENERATION], words[_STEP], PHASES[words[_PHASE]])
         waiting = bool(words[_WAITING])
-        return TagView(
-            tag, words[_SINCE], words[_PROGRESS], waiting, words[_ENTERED], words[_LEFT], words[_WRITTEN]
-        )
+        return TagView(tag, words[_SINCE], words[_PROGRESS], waiting, words[_ENTERED], words[_LEFT], words[_WRITTEN])
 
     def events_since(self, written: int) -> list[PhaseEvent]:
         """The phase changes from number ``written`` on, oldest first; those the ring has overwritten are missing."""

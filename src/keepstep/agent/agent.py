@@ -40,7 +40,15 @@ from keepstep.protocol.messages import (
 from keepstep.protocol.phases import Phase
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.transports.memory import MemoryChannel
-from keepstep.transports.spawning import LINK_FD, PAGE_FD, SpawnerReady, SpawnerReport, SpawnWorker, WorkerExited, WorkerSpawned
+from keepstep.transports.spawning import (
+    LINK_FD,
+    PAGE_FD,
+    SpawnerReady,
+    SpawnerReport,
+    SpawnWorker,
+    WorkerExited,
+    WorkerSpawned,
+)
 
 TICK_S = 0.02
 """How often the tag pages are looked at; a look costs a few microseconds a worker."""
@@ -193,9 +201,7 @@ class Agent:
         )
         reader, writer = await asyncio.open_connection(sock=ours)
         listener = asyncio.create_task(self._listen(order.worker, reader))
-        worker = AgentWorker(
-            order.worker, order.rank, local_rank, tagpage.TagReader(page), output, writer, listener
-        )
+        worker = AgentWorker(order.worker, order.rank, local_rank, tagpage.TagReader(page), output, writer, listener)
         self.workers[order.worker] = worker
         self._liveness.watch(order.worker, order.rank, time.monotonic())
         request = SpawnWorker(
@@ -300,7 +306,7 @@ class Agent:
             self._liveness.safe(number)
         self._channel.send(message)
 
-    # ---- what can be seen ---------------------------------------------------------------------------------------------
+    # ---- what can be seen -------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -35,8 +35,8 @@ class AgentSettings:
     num_spares: int
     run_dir: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    liveness: LivenessSettings = LivenessSettings()
-    output: OutputSettings = OutputSettings()
+    liveness: LivenessSettings = dataclasses.field(default_factory=LivenessSettings)
+    output: OutputSettings = dataclasses.field(default_factory=OutputSettings)
     digest: bool = False
     observer: str | None = None
     checkpoint_root: str | None = None

@@ -50,7 +50,7 @@ class SpawnerClient:
         ours.setblocking(False)
         command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - exec alone does not block; reports come by the socket
                 [*command, "--fork"] if fork else command, pass_fds=[theirs.fileno()], env=environment
             )
         self._endpoint = ours
@@ -80,7 +80,8 @@ class SpawnerClient:
                 await asyncio.to_thread(self._process.wait)
 
     def _readable(self) -> None:
-        assert self._endpoint is not None and self._ready is not None
+        assert self._endpoint is not None
+        assert self._ready is not None
         try:
             data = self._endpoint.recv(MAX_PACKET_BYTES)
         except BlockingIOError:

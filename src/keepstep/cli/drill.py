@@ -17,7 +17,10 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("keepstep drill")
     parser.description = "Runs a job without and with failures and compares all protected state, bit for bit."
     own = parser.add_argument_group("drill")
-    own.add_argument("--faults", help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...' (default: one kill in each phase)")
+    own.add_argument(
+        "--faults",
+        help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...' (default: one kill in each phase)",
+    )
     own.add_argument("--json", help="write the result to this file")
     chosen = parser.parse_args(arguments)
     options = job_options(chosen)

@@ -10,12 +10,11 @@ from typing import BinaryIO
 
 import msgspec
 
+from keepstep.controller.rendezvous import Rendezvous
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import AnyMessage, EndJob, Report, StoreRequested
 from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
 from keepstep.transports.memory import MemoryChannel
-
-from keepstep.controller.rendezvous import Rendezvous
 
 
 class JournalEntry(msgspec.Struct, omit_defaults=True):

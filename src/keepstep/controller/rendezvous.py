@@ -55,7 +55,9 @@ class Rendezvous:
                 there = self._values.pop(request.keys[0], None) is not None
                 return [_answer(request, b"1" if there else b"0")]
             case _:
-                raise RemoteProtocolError(f"worker {request.worker}: no store operation is called {request.operation!r}")
+                raise RemoteProtocolError(
+                    f"worker {request.worker}: no store operation is called {request.operation!r}"
+                )
 
     def _set(self, key: str, value: bytes) -> None:
         if len(self._values) >= MAX_KEYS and key not in self._values:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +14,7 @@ from keepstep.launcher.job import Job
 from keepstep.protocol.recovery import Stage
 
 REFRESH_S = 0.2
+TABLE_COLUMNS = 100
 PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
 
 
@@ -42,21 +44,26 @@ async def follow(title: str, job: Job) -> None:
 def show(result: dict[str, Any]) -> None:
     """Prints the table of a drill's result."""
     console = Console(file=sys.stdout)
-    table = Table(title="what failed, and what it cost (milliseconds by part)")
-    for column in ("fault", "rank", "phase", "resumed at", "computed again", *PARTS):
-        table.add_column(column, justify="left" if column in ("fault", "phase") else "right")
+    if not console.is_terminal:
+        console.width = max(console.width, TABLE_COLUMNS)  # a file or a pipe has no width: do not fold the table
+    table = Table(title="what failed, and what it cost", caption="detect ... gap: milliseconds", box=box.SIMPLE_HEAD)
+    for column in ("fault", "rank", "phase", "resume", "again", *PARTS):
+        table.add_column(column, justify="left" if column in ("fault", "phase") else "right", no_wrap=True)
     for row in result["faults"]:
         cells = [row["fault"], row["rank"], row["phase"], row["resume_step"], row["steps_recomputed"]]
         cells += [None if row[f"{part}_ms"] is None else f"{row[f'{part}_ms']:.1f}" for part in PARTS]
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     console.print(table)
+    console.print("resume: the step that training went on from. again: steps computed again because of the failure.")
     console.print("gap: from the failure to the first completed step, that step's own compute included.")
     if result["step_ms"] is not None:
         console.print(f"a step without a failure takes {result['step_ms']:.1f} ms (median).")
     for fault in result["missed"]:
         console.print(f"[red]never came about:[/red] {fault} (are there enough steps?)")
     if result["exit_code"] != 0:
-        console.print(f"[red]the run with failures ended with exit code {result['exit_code']}:[/red] {result['reason']}")
+        console.print(
+            f"[red]the run with failures ended with exit code {result['exit_code']}:[/red] {result['reason']}"
+        )
     answer = "[bold green]yes[/bold green]" if result["identical"] else "[bold red]NO[/bold red]"
     console.print(f"weights identical: {answer}")
     console.print(f"  without failures  {result['reference_digest']}")

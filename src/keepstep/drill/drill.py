@@ -110,7 +110,14 @@ def _compare(reference: Run, struck: Run, faults: list[Fault], directory: Path) 
 
 def _row(fault: Fault, at_s: float, rank: int | None, records: list[RecoveryRecord]) -> dict[str, Any]:
     """What became of one fault. A recovery that a further failure cut short ends with the one that took over."""
-    record = next((r for r in records if any(f.rank == rank and f.since_s >= at_s - 0.5 and r.begun_s >= at_s for f in r.failures)), None)
+    record = next(
+        (
+            r
+            for r in records
+            if any(f.rank == rank and f.since_s >= at_s - 0.5 and r.begun_s >= at_s for f in r.failures)
+        ),
+        None,
+    )
     row: dict[str, Any] = {
         "fault": fault.kind,
         "at_s": at_s,
@@ -124,7 +131,11 @@ def _row(fault: Fault, at_s: float, rank: int | None, records: list[RecoveryReco
     row |= {"detect_ms": None, "gap_ms": None, "first_step_ms": None}
     if record is not None:
         ended = next((r for r in records if r.generation >= record.generation and r.resumed_s is not None), None)
-        row["phase"] = next((f.phase for f in record.failures if f.rank == rank), None) if fault.phase == "random" else row["phase"]
+        row["phase"] = (
+            next((f.phase for f in record.failures if f.rank == rank), None)
+            if fault.phase == "random"
+            else row["phase"]
+        )
         row["detect_ms"] = round((record.begun_s - at_s) * 1000, 3)
         if ended is not None and ended.resumed_s is not None:
             row["resume_step"], row["steps_recomputed"] = ended.resume_step, ended.steps_recomputed

@@ -57,7 +57,9 @@ def parse(text: str, world_size: int) -> list[Fault]:
     Raises:
         ConfigurationError: names the part that is wrong and what is allowed.
     """
-    faults = [_parse_one(part.strip(), number, world_size) for number, part in enumerate(text.split(";")) if part.strip()]
+    faults = [
+        _parse_one(part.strip(), number, world_size) for number, part in enumerate(text.split(";")) if part.strip()
+    ]
     if not faults:
         raise ConfigurationError(f"--faults {text!r} names no fault; for example kill@step=7,phase=backward,rank=1")
     return faults

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from keepstep import config
 from keepstep.drill.faults import Fault, claim, read_plan
+from keepstep.protocol.phases import StepMachine
 
 HOLD_S = 20.0
 """How long ranks wait for one another at a staged moment before the drill goes on without."""
@@ -21,7 +24,12 @@ class Observed(Protocol):
     """What the injector needs of a worker's `keepstep.worker.coordination.Coordination`."""
 
     rank: int | None
-    observe: object
+    observe: Callable[[str], None]
+    machine: StepMachine
+
+    @property
+    def target_generation(self) -> int:
+        """The generation that this rank is in, or on its way to."""
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
         """Blocks until a failure is known."""
@@ -47,23 +55,19 @@ class Injector:
         self._run_dir = run_dir
         self._world_size = world_size
         self._faults = [fault for fault in read_plan(run_dir) if fault.in_worker]
-        self._meetings = {
-            fault.number: self._open_meeting(fault) for fault in self._faults if fault.phase == "barrier"
-        }
+        self._meetings = {fault.number: self._open_meeting(fault) for fault in self._faults if fault.phase == "barrier"}
 
     def _open_meeting(self, fault: Fault) -> int:
         """A pipe by which a rank that has left the barrier tells the one that is to fail in it."""
         path = self._run_dir / f"left-{fault.number}"
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
-        except FileExistsError:
-            pass
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def observe(self, moment: str) -> None:
         """A moment of this rank's step or recovery has come."""
         rank = self._coordination.rank
-        step = self._coordination.machine.step  # type: ignore[attr-defined]  # part of Coordination, not of Observed
+        step = self._coordination.machine.step
         for fault in self._faults:
             if fault.during is not None:
                 if rank == fault.rank and _is_moment(fault.during, moment) and not self._is_start():
@@ -75,7 +79,7 @@ class Injector:
 
     def _is_start(self) -> bool:
         """The first generation is connected and restored, too, but that is no recovery."""
-        return self._coordination.generation == 0 and self._coordination._stop_generation == 0  # type: ignore[attr-defined]  # as above
+        return self._coordination.target_generation <= 1
 
     def _stage_barrier(self, fault: Fault, moment: str, rank: int | None, step: int) -> None:
         """The rank fails when another one has left the barrier and the rest has not."""

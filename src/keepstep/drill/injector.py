@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -40,7 +41,7 @@ class OutsideInjector:
             rank = generator.randrange(job.controller.machine.settings.world_size) if fault.rank is None else fault.rank
             known = len(job.controller.machine.records)
             if self._strike(fault, job, rank):
-                await self._until(job, lambda known=known: len(job.controller.machine.records) > known)
+                await self._until(job, functools.partial(self._has_more_records, job, known))
 
     async def _kill_spare(self, fault: Fault, job: Job) -> None:
         def is_there() -> bool:
@@ -64,6 +65,10 @@ class OutsideInjector:
         claim(job.agent.settings.run_dir, fault, now_s)
         self.fired.append((fault, now_s, rank))
         return True
+
+    @staticmethod
+    def _has_more_records(job: Job, known: int) -> bool:
+        return len(job.controller.machine.records) > known
 
     @staticmethod
     def _is_training(job: Job) -> bool:

@@ -100,7 +100,8 @@ async def _run(options: JobOptions, companion: Companion | None) -> dict[str, An
         loop.add_signal_handler(number, _on_signal, stopped, number)
     try:
         starting = asyncio.create_task(agent.start())
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        first: list[asyncio.Future[Any]] = [starting, stopped]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
             check_memory(options, starting.result().worker_bytes)
             async with control.serve(run_dir, job.describe):

@@ -62,7 +62,9 @@ class Roster:
 
     def holders(self) -> list[Worker]:
         """The live workers that hold a rank, in rank order."""
-        return sorted((worker for worker in self.live() if worker.rank is not None), key=lambda worker: worker.rank or 0)
+        return sorted(
+            (worker for worker in self.live() if worker.rank is not None), key=lambda worker: worker.rank or 0
+        )
 
     def holder(self, rank: int) -> Worker | None:
         """The live worker that holds ``rank``."""

@@ -7,7 +7,6 @@ import asyncio
 from keepstep.protocol.messages import AnyMessage, decode, encode
 
 
-
 class MemoryChannel:
     """One end. Messages are encoded and decoded on the way, so that both ends live as if apart."""
 

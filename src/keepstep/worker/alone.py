@@ -48,7 +48,9 @@ class LinkToNobody(Link):
             case _:
                 pass
 
-    def request(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
+    def request(
+        self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float
+    ) -> tuple[bytes, ...]:
         """The rendezvous store of a world of one."""
         if operation == "set":
             self._keys[keys[0]] = value

@@ -27,7 +27,7 @@ from keepstep.protocol.messages import (
     WorkerOrder,
 )
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
-from keepstep.protocol.resume import Action, reach
+from keepstep.protocol.resume import reach
 from keepstep.tagpage import TagWriter
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
@@ -156,6 +156,12 @@ class Coordination:
         return self._stop_generation > self.generation
 
     @property
+    def target_generation(self) -> int:
+        """The generation that this rank is in, or on its way to."""
+        assigned = self._assignment.generation if self._assignment is not None else 0
+        return max(assigned, self._stop_generation, self.generation)
+
+    @property
     def interrupted(self) -> bool:
         """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
         return self._stop_generation > self.generation or self._failed_generation == self.generation
@@ -195,7 +201,8 @@ class Coordination:
         Raises:
             Superseded: the generation is over already, or a member did not come.
         """
-        assert self.groups is not None and self.rank is not None
+        assert self.groups is not None
+        assert self.rank is not None
         self.check_current(generation)
         self.observe("reset")
         try:
@@ -257,9 +264,7 @@ class Coordination:
         machine = self.machine
         step, phase = self.stopped_in or (machine.step, machine.phase)
         current = None if self.torn else machine.parameters_at
-        report = SafePointReached(
-            self.link.worker, generation, step, phase, self.own_reach(), current, snapshots
-        )
+        report = SafePointReached(self.link.worker, generation, step, phase, self.own_reach(), current, snapshots)
         self.link.send(report)
 
     def await_resume(self, generation: int) -> None:

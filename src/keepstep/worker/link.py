@@ -59,7 +59,9 @@ class Link:
         except queue.Empty:
             raise PeerLost(f"worker {self.worker}: no order from the controller within {timeout_s:g} s") from None
 
-    def request(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
+    def request(
+        self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float
+    ) -> tuple[bytes, ...]:
         """One call on the rendezvous store of ``generation``; blocks for ``get`` until all keys are there.
 
         Raises:
@@ -72,7 +74,9 @@ class Link:
         try:
             values = future.result(timeout_s)
         except TimeoutError:
-            raise PeerLost(f"rendezvous of generation {generation}: keys {keys} did not come in {timeout_s:g} s") from None
+            raise PeerLost(
+                f"rendezvous of generation {generation}: keys {keys} did not come in {timeout_s:g} s"
+            ) from None
         finally:
             self._requests.pop(number, None)
         if values is None:

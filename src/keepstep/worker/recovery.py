@@ -139,7 +139,8 @@ class Recovery:
                 case Action.STAY | Action.ADVANCE:
                     pass
             if route.receivers and rank in route.sources:
-                assert coordination.groups is not None and rank is not None
+                assert coordination.groups is not None
+                assert rank is not None
                 inner = coordination.groups.world.inner
                 if inner is None:
                     raise RuntimeError("the group was taken down before the transfer began")

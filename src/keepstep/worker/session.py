@@ -19,7 +19,6 @@ from keepstep import config, tagpage
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.protocol.messages import StepsFinished, WorkerReady
 from keepstep.protocol.phases import Phase, StepEvent
-from keepstep.protocol.resume import Action
 from keepstep.worker import stop_points
 from keepstep.worker.alone import LinkToNobody
 from keepstep.worker.barrier import pass_gradient_barrier
@@ -84,7 +83,8 @@ class Session:
         if settings is None:
             link: Link = LinkToNobody()
             page = tagpage.TagWriter(tagpage.create("alone"))
-            rank, world_size = 0, 1
+            rank: int | None = 0
+            world_size = 1
         else:
             link = Link(socket.socket(fileno=settings.link_fd), settings.worker)
             page = tagpage.TagWriter(settings.page_fd)
@@ -93,9 +93,7 @@ class Session:
         if settings is not None and settings.observer is not None:
             module, _, function = settings.observer.partition(":")
             getattr(importlib.import_module(module), function)(coordination)
-        groups = GroupRegistry(
-            lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT), coordination
-        )
+        groups = GroupRegistry(lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT), coordination)
         coordination.groups = groups
         groups.join_world(rank or 0, world_size, coordination.await_rank)
         link.listen(coordination.on_order)
@@ -175,7 +173,9 @@ class Session:
             UsageError: `protect` was not called, or a step was not entered.
         """
         if self._recovery is None or self._state is None:
-            raise UsageError("steps() before protect(): nothing would be restored; call session.protect(model=...) first")
+            raise UsageError(
+                "steps() before protect(): nothing would be restored; call session.protect(model=...) first"
+            )
         return self._loop(num_steps, self._recovery)
 
     def _loop(self, num_steps: int, recovery: Recovery) -> Iterator[Step]:
@@ -253,7 +253,9 @@ class Session:
         before_update = coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD)
         if not before_update or not isinstance(error, Exception) or not coordination.tainted:
             return False
-        print(f"keepstep: step {coordination.machine.step} comes again; it ended in echo with {error!r}", file=sys.stderr)
+        print(
+            f"keepstep: step {coordination.machine.step} comes again; it ended in echo with {error!r}", file=sys.stderr
+        )
         return True
 
     def _undo_step(self) -> None:
@@ -276,7 +278,8 @@ class Session:
     def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         """Stands in front of every ``optimizer.step()`` of the process."""
         coordination = self._coordination
-        assert self._state is not None and self._recovery is not None
+        assert self._state is not None
+        assert self._recovery is not None
         if all(optimizer is not known for known in self._state.optimizers.values()):
             return
         if coordination.completed:
@@ -284,8 +287,12 @@ class Session:
         if self._step is None:
             raise UsageError("optimizer.step() outside of a step: write it inside 'with step:' of session.steps()")
         if keywords.get("closure") is not None or any(callable(argument) for argument in arguments[1:]):
-            raise UsageError("optimizer.step(closure): the closure computes gradients in mid-update; call backward() before step()")
+            raise UsageError(
+                "optimizer.step(closure): the closure computes gradients in mid-update; call backward() before step()"
+            )
         if torch._C._current_graph_task_id() != -1:
-            raise UsageError("optimizer.step() ran inside backward(): other gradients are not complete then; call it after")
+            raise UsageError(
+                "optimizer.step() ran inside backward(): other gradients are not complete then; call it after"
+            )
         if coordination.machine.phase is not Phase.OPTIMIZER:
             pass_gradient_barrier(coordination, self._recovery)

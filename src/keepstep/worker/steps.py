@@ -51,5 +51,3 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<Step {self.index}, attempt {self.attempt}, {'committed' if self.committed else 'not committed'}>"
-
-

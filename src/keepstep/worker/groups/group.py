@@ -26,9 +26,11 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    Store,
 )
 
 from keepstep.worker.groups import echo
+from keepstep.worker.groups.communicator import Communicator
 from keepstep.worker.groups.connections import Connections
 from keepstep.worker.groups.work import EchoedWork, GroupWork, Outputs
 
@@ -55,14 +57,14 @@ class SurvivingGroup(dist.ProcessGroup):
     """One process group of the user, in every generation."""
 
     def __init__(self, name: str, rank: int, size: int, observer: GroupObserver) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this overload
         self.keepstep_name = name
         self.await_rank: Callable[[], int] = lambda: self._rank
         """Where the user's code gets this process's rank; on the world group of a spare it blocks."""
         self._observer = observer
         self._rank, self._size = rank, size
         self._name = self._description = name
-        self._inner: ProcessGroupGloo | None = None
+        self._inner: Communicator | None = None
         self._connections = Connections()
         self._down = True
         self._echoing = 0
@@ -74,7 +76,7 @@ class SurvivingGroup(dist.ProcessGroup):
         """Whether collectives are echoed."""
         return self._down or self._echoing > 0
 
-    def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
+    def connect(self, store: Store, rank: int, timeout: timedelta) -> None:
         """Builds the inner group, together with all other members.
 
         Args:
@@ -87,11 +89,11 @@ class SurvivingGroup(dist.ProcessGroup):
         """
         self.release()
         connections = self._connections = Connections()
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timeout
         with connections.recording():
-            inner = ProcessGroupGloo(store, rank, self._size, options)
+            inner: Any = ProcessGroupGloo(store, rank, self._size, options)
         self._rank, self._inner = rank, inner
         self._down = False
 
@@ -116,7 +118,7 @@ class SurvivingGroup(dist.ProcessGroup):
             self._echoing -= 1
 
     @property
-    def inner(self) -> ProcessGroupGloo | None:
+    def inner(self) -> Communicator | None:
         """The group of this generation, None while down: keepstep's own traffic does not echo."""
         return None if self._down else self._inner
 
@@ -161,7 +163,7 @@ class SurvivingGroup(dist.ProcessGroup):
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def _issue(
-        self, outputs: Outputs, call: Callable[[ProcessGroupGloo], dist.Work], fill: Callable[[], None] | None
+        self, outputs: Outputs, call: Callable[[Communicator], dist.Work], fill: Callable[[], None] | None
     ) -> dist.Work:
         """Begins one collective in the inner group, or echoes it with ``fill``."""
         inner = self._inner
@@ -170,9 +172,9 @@ class SurvivingGroup(dist.ProcessGroup):
         self._observer.entered()
         try:
             work = call(inner)
-        except BaseException:
+        except (RuntimeError, ValueError, TypeError):
             self._observer.left()
-            if self._down:
+            if self.is_down:
                 return self._echo(outputs, fill)
             raise
 
@@ -199,7 +201,7 @@ class SurvivingGroup(dist.ProcessGroup):
         """Several all_reduce in one; echo leaves the tensors."""
         options = opts or AllreduceCoalescedOptions()
 
-        def one_by_one(inner: ProcessGroupGloo) -> dist.Work:
+        def one_by_one(inner: Communicator) -> dist.Work:
             plain = AllreduceOptions()
             plain.reduceOp = options.reduceOp
             works = [inner.allreduce([tensor], plain) for tensor in tensors]
@@ -223,44 +225,68 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_gather`; echo puts this rank's tensor in every place."""
-        call = lambda inner: inner.allgather(outputs, inputs, opts or AllgatherOptions())  # noqa: E731 - a closure per op
-        return self._issue(outputs, call, lambda: echo.to_all(outputs, inputs))
+        return self._issue(
+            outputs,
+            lambda inner: inner.allgather(outputs, inputs, opts or AllgatherOptions()),
+            lambda: echo.to_all(outputs, inputs),
+        )
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
-        call = lambda inner: inner._allgather_base(output, source, opts or AllgatherOptions())  # noqa: E731 - as above
-        return self._issue([output], call, lambda: echo.to_all_flat(output, source))
+        return self._issue(
+            [output],
+            lambda inner: inner._allgather_base(output, source, opts or AllgatherOptions()),
+            lambda: echo.to_all_flat(output, source),
+        )
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.gather`; echo as for `allgather`, on the root."""
-        call = lambda inner: inner.gather(outputs, inputs, opts or GatherOptions())  # noqa: E731 - as above
-        return self._issue(outputs, call, lambda: echo.to_all(outputs, inputs))
+        return self._issue(
+            outputs,
+            lambda inner: inner.gather(outputs, inputs, opts or GatherOptions()),
+            lambda: echo.to_all(outputs, inputs),
+        )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         """See `torch.distributed.scatter`; echo gives the root its own part and leaves the others."""
-        call = lambda inner: inner.scatter(outputs, inputs, opts or ScatterOptions())  # noqa: E731 - as above
-        return self._issue(outputs, call, lambda: echo.own_of(outputs, inputs, self._rank))
+        return self._issue(
+            outputs,
+            lambda inner: inner.scatter(outputs, inputs, opts or ScatterOptions()),
+            lambda: echo.own_of(outputs, inputs, self._rank),
+        )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         """See `torch.distributed.reduce_scatter`; echo gives this rank its own part."""
-        call = lambda inner: inner.reduce_scatter(outputs, inputs, opts or ReduceScatterOptions())  # noqa: E731 - as above
-        return self._issue(outputs, call, lambda: echo.own_of(outputs, inputs, self._rank))
+        return self._issue(
+            outputs,
+            lambda inner: inner.reduce_scatter(outputs, inputs, opts or ReduceScatterOptions()),
+            lambda: echo.own_of(outputs, inputs, self._rank),
+        )
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
-        call = lambda inner: inner._reduce_scatter_base(output, source, opts or ReduceScatterOptions())  # noqa: E731 - as above
-        return self._issue([output], call, lambda: echo.own_of_flat(output, source, self._rank))
+        return self._issue(
+            [output],
+            lambda inner: inner._reduce_scatter_base(output, source, opts or ReduceScatterOptions()),
+            lambda: echo.own_of_flat(output, source, self._rank),
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_to_all`; echo sends this rank's own part to every place."""
-        call = lambda inner: inner.alltoall(outputs, inputs, opts or AllToAllOptions())  # noqa: E731 - as above
-        return self._issue(outputs, call, lambda: echo.own_to_all(outputs, inputs, self._rank))
+        return self._issue(
+            outputs,
+            lambda inner: inner.alltoall(outputs, inputs, opts or AllToAllOptions()),
+            lambda: echo.own_to_all(outputs, inputs, self._rank),
+        )
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         """See `torch.distributed.all_to_all_single`."""
         options = opts or AllToAllOptions()
-        call = lambda inner: inner.alltoall_base(output, source, output_splits, input_splits, options)  # noqa: E731 - as above
-        return self._issue([output], call, lambda: echo.own_to_all_flat(output, source))
+        return self._issue(
+            [output],
+            lambda inner: inner.alltoall_base(output, source, output_splits, input_splits, options),
+            lambda: echo.own_to_all_flat(output, source),
+        )
 
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
         """See `torch.distributed.send`; echo drops the message."""

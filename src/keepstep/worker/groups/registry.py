@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
 
@@ -17,7 +18,7 @@ WORLD = "world"
 CONNECT_DEADLINE = timedelta(seconds=30)
 """Members that take part in a reset have all reported in just before; a healthy connection takes milliseconds."""
 
-StoreFactory = Callable[[int, str], dist.Store]
+StoreFactory = Callable[[int, str], Store]
 
 
 class GroupRegistry:
@@ -46,7 +47,7 @@ class GroupRegistry:
         """
         if not hasattr(dist.Backend, BACKEND.upper()):
             dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
-        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+        dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
         self.world.await_rank = await_rank
         return self.world
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch import distributed as dist
+from torch._C._distributed_c10d import Store
 
 from keepstep.worker.link import Link
 
 
-class LinkStore(dist.Store):
+class LinkStore(Store):
     """A `torch.distributed.Store` of one generation and group."""
 
     def __init__(self, link: Link, generation: int, prefix: str, timeout: timedelta) -> None:
@@ -23,7 +23,9 @@ class LinkStore(dist.Store):
         self._prefix = prefix
         self._timeout_s = timeout.total_seconds()
 
-    def _call(self, operation: str, keys: list[str], value: bytes = b"", timeout_s: float | None = None) -> tuple[bytes, ...]:
+    def _call(
+        self, operation: str, keys: list[str], value: bytes = b"", timeout_s: float | None = None
+    ) -> tuple[bytes, ...]:
         names = tuple(f"{self._prefix}/{key}" for key in keys)
         return self._link.request(self._generation, operation, names, value, timeout_s or self._timeout_s)
 

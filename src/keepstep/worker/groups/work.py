@@ -21,7 +21,7 @@ class EchoedWork(dist.Work):
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._future.set_result(outputs)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns at once."""
         return True
 

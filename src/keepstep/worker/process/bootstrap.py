@@ -30,7 +30,7 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as ending:
         return _exit_code(ending.code)
-    except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, then the process ends
+    except BaseException as error:  # whatever ends the script is reported, then the process ends
         _report(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_EXCEPTION

@@ -72,11 +72,11 @@ class Spawner:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._report(SpawnerReady(measure_worker_bytes() if self._run_script else 0))
         while True:
-            readable, _, _ = select.select([self._endpoint, wake_read], [], [])
+            readable, _, _ = select.select([self._endpoint.fileno(), wake_read], [], [])
             if wake_read in readable:
                 os.read(wake_read, 4096)
                 self._reap()
-            if self._endpoint in readable and not self._answer():
+            if self._endpoint.fileno() in readable and not self._answer():
                 break
         for pid in self._children:
             with contextlib.suppress(ProcessLookupError):
@@ -111,12 +111,13 @@ class Spawner:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._endpoint.close()
             _adopt(request, descriptors)
-            os.environ.update(request.environment)
+            os.environ.update(request.environment)  # environ: the worker's own settings, into the fork
             code = run_script(request.command, request.module)
-        except BaseException:  # noqa: BLE001 - a fork must never return into the spawner's loop
+        except BaseException:  # a fork must never return into the spawner's loop
             traceback.print_exc()
         finally:
             _leave(code)
+        return pid  # not reached
 
     def _reap(self) -> None:
         while self._children:

@@ -16,7 +16,10 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.worker.state import tree
@@ -54,7 +57,7 @@ class Checkpoints:
         draft = self._directory / f"draft_{step:010d}_generation_{generation}"
         shutil.rmtree(draft, ignore_errors=True)
         copies = {name: tensor.detach().clone() for name, tensor in checkpoint_content(self._state).items()}
-        future = dcp.async_save(copies, checkpoint_id=draft, no_dist=True)
+        future = async_save(copies, checkpoint_id=draft, no_dist=True)
         assert isinstance(future, Future)
         self._writing = (future, draft, self._directory / f"step_{step:010d}")
 
@@ -82,10 +85,12 @@ class Checkpoints:
             RemoteProtocolError: the checkpoint does not fit the objects, or does not load.
         """
         path = self._directory / f"step_{step:010d}"
-        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
         own = checkpoint_content(self._state)
         target = {}
         for name, entry in metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise RemoteProtocolError(f"{path}: '{name}' is not a tensor")
             if name in own and tuple(own[name].shape) == tuple(entry.size):
                 target[name] = own[name]
             elif name.startswith(("host", "optimizer/")):
@@ -94,7 +99,7 @@ class Checkpoints:
                 raise RemoteProtocolError(f"{path}: '{name}' has shape {tuple(entry.size)}, which this model lacks")
         if missing := [name for name in own if name.startswith("model/") and name not in target]:
             raise RemoteProtocolError(f"{path}: lacks {missing[:3]} of this model")
-        dcp.load(target, checkpoint_id=path, no_dist=True)
+        load_checkpoint(target, checkpoint_id=path, no_dist=True)
         self._place(target)
 
     def _place(self, loaded: dict[str, torch.Tensor]) -> None:
@@ -120,5 +125,5 @@ def checkpoint_content(state: ProtectedState) -> dict[str, torch.Tensor]:
 def rescue(state: ProtectedState, step: int, rank: int) -> str:
     """Saves this rank's state where nothing else can be: a folder in the working directory. Returns its path."""
     path = tempfile.mkdtemp(prefix=f"keepstep-rescue-step{step}-rank{rank}-", dir=os.getcwd())
-    dcp.save(checkpoint_content(state), checkpoint_id=path, no_dist=True)
+    save(checkpoint_content(state), checkpoint_id=path, no_dist=True)
     return path

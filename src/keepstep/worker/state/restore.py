@@ -15,10 +15,10 @@ import msgspec
 import torch
 import xxhash
 from torch import distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
 
 from keepstep.errors import RemoteProtocolError, StateMismatch
 from keepstep.protocol.transfer import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
+from keepstep.worker.groups.communicator import Communicator
 from keepstep.worker.state import tree
 from keepstep.worker.state.bytes_of import byte_view
 from keepstep.worker.state.protected import Named, ProtectedState
@@ -60,7 +60,7 @@ class Route:
 
 
 def send_state(
-    state: ProtectedState, step: int, rank: int, route: Route, group: ProcessGroupGloo, moved: Callable[[], None]
+    state: ProtectedState, step: int, rank: int, route: Route, group: Communicator, moved: Callable[[], None]
 ) -> None:
     """Sends this source's share of the shard to every receiver.
 
@@ -96,7 +96,9 @@ def send_state(
     staging.drain()
 
 
-def receive_state(state: ProtectedState, step: int, route: Route, group: ProcessGroupGloo, moved: Callable[[], None]) -> int:
+def receive_state(
+    state: ProtectedState, step: int, route: Route, group: Communicator, moved: Callable[[], None]
+) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
     Until it returns the objects are in between and reach no step.
@@ -261,12 +263,14 @@ def _check(message: torch.Tensor, bucket: Bucket | None) -> None:
         raise RemoteProtocolError(f"{what} arrived with a wrong checksum")
 
 
-def _receive_header(source: int, group: ProcessGroupGloo) -> StateHeader:
+def _receive_header(source: int, group: Communicator) -> StateHeader:
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], source, _HEADER_TAG).wait()
     num_bytes = int(size.item())
     if not 0 < num_bytes <= MAX_HEADER_BYTES:
-        raise RemoteProtocolError(f"rank {source} announces a header of {num_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
+        raise RemoteProtocolError(
+            f"rank {source} announces a header of {num_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
+        )
     message = torch.empty(num_bytes + _CHECKSUM_BYTES, dtype=torch.uint8)
     group.recv([message], source, _HEADER_TAG).wait()
     _check(message, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,22 @@ from keepstep.errors import ConfigurationError, RemoteProtocolError
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _INT64 = 1 << 63
+_CONTAINERS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+}
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+}
 
 
 def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
@@ -37,16 +54,16 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         return ["int", str(value)]
     if type(value) in _SCALARS or isinstance(value, (int, float, str)):
         return value
-    for name, kind in (("counter", Counter), ("ordered", OrderedDict), ("dict", dict)):
-        if type(value) is kind:
-            return [name, *([pack(k, tensors, path), pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items())]
-    for name, kind in (("list", list), ("tuple", tuple), ("set", set)):
-        if type(value) is kind:
-            items = sorted(value) if kind is set else value
-            return [name, *(pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(items))]
+    name = _CONTAINERS.get(type(value))
+    if name in ("dict", "ordered", "counter"):
+        return [name, *([pack(k, tensors, path), pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items())]
+    if name is not None:
+        items = sorted(value) if name == "set" else value
+        return [name, *(pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(items))]
     raise ConfigurationError(
-        f"{path or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}: keepstep can carry numbers, "
-        "strings, bytes, None, lists, tuples, sets, dicts and tensors; leave it out of state_dict() or turn it into those"
+        f"{path or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}: keepstep can carry "
+        "numbers, strings, bytes, None, lists, tuples, sets, dicts and tensors; "
+        "leave it out of state_dict() or turn it into those"
     )
 
 
@@ -67,12 +84,8 @@ def unpack(plain: Any, tensors: list[torch.Tensor]) -> Any:
             return int(text)
         case [("dict" | "ordered" | "counter") as name, *items]:
             pairs = [(unpack(key, tensors), unpack(item, tensors)) for key, item in items]
-            return {"dict": dict, "ordered": OrderedDict, "counter": _counter}[name](pairs)
+            return _MAKERS[name](pairs)
         case [("list" | "tuple" | "set") as name, *items]:
-            return {"list": list, "tuple": tuple, "set": set}[name](unpack(item, tensors) for item in items)
+            return _MAKERS[name](unpack(item, tensors) for item in items)
         case _:
             raise RemoteProtocolError(f"not a packed value: {plain!r:.80}")
-
-
-def _counter(pairs: list[tuple[Any, int]]) -> Counter[Any]:
-    return Counter(dict(pairs))

@@ -6,119 +6,23 @@ a field: call `tick` when `next_deadline` has come. Each effect says its reason,
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Callable
 
 from keepstep.errors import InternalError
 from keepstep.protocol import invariants, topology
-from keepstep.protocol.messages import (
-    Abandon,
-    AgentJoined,
-    AgentOrder,
-    Assign,
-    Cause,
-    CollectiveFailed,
-    Complete,
-    EndJob,
-    FenceWorker,
-    GroupsReset,
-    JobStalled,
-    Recover,
-    Report,
-    Rescue,
-    Resume,
-    SafePointReached,
-    StartWorker,
-    StateRecovered,
-    StateRescued,
-    StepObserved,
-    StepsFinished,
-    Stop,
-    StoreRequested,
-    WorkerDone,
-    WorkerFailed,
-    WorkerFenced,
-    WorkerJoined,
-    WorkerLost,
-    WorkerReady,
-    WorkerStarted,
-)
-from keepstep.protocol.phases import Phase
+from keepstep.protocol import messages as msg
 from keepstep.protocol.records import Failure, RecoveryRecord
-from keepstep.protocol.resume import Action, action, resume_step
+from keepstep.protocol.recovery.decision import reachable_step, ready_now, recovery_orders
+from keepstep.protocol.recovery.stages import (
+    EXIT_FAILED,
+    EXIT_NOTHING_TO_RECOVER,
+    EXIT_TOO_FEW_RANKS,
+    TRANSITIONS,
+    Effect,
+    RecoverySettings,
+    Stage,
+)
 from keepstep.protocol.roster import Roster, Worker
-
-EXIT_FAILED = 1
-EXIT_NOTHING_TO_RECOVER = 75
-EXIT_TOO_FEW_RANKS = 76
-
-
-class Stage(enum.StrEnum):
-    """Where the job is; a recovery goes stopping -> recovering -> training."""
-
-    STARTING = "starting"
-    TRAINING = "training"
-    STOPPING = "stopping"
-    RECOVERING = "recovering"
-    FINISHED = "finished"
-    RESCUING = "rescuing"
-    ENDED = "ended"
-
-
-TRANSITIONS: dict[Stage, dict[Stage, str]] = {
-    Stage.STARTING: {
-        Stage.RECOVERING: "all ranks ready",
-        Stage.STOPPING: "rank lost",
-        Stage.ENDED: "start-up failed",
-    },
-    Stage.TRAINING: {
-        Stage.STOPPING: "rank lost, collective failed, or job stalled",
-        Stage.FINISHED: "all steps completed",
-        Stage.ENDED: "scripts ended",
-    },
-    Stage.STOPPING: {
-        Stage.RECOVERING: "survivors safe, losses fenced, ranks filled",
-        Stage.STARTING: "nothing trained yet, or checkpoint left: all ranks anew",
-        Stage.RESCUING: "no process left to start",
-        Stage.ENDED: "no holder left",
-    },
-    Stage.RECOVERING: {
-        Stage.TRAINING: "all ranks at the resume step",
-        Stage.STOPPING: "another failure",
-        Stage.ENDED: "state does not match",
-    },
-    Stage.FINISHED: {Stage.ENDED: "scripts ended"},
-    Stage.RESCUING: {Stage.ENDED: "state saved"},
-    Stage.ENDED: {},
-}
-"""Which stage may follow which, and on what; the diagram in docs/PROTOCOL.md is drawn from it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecoverySettings:
-    """What the user may set of the controller's machine. Durations in seconds."""
-
-    world_size: int
-    num_spares: int
-    max_restarts: int | None = None
-    """Processes that may be started beyond the first ones; None: no bound while the job makes progress."""
-    max_recoveries_without_progress: int = 8
-    """A step that fails so often in a row will fail again: the job ends instead of looping for ever."""
-    start_deadline_s: float = 1800.0
-    stop_deadline_s: float = 600.0
-    """A backstop: a survivor that stands still is found by its agent long before."""
-    recover_deadline_s: float = 300.0
-    end_deadline_s: float = 60.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Effect:
-    """An order to the agent of one node, and why it is given."""
-
-    node: str
-    order: AgentOrder
-    reason: str
 
 
 class RecoveryMachine:
@@ -135,7 +39,7 @@ class RecoveryMachine:
         self.shard_of: dict[int, str] = {}
         self.records: list[RecoveryRecord] = []
         self.digests: dict[int, str] = {}
-        self.ended: EndJob | None = None
+        self.ended: msg.EndJob | None = None
         self.trained_to = 0
         """The greatest step at which the job is known to have been."""
         self._checkpointing = False
@@ -147,10 +51,10 @@ class RecoveryMachine:
 
     # ---- the two entrances ----------------------------------------------------------------------------------------
 
-    def receive(self, message: Report, now_s: float) -> list[Effect]:
+    def receive(self, message: msg.Report, now_s: float) -> list[Effect]:
         """One report in, orders out. A report of an older generation is dropped here and nowhere else."""
         generation = getattr(message, "generation", None)
-        fenced = generation is not None and not isinstance(message, WorkerReady)
+        fenced = generation is not None and not isinstance(message, msg.WorkerReady)
         if self.stage is Stage.ENDED or (fenced and generation != self.generation):
             return []
         self._dispatch(message, now_s)
@@ -173,62 +77,64 @@ class RecoveryMachine:
         effects, self._effects = self._effects, []
         return effects
 
-    def _dispatch(self, message: Report, now_s: float) -> None:
+    def _dispatch(self, message: msg.Report, now_s: float) -> None:
         worker = self.roster.workers.get(getattr(message, "worker", -1))
         match message:
-            case AgentJoined():
+            case msg.AgentJoined():
                 self._agent_joined(message, now_s)
-            case JobStalled():
+            case msg.JobStalled():
                 self._job_stalled(message, now_s)
-            case StoreRequested():
+            case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
             case _:
                 if worker is None:
                     return
                 self._from_worker(worker, message, now_s)
 
-    def _from_worker(self, worker: Worker, message: Report, now_s: float) -> None:
+    def _from_worker(self, worker: Worker, message: msg.Report, now_s: float) -> None:
         match message:
-            case WorkerStarted():
+            case msg.AgentJoined() | msg.JobStalled() | msg.StoreRequested():
+                raise InternalError(f"{type(message).__name__} comes from no worker")
+            case msg.WorkerStarted():
                 worker.pid = message.pid
-            case WorkerJoined():
+            case msg.WorkerJoined():
                 self._joined(worker)
-            case WorkerFailed():
+            case msg.WorkerFailed():
                 self._failed(worker, message)
-            case WorkerLost():
+            case msg.WorkerLost():
                 self._lost(worker, message, now_s)
-            case WorkerFenced():
+            case msg.WorkerFenced():
                 worker.gone = True
                 self._proceed(now_s)
-            case WorkerDone():
+            case msg.WorkerDone():
                 self._done(worker, now_s)
-            case StateRescued():
+            case msg.StateRescued():
                 worker.rescued = message.path or message.error
                 self._proceed(now_s)
-            case StepObserved():
+            case msg.StepObserved():
                 self._step_observed(message)
-            case CollectiveFailed():
+            case msg.CollectiveFailed():
                 detail = f"group {message.group}: {message.error}"
-                self._interrupt(Cause.COLLECTIVE, f"rank {worker.rank}: {detail}", None, now_s)
+                self._interrupt(msg.Cause.COLLECTIVE, f"rank {worker.rank}: {detail}", None, now_s)
             case _ if worker.lost:
                 return
-            case WorkerReady():
+            case msg.WorkerReady():
                 worker.ready = message
                 self._checkpointing = message.checkpointing
                 self._spare_failures = 0
                 self._proceed(now_s)
-            case SafePointReached():
+            case msg.SafePointReached():
                 worker.safe = message
                 self._proceed(now_s)
-            case GroupsReset():
+            case msg.GroupsReset():
                 worker.groups_reset = True
                 self._proceed(now_s)
-            case StateRecovered():
+            case msg.StateRecovered():
                 worker.recovered = True
                 if self.records:
                     self.records[-1].received_bytes += message.received_bytes
                 self._proceed(now_s)
-            case StepsFinished():
+            case msg.StepsFinished():
                 worker.finished = True
                 if message.digest is not None and worker.rank is not None:
                     self.digests[worker.rank] = message.digest
@@ -236,7 +142,7 @@ class RecoveryMachine:
 
     # ---- starting -------------------------------------------------------------------------------------------------
 
-    def _agent_joined(self, message: AgentJoined, now_s: float) -> None:
+    def _agent_joined(self, message: msg.AgentJoined, now_s: float) -> None:
         if self.nodes:
             raise InternalError(f"a second node, {message.node}: one node is supported")
         self.nodes.append(message.node)
@@ -251,7 +157,7 @@ class RecoveryMachine:
 
     def _start(self, rank: int | None, reason: str) -> None:
         worker = self.roster.add(self.nodes[0], rank)
-        self._send(worker.node, StartWorker(worker.worker, rank, reason), reason)
+        self._send(worker.node, msg.StartWorker(worker.worker, rank, reason), reason)
 
     def _top_up_spares(self, reason: str) -> None:
         """Brings the number of spares back to what was asked for, as far as the budget goes."""
@@ -266,18 +172,18 @@ class RecoveryMachine:
 
     def _assign(self, worker: Worker, reason: str) -> None:
         assert worker.rank is not None
-        order = Assign(worker.worker, self.generation, worker.rank, self.settings.world_size)
+        order = msg.Assign(worker.worker, self.generation, worker.rank, self.settings.world_size)
         self._send(worker.node, order, reason)
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def _failed(self, worker: Worker, message: WorkerFailed) -> None:
+    def _failed(self, worker: Worker, message: msg.WorkerFailed) -> None:
         worker.error = message.error
         who = "a spare" if worker.rank is None else f"rank {worker.rank}"
         if message.fatal or (self.stage is Stage.STARTING and worker.rank is not None):
             self._end(EXIT_FAILED, f"{who} failed: {message.error}\n{message.traceback}".rstrip())
 
-    def _lost(self, worker: Worker, message: WorkerLost, now_s: float) -> None:
+    def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.lost:
             worker.gone = worker.gone or message.gone
             self._proceed(now_s)
@@ -285,11 +191,11 @@ class RecoveryMachine:
         worker.lost, worker.gone = True, message.gone
         detail = message.detail if worker.error is None else f"{message.detail}: {worker.error}"
         if not worker.gone:
-            order = FenceWorker(worker.worker, detail)
+            order = msg.FenceWorker(worker.worker, detail)
             self._send(worker.node, order, detail)
         if worker.rank is None:
             self._spare_lost(detail)
-        elif self.stage is Stage.STARTING and message.cause is Cause.EXIT:
+        elif self.stage is Stage.STARTING and message.cause is msg.Cause.EXIT:
             self._end(EXIT_FAILED, f"rank {worker.rank} ended before its first step: {detail}")
         elif self.stage is Stage.FINISHED:
             self._lost_after_last_step(worker, detail, now_s)
@@ -298,7 +204,7 @@ class RecoveryMachine:
         else:
             tag = message.tag
             step, phase = (tag.step, str(tag.phase)) if tag else (None, None)
-            cause = Cause.EXCEPTION if worker.error is not None else message.cause
+            cause = msg.Cause.EXCEPTION if worker.error is not None else message.cause
             failure = Failure(worker.rank, cause, detail, step, phase, message.since_s)
             self._interrupt(cause, f"rank {worker.rank} lost: {detail}", failure, now_s)
 
@@ -307,11 +213,11 @@ class RecoveryMachine:
         if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.STOPPING):
             self._top_up_spares(f"a spare was lost: {detail}")
 
-    def _job_stalled(self, message: JobStalled, now_s: float) -> None:
+    def _job_stalled(self, message: msg.JobStalled, now_s: float) -> None:
         if self.stage is Stage.TRAINING:
-            self._interrupt(Cause.STUCK, message.detail, None, now_s)
+            self._interrupt(msg.Cause.STUCK, message.detail, None, now_s)
 
-    def _interrupt(self, cause: Cause, detail: str, failure: Failure | None, now_s: float) -> None:
+    def _interrupt(self, cause: msg.Cause, detail: str, failure: Failure | None, now_s: float) -> None:
         """A failure: begins a new generation, or adds to the one whose survivors are just being stopped."""
         if self.stage not in (Stage.STARTING, Stage.TRAINING, Stage.STOPPING, Stage.RECOVERING):
             return
@@ -327,7 +233,7 @@ class RecoveryMachine:
             self._deadline_s = now_s + self.settings.stop_deadline_s
             for worker in self.roster.workers.values():
                 worker.begin_generation()
-            self._to_holders(lambda holders: Stop(holders, self.generation, detail), detail)
+            self._to_holders(lambda holders: msg.Stop(holders, self.generation, detail), detail)
         elif failure is not None and not record.failures:
             record.cause, record.detail = cause, detail
         if failure is not None:
@@ -340,7 +246,9 @@ class RecoveryMachine:
         holders = self.roster.holders()
         match self.stage:
             case Stage.STARTING:
-                if len(holders) == self.settings.world_size and all(self._ready_now(worker) for worker in holders):
+                if len(holders) == self.settings.world_size and all(
+                    ready_now(worker, self.generation) for worker in holders
+                ):
                     self._decide(now_s)
             case Stage.STOPPING:
                 if all(worker.safe for worker in holders) and not self.roster.unfenced():
@@ -359,9 +267,6 @@ class RecoveryMachine:
             case Stage.ENDED:
                 pass
 
-    def _ready_now(self, worker: Worker) -> bool:
-        return worker.ready is not None and worker.ready.generation == self.generation
-
     def _stopped(self, now_s: float) -> None:
         record = self.records[-1]
         if record.stopped_s is None:
@@ -370,32 +275,12 @@ class RecoveryMachine:
             self._rescue(now_s, f"{self._without_progress} failures in a row without a completed step: {record.detail}")
             return
         holders = self.roster.holders()
-        if not holders and record.failures and all(failure.cause == Cause.EXCEPTION for failure in record.failures):
+        if not holders and record.failures and all(failure.cause == msg.Cause.EXCEPTION for failure in record.failures):
             self._end(EXIT_FAILED, record.detail)
-        elif self._resume_step() is None:
+        elif reachable_step(self.roster, self.shard_of, self.generation) is None:
             self._nobody_reaches(now_s)
         elif self._fill_ranks(now_s):
             self._decide(now_s)
-
-    def _resume_step(self) -> int | None:
-        shards: dict[str, list[frozenset[int]]] = {shard: [] for shard in self.shard_of.values()}
-        for worker in self.roster.holders():
-            if worker.rank in self.shard_of:
-                shards[self.shard_of[worker.rank]].append(self._reach(worker) | self._snapshots(worker))
-        if len(self.shard_of) < self.settings.world_size:
-            return None
-        return resume_step(shards)
-
-    def _reach(self, worker: Worker) -> frozenset[int]:
-        if worker.safe is not None:
-            return frozenset(worker.safe.reach)
-        if self._ready_now(worker) and worker.ready is not None:
-            return frozenset(worker.ready.reach)
-        return frozenset()
-
-    def _snapshots(self, worker: Worker) -> frozenset[int]:
-        report = worker.safe or worker.ready
-        return frozenset(report.snapshots) if report is not None else frozenset()
 
     def _nobody_reaches(self, now_s: float) -> None:
         record = self.records[-1]
@@ -409,7 +294,7 @@ class RecoveryMachine:
         reason = "no live rank reaches a step: all ranks start anew"
         for worker in self.roster.holders():
             worker.lost = True
-            self._send(worker.node, FenceWorker(worker.worker, reason), reason)
+            self._send(worker.node, msg.FenceWorker(worker.worker, reason), reason)
         if self.roster.unfenced():
             return
         needed = self.settings.world_size
@@ -451,8 +336,8 @@ class RecoveryMachine:
         for worker in holders:
             if worker.rank is not None and worker.ready is not None:
                 self.shard_of[worker.rank] = worker.ready.shard
-        step = self._resume_step()
-        if step is None or step < self.trained_to and self.stage is Stage.STARTING and not self._may_go_back():
+        step = reachable_step(self.roster, self.shard_of, self.generation)
+        if step is None or (step < self.trained_to and self.stage is Stage.STARTING and not self._may_go_back()):
             self._end(
                 EXIT_NOTHING_TO_RECOVER,
                 f"training had reached step {self.trained_to}, and the fresh ranks find no checkpoint to go on from",
@@ -463,32 +348,17 @@ class RecoveryMachine:
             record.resume_step = step
             record.decided_s = now_s
             record.stopped_at_step = max((worker.safe.step for worker in holders if worker.safe), default=None)
-        reason = f"resume at step {step}: the greatest that every shard can reach"
-        self._order_recovery(holders, step, reason)
+        for worker, order in recovery_orders(holders, self.shard_of, step, self.generation):
+            reason = f"resume at step {step}, the greatest that every shard can reach: {order.action}"
+            self._send(worker.node, order, reason)
+            if record is not None and worker.rank is not None:
+                record.actions[worker.rank] = order.action
         self.trained_to = step
         self._enter(Stage.RECOVERING)
         self._deadline_s = now_s + self.settings.recover_deadline_s
 
     def _may_go_back(self) -> bool:
         return any(worker.ready is not None and worker.ready.snapshots for worker in self.roster.holders())
-
-    def _order_recovery(self, holders: list[Worker], step: int, reason: str) -> None:
-        actions = {worker.worker: self._action(worker, step) for worker in holders}
-        for shard, ranks in topology.replica_groups(self.shard_of).items():
-            group = [worker for worker in holders if worker.rank in ranks]
-            live = [worker.rank or 0 for worker in group if actions[worker.worker] is not Action.RESTORE]
-            sources = topology.sources_of(ranks, live)
-            receivers = tuple(worker.rank or 0 for worker in group if actions[worker.worker] is Action.RESTORE)
-            for worker in group:
-                what = actions[worker.worker]
-                order = Recover(worker.worker, self.generation, step, what, sources, receivers)
-                self._send(worker.node, order, f"{reason}; shard {shard}: {what}")
-                if self.records and worker.rank is not None:
-                    self.records[-1].actions[worker.rank] = what
-
-    def _action(self, worker: Worker, step: int) -> Action:
-        current = worker.safe.current_step if worker.safe else 0
-        return action(step, self._reach(worker), current, self._snapshots(worker))
 
     def _recovering(self, holders: list[Worker], now_s: float) -> None:
         record = self.records[-1] if self.records else None
@@ -501,9 +371,9 @@ class RecoveryMachine:
         self._enter(Stage.TRAINING)
         self._deadline_s = None
         reason = f"all ranks stand at step {self.trained_to}"
-        self._to_holders(lambda workers: Resume(workers, self.generation), reason)
+        self._to_holders(lambda workers: msg.Resume(workers, self.generation), reason)
 
-    def _step_observed(self, message: StepObserved) -> None:
+    def _step_observed(self, message: msg.StepObserved) -> None:
         self._without_progress = 0
         self.trained_to = max(self.trained_to, message.step + 1)
         record = self.records[-1] if self.records else None
@@ -516,10 +386,10 @@ class RecoveryMachine:
 
     def _complete(self) -> None:
         self._enter(Stage.FINISHED)
-        self._to_holders(lambda workers: Complete(workers, self.generation), "all ranks completed the last step")
+        self._to_holders(lambda workers: msg.Complete(workers, self.generation), "all ranks completed the last step")
         for spare in self.roster.spares():
             spare.lost = True
-            self._send(spare.node, FenceWorker(spare.worker, "not needed any more"), "the last step is complete")
+            self._send(spare.node, msg.FenceWorker(spare.worker, "not needed any more"), "the last step is complete")
 
     def _done(self, worker: Worker, now_s: float) -> None:
         worker.done = worker.gone = True
@@ -533,7 +403,7 @@ class RecoveryMachine:
 
     def _lost_after_last_step(self, worker: Worker, detail: str, now_s: float) -> None:
         self._after_last_step = f"rank {worker.rank} failed in the code after the last step: {detail}"
-        self._to_holders(lambda workers: Abandon(workers, detail), self._after_last_step)
+        self._to_holders(lambda workers: msg.Abandon(workers, detail), self._after_last_step)
         self._deadline_s = now_s + self.settings.end_deadline_s
         self._proceed(now_s)
 
@@ -547,7 +417,7 @@ class RecoveryMachine:
         self._enter(Stage.RESCUING)
         self._after_last_step = reason
         self._deadline_s = now_s + self.settings.end_deadline_s
-        self._to_holders(lambda workers: Rescue(workers, reason), reason)
+        self._to_holders(lambda workers: msg.Rescue(workers, reason), reason)
         self._proceed(now_s)
 
     def _rescued(self) -> None:
@@ -558,7 +428,7 @@ class RecoveryMachine:
     def _overdue(self, now_s: float) -> None:
         match self.stage:
             case Stage.STARTING:
-                waiting = [worker.rank for worker in self.roster.holders() if not self._ready_now(worker)]
+                waiting = [worker.rank for worker in self.roster.holders() if not ready_now(worker, self.generation)]
                 limit = self.settings.start_deadline_s
                 self._end(EXIT_FAILED, f"ranks {waiting} did not come to their first step within {limit:g} s")
             case Stage.STOPPING:
@@ -582,12 +452,12 @@ class RecoveryMachine:
             self._rescue(now_s, "no replacement came to its first step in time")
         for worker in overdue:
             detail = f"did not answer in time while {stage}"
-            self._lost(worker, WorkerLost(worker.worker, Cause.HANG, detail, False, None, now_s), now_s)
+            self._lost(worker, msg.WorkerLost(worker.worker, msg.Cause.HANG, detail, False, None, now_s), now_s)
 
     def _end(self, exit_code: int, reason: str) -> None:
         self._enter(Stage.ENDED)
         self._deadline_s = None
-        self.ended = EndJob(exit_code, reason)
+        self.ended = msg.EndJob(exit_code, reason)
         for node in self.nodes:
             self._send(node, self.ended, reason)
 
@@ -598,10 +468,10 @@ class RecoveryMachine:
             raise InternalError(f"generation {self.generation}: {self.stage} cannot become {stage}")
         self.stage = stage
 
-    def _send(self, node: str, order: AgentOrder, reason: str) -> None:
+    def _send(self, node: str, order: msg.AgentOrder, reason: str) -> None:
         self._effects.append(Effect(node, order, reason))
 
-    def _to_holders(self, order: Callable[[tuple[int, ...]], AgentOrder], reason: str) -> None:
+    def _to_holders(self, order: Callable[[tuple[int, ...]], msg.AgentOrder], reason: str) -> None:
         """One order per node, for all rank holders there."""
         for node in self.nodes:
             workers = tuple(worker.worker for worker in self.roster.holders() if worker.node == node)

@@ -1,0 +1,23 @@
+"""The controller's machine: from training, through a recovery, back to training."""
+
+from keepstep.protocol.recovery.machine import RecoveryMachine
+from keepstep.protocol.recovery.stages import (
+    EXIT_FAILED,
+    EXIT_NOTHING_TO_RECOVER,
+    EXIT_TOO_FEW_RANKS,
+    TRANSITIONS,
+    Effect,
+    RecoverySettings,
+    Stage,
+)
+
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_NOTHING_TO_RECOVER",
+    "EXIT_TOO_FEW_RANKS",
+    "TRANSITIONS",
+    "Effect",
+    "RecoveryMachine",
+    "RecoverySettings",
+    "Stage",
+]
