@@ -120,13 +120,14 @@ def train_kept(args: argparse.Namespace) -> None:
     for step in session.steps(args.steps):
         if job.events is None:
             job.begin(session.rank, session.generation)
+        assert job.events is not None
+        job.events.attempt = session.generation
         if job.gate is not None:
             job.gate.pass_before(step.index)
         with step:
             job.train_step(step.index, session.rank)
-        if step.committed:
-            # A recovery may have come between: the step then counts for the generation that stands now.
-            job.events.attempt = session.generation
+        # A step whose end met a failure counts, but a recovery lies between its end and this line.
+        if step.committed and session.generation == job.events.attempt:
             job.events.note("step", step.index)
 
 
@@ -137,8 +138,7 @@ def train_plain(args: argparse.Namespace) -> None:
     job = Job(args)
     torch.manual_seed(args.seed + rank)
     first = load(job, args.checkpoint) if args.checkpoint is not None else 0
-    # environ: torchrun says in this variable alone how often it has restarted
-    job.begin(rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))  # environ: the number of restarts
+    job.begin(rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))  # environ: torchrun's only way to say it
     assert job.events is not None
     for step in range(first, args.steps):
         if job.gate is not None:

@@ -309,5 +309,7 @@ class Coordination:
                 return order
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
-        """Blocks until a failure is known, or for ``timeout_s``."""
+        """Blocks until a failure is known, or for ``timeout_s``; nobody takes it for a hang."""
+        self.page.set_waiting(True)
         self._flagged.wait(timeout_s)
+        self.page.set_waiting(False)

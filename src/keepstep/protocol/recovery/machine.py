@@ -305,29 +305,30 @@ class RecoveryMachine:
         self._start_ranks(now_s, reason)
 
     def _fill_ranks(self, now_s: float) -> bool:
-        """Gives every missing rank a warm spare; starts processes where there are too few. True when all are filled."""
-        record = self.records[-1]
-        for rank in self.roster.missing_ranks():
-            warm = {spare.worker: topology.Placement(spare.node) for spare in self.roster.spares() if spare.ready}
+        """Gives every missing rank a warm spare, or none yet where there are too few. True when all are filled."""
+        missing = self.roster.missing_ranks()
+        warm = {spare.worker: topology.Placement(spare.node) for spare in self.roster.spares() if spare.ready}
+        if len(warm) < len(missing):
+            self._wait_for_processes(len(missing), now_s)
+            return False
+        for rank in missing:
             lost = topology.Placement(self.nodes[0])
             chosen = topology.choose_spare(lost, warm, node_at_fault=False)
-            if chosen is None:
-                return self._wait_for_processes(now_s)
+            assert chosen is not None
+            del warm[chosen]
             worker = self.roster.workers[chosen]
             worker.rank = rank
-            record.replacements[rank] = chosen
+            self.records[-1].replacements[rank] = chosen
             self._assign(worker, f"spare {chosen} takes rank {rank}")
         return True
 
-    def _wait_for_processes(self, now_s: float) -> bool:
-        starting = len(self.roster.spares())
-        for _ in range(len(self.roster.missing_ranks()) - starting):
+    def _wait_for_processes(self, num_missing: int, now_s: float) -> None:
+        for _ in range(num_missing - len(self.roster.spares())):
             if not self.roster.may_start():
                 self._rescue(now_s, f"--max-restarts is used up: {self.records[-1].detail}")
-                return False
+                return
             self._start(None, "no spare is left: a fresh process takes the rank")
         self._deadline_s = now_s + self.settings.start_deadline_s
-        return False
 
     # ---- decide and recover -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,197 @@
+"""The jobs that `benchmarks/recovery.py` starts: their command lines, their event files, and their certain end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+WORKER = Path(__file__).resolve().parent / "train_plain.py"
+POLL_S = 0.01
+END_DEADLINE_S = 20.0
+
+
+class JobFailed(RuntimeError):
+    """A job did not do what it was started for; the message ends with the last lines that it wrote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What every job of a benchmark trains."""
+
+    size: str
+    batch_size: int
+    world_size: int
+    seed: int
+    deadline_s: float
+    """How long any one wait may last."""
+
+    def worker_arguments(self, events: Path, *more: str) -> list[str]:
+        """The worker script and its arguments."""
+        own = ["--events", str(events), "--size", self.size, "--batch-size", str(self.batch_size)]
+        return [str(WORKER), *own, "--seed", str(self.seed), *more]
+
+    def torchrun(self, worker: list[str], max_restarts: int = 0) -> list[str]:
+        """The command line under torchrun."""
+        flags = ["--standalone", "--nproc-per-node", str(self.world_size), "--max-restarts", str(max_restarts)]
+        return [sys.executable, "-m", "torch.distributed.run", *flags, *worker]
+
+    def keepstep(self, worker: list[str]) -> list[str]:
+        """The command line under keepstep, with one spare."""
+        flags = ["--nproc-per-node", str(self.world_size), "--spares", "1", "--between-steps", str(self.deadline_s)]
+        return [sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker, "--keepstep"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One line of an event file; see `benchmarks/train_plain.py`."""
+
+    rank: int
+    attempt: int
+    what: str
+    value: float
+    at_s: float
+
+
+def read_events(folder: Path) -> list[Event]:
+    """All events so far, in the order of time. A line that is being written is left out."""
+    found = []
+    for path in folder.glob("events-*"):
+        rank = int(path.name.rpartition("-")[2])
+        for line in path.read_text(encoding="ascii").splitlines(keepends=True):
+            if line.endswith("\n"):
+                attempt, what, value, at = line.split()
+                found.append(Event(rank, int(attempt), what, float(value), float(at)))
+    return sorted(found, key=lambda event: event.at_s)
+
+
+def step_intervals_s(events: list[Event], rank: int = 0, after_step: int = 0) -> list[float]:
+    """From the end of one step to the end of the next, on one rank, where no restart or recovery lies between.
+
+    Args:
+        events: as `read_events` gave them.
+        rank: whose; ranks wait for one another in every step, so one speaks for all.
+        after_step: the first step whose time counts.
+    """
+    steps = [event for event in events if event.rank == rank and event.what == "step"]
+    return [
+        after.at_s - before.at_s
+        for before, after in zip(steps, steps[1:], strict=False)
+        if after.attempt == before.attempt and after.value == before.value + 1 and after.value >= after_step
+    ]
+
+
+def median_step_s(events: list[Event], after_step: int = 0) -> float:
+    """The median of `step_intervals_s`; NaN if there is none."""
+    intervals = step_intervals_s(events, after_step=after_step)
+    return statistics.median(intervals) if intervals else float("nan")
+
+
+class RunningJob:
+    """A command in a process of its own, watched and ended by this one. Use it in a ``with`` block."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.folder = folder
+        self._log = folder / "output.log"
+        environment = dict(os.environ)  # environ: the job inherits it
+        environment |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(folder)}
+        with self._log.open("ab") as log:
+            self._process = psutil.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def __enter__(self) -> RunningJob:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Ends the job and everything that it started."""
+        family = [self._process]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += self._process.children(recursive=True)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.TimeoutExpired):
+                self._process.wait(END_DEADLINE_S)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, END_DEADLINE_S)
+
+    def cpu_now_s(self) -> float:
+        """Processor time of the command's own process so far, its workers not counted."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def check_alive(self, what: str) -> None:
+        """Raises:
+        JobFailed: the job has ended before ``what``.
+        """
+        if self._process.poll() is not None:
+            raise self.failure(f"the job ended with exit code {self._process.returncode} before {what}")
+
+    def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+        """Waits for a condition while the job runs.
+
+        Raises:
+            JobFailed: the job has ended, or the deadline has come.
+        """
+        end_s = time.monotonic() + deadline_s
+        while not condition():
+            self.check_alive(what)
+            if time.monotonic() > end_s:
+                raise self.failure(f"{what}: not within {deadline_s:g} s")
+            time.sleep(POLL_S)
+
+    def wait(self, deadline_s: float) -> None:
+        """Waits until the job has ended well.
+
+        Raises:
+            JobFailed: it failed, or the deadline has come.
+        """
+        end_s = time.monotonic() + deadline_s
+        while self._process.poll() is None:
+            if time.monotonic() > end_s:
+                raise self.failure(f"the job did not end within {deadline_s:g} s")
+            time.sleep(POLL_S)
+        if self._process.returncode:
+            raise self.failure(f"the job ended with exit code {self._process.returncode}")
+
+    def failure(self, text: str) -> JobFailed:
+        """An error with the end of what the job has written."""
+        return JobFailed(f"{text}\n{tail(self._log)}")
+
+    def workers(self) -> dict[int, int]:
+        """rank -> process id, as each rank's newest process said it."""
+        return {event.rank: int(event.value) for event in read_events(self.folder) if event.what == "start"}
+
+
+def tail(path: Path, num_lines: int = 25) -> str:
+    """The last lines of a file, indented; empty if there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
+    except OSError:
+        return ""
+    return "\n".join(f"    | {line}" for line in lines)
+
+
+@contextlib.contextmanager
+def pipes(folder: Path, names: list[str]) -> Iterator[dict[str, int]]:
+    """Makes named pipes that both sides may open at any time, and gives their descriptors by name."""
+    opened: dict[str, int] = {}
+    try:
+        for name in names:
+            os.mkfifo(folder / name, 0o600)
+            opened[name] = os.open(folder / name, os.O_RDWR)
+        yield opened
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)

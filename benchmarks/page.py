@@ -1,0 +1,212 @@
+"""What `benchmarks/recovery.py` shows: tables on the terminal, a page in Markdown, and the raw figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+PARTS = ("detect", "stop", "decide", "reset", "restore", "resume")
+Rows = list[list[str]]
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures depend on, without the machine's name."""
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+class Section:
+    """A titled table with notes below it, once for the terminal and once for the page."""
+
+    def __init__(self, title: str, columns: Sequence[str], rows: Rows, notes: Sequence[str]) -> None:
+        self.title, self.columns, self.rows, self.notes = title, columns, rows, notes
+
+    def show(self, console: Console) -> None:
+        """Prints the table."""
+        table = Table(title=self.title, title_justify="left")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for note in self.notes:
+            console.print(f"  {note}", highlight=False)
+        console.print()
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        lines = [f"## {self.title}", "", "| " + " | ".join(self.columns) + " |"]
+        lines.append("| --- |" + " ---: |" * (len(self.columns) - 1))
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", *(f"* {note}" for note in self.notes), ""])
+
+
+def sections(result: dict[str, Any]) -> list[Section]:
+    """The tables of a result, as far as its parts were measured."""
+    found = []
+    if "torchrun" in result or "keepstep" in result:
+        found.append(_gaps(result))
+    for key, title in (("keepstep", "Where keepstep's time goes"), ("keepstep_hurried", "... without a warm spare")):
+        if key in result:
+            found.append(_parts(title, result[key]))
+    for key, title in (("runs", "Step time without failures, whole runs"), ("turns", "... in turns of a few steps")):
+        if key in result:
+            found.append(_step_times(title, result[key]))
+    return found
+
+
+def _gaps(result: dict[str, Any]) -> Section:
+    rows: Rows = []
+    notes = [
+        "gap: from the kill to the first step that all ranks completed after it. gap − step: that step's own time "
+        "subtracted (torchrun: the median step).",
+        "again: steps computed again, the one in which the rank was killed included.",
+    ]
+    for key, name in (
+        ("keepstep", "keepstep, spare warm"),
+        ("keepstep_hurried", "keepstep, kills at once after a recovery"),
+        ("torchrun", "torchrun, checkpoint on disk"),
+    ):
+        if key not in result:
+            continue
+        kills = result[key]["kills"]
+        again = [kill["steps_again"] for kill in kills if kill["steps_again"] is not None]
+        columns = [[kill[column] for kill in kills] for column in ("gap_ms", "recovery_ms")]
+        figures = [f"{statistics.median(values):,.0f} ({min(values):,.0f}–{max(values):,.0f})" for values in columns]
+        rows.append(
+            [
+                name,
+                str(len(kills)),
+                *figures,
+                f"{statistics.median(again):g} (≤ {max(again)})",
+                _ms(result[key]["step_ms"]),
+            ]
+        )
+    if "keepstep" in result and "torchrun" in result:
+        for column, name in (("gap_ms", "gap"), ("recovery_ms", "gap − step")):
+            ours, theirs = (
+                statistics.median(k[column] for k in result[key]["kills"]) for key in ("keepstep", "torchrun")
+            )
+            notes.append(f"{name}: torchrun / keepstep = {theirs / ours:.1f} (ratio of the medians).")
+    if "torchrun" in result:
+        saved = result["torchrun"]
+        notes.append(
+            f"torchrun: a checkpoint every {saved['checkpoint_every']} steps on rank 0, {_ms(saved['checkpoint_ms'])} ms "
+            "each, in the loop; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which restarts with gloo can fail."
+        )
+    columns = ("milliseconds, median (min–max)", "kills", "gap", "gap − step", "again", "a step")
+    return Section("From a kill to the next completed step", columns, rows, notes)
+
+
+def _parts(title: str, series: dict[str, Any]) -> Section:
+    kills = series["kills"]
+    rows: Rows = []
+    for part in PARTS:
+        values = [kill[f"{part}_ms"] for kill in kills if kill[f"{part}_ms"] is not None]
+        rows.append([part, *_four(values)])
+    rows.append(["all, the step not counted", *_four([kill["recovery_ms"] for kill in kills])])
+    moved = max(kill["received_bytes"] for kill in kills)
+    ready = sum(kill["spare_was_ready"] for kill in kills)
+    notes = [
+        "detect: kill → controller knows. stop: → survivors at a safe point, process gone. decide: → resume step and "
+        "replacement chosen (waits for a spare where none is warm). reset: → groups connected. restore: → state "
+        "received, checked. resume: → first step completed, its own time not counted.",
+        f"{ready} of {len(kills)} kills met a warm spare; {moved / 1e6:,.1f} MB of state were moved to the replacement.",
+        "phases hit: " + ", ".join(_counted([str(kill["phase"]) for kill in kills])) + ".",
+    ]
+    return Section(title, ("part, ms", "median", "lower quartile", "upper quartile", "max"), rows, notes)
+
+
+def _step_times(title: str, measured: dict[str, Any]) -> Section:
+    pairs = measured["pairs"]
+    rows = [
+        [name, *_four([pair[key] for pair in pairs], digits)]
+        for name, key, digits in (
+            ("plain, ms", "plain_ms", 1),
+            ("keepstep, ms", "keepstep_ms", 1),
+            ("keepstep / plain", "ratio", 3),
+        )
+    ]
+    if "steps_per_run" in measured:
+        notes = [
+            f"{len(pairs)} pairs of runs in alternation, {measured['steps_per_run']} steps each, the first 5 not counted."
+        ]
+    else:
+        used = measured["launcher_cpu_percent"]
+        notes = [
+            f"{len(pairs)} pairs of turns of {measured['steps_per_turn']} steps, the first of each not counted; both jobs "
+            "are alive, one waits between two steps.",
+            f"processor time of the launcher, in percent of a core: keepstep {used['keepstep']}, torchrun {used['plain']}.",
+        ]
+    ratios = sorted(pair["ratio"] for pair in pairs)
+    notes.append(f"ratio of each pair: {', '.join(f'{ratio:.3f}' for ratio in ratios)}.")
+    return Section(title, ("per pair", "median", "lower quartile", "upper quartile", "max"), rows, notes)
+
+
+def _four(values: list[float], digits: int = 1) -> list[str]:
+    """Median, quartiles and maximum."""
+    if not values:
+        return ["-"] * 4
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    return [f"{value:,.{digits}f}" for value in (statistics.median(values), low, high, max(values))]
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _counted(words: list[str]) -> list[str]:
+    return [f"{words.count(word)} × {word}" for word in dict.fromkeys(sorted(words))]
+
+
+def write(folder: Path, result: dict[str, Any]) -> Path:
+    """Writes the page and the raw figures beside it, and returns the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result['date']}-recovery.md"
+    path.write_text(markdown(result, path.with_suffix(".json").name), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def markdown(result: dict[str, Any], raw: str) -> str:
+    """The page."""
+    machine, settings = result["machine"], result["settings"]
+    head = [
+        f"# Recovery, {result['date']}",
+        "",
+        f"`{result['command']}`",
+        "",
+        f"* Machine: {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, {machine['system']}; "
+        f"load before the run {machine['load_at_start']}. Python {machine['python']}, torch {machine['torch']}, gloo, CPU.",
+        f"* Job: the GPT of examples/train_gpt.py, size {settings['size']} ({settings['parameters'] / 1e6:.1f} M parameters, "
+        f"AdamW), {settings['batch_size']} window(s) per rank, {settings['world_size']} ranks and 1 spare, seed {settings['seed']}.",
+        f"* Everything was measured in one run of {result['minutes']} minutes. Ratios carry over to another machine "
+        f"better than milliseconds do. Raw figures: [{raw}]({raw}).",
+        "",
+    ]
+    return "\n".join(head) + "\n" + "\n".join(section.markdown() for section in sections(result))

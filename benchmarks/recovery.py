@@ -1,0 +1,128 @@
+"""How long a recovery takes, and what being able to recover costs while nothing fails.
+
+    python benchmarks/recovery.py                 everything; about a quarter of an hour on two cores
+    python benchmarks/recovery.py --only C        one part
+    python benchmarks/recovery.py --quick         a smoke test with a tiny model; nothing is written
+
+A  kills_keepstep.py   ranks of a keepstep job are killed at random instants
+B  kills_torchrun.py   the same job under torchrun with checkpoints on disk
+C  failure_free.py     step time without failures, keepstep against plain DistributedDataParallel
+
+Prints tables, and writes ``benchmarks/results/DATE-recovery.md`` with the raw figures in a .json beside it. The machine
+should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import failure_free
+import kills_keepstep
+import kills_torchrun
+import page
+from jobs import JobFailed, Workload
+from rich.console import Console
+from train_plain import load_example
+
+RESULTS = Path(__file__).resolve().parent / "results"
+QUICK = {"kills": 2, "hurried_kills": 1, "torchrun_kills": 1, "pairs": 1, "turns": 2, "steps": 8, "size": "small"}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="A: kills with a warm spare there (default: %(default)s)")
+    parser.add_argument(
+        "--hurried-kills", type=int, default=5, help="A: kills right after a recovery (default: %(default)s)"
+    )
+    parser.add_argument("--torchrun-kills", type=int, default=5, help="B: kills (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=6, help="C: pairs of whole runs (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="C: steps of a run (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=30, help="C: pairs of turns (default: %(default)s)")
+    parser.add_argument("--block", type=int, default=6, help="C: steps of a turn (default: %(default)s)")
+    parser.add_argument("--size", default="10m", help="a size of examples/train_gpt.py (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="windows per rank (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("A", "B", "C"), help="one part")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny, and its figures mean nothing")
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for any one wait (default: %(default)s)")
+    parser.add_argument(
+        "--results", type=Path, help=f"where the page goes (default: {RESULTS.parent.name}/{RESULTS.name})"
+    )
+    args = parser.parse_args()
+    if args.quick:
+        for name, value in QUICK.items():
+            setattr(args, name, value)
+    for name in ("kills", "torchrun_kills", "pairs", "turns"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1; leave a part out with --only")
+    if args.steps < 3 or args.block < 3:
+        parser.error("--steps and --block: at least 3, for the first ones are not counted")
+    return args
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The chosen parts, one after the other."""
+    workload = Workload(args.size, args.batch_size, 3, args.seed, args.deadline)
+    parts: dict[str, dict[str, Any]] = {}
+
+    def part(letter: str, what: str) -> bool:
+        if args.only in (None, letter):
+            console.print(f"{letter}: {what} ...", highlight=False)
+            return True
+        return False
+
+    if part("A", f"{args.kills} kills under keepstep, each with a warm spare there"):
+        parts["keepstep"] = kills_keepstep.measure(workload, args.kills, wait_for_spare=True)
+    if args.hurried_kills and part("A", f"{args.hurried_kills} kills right after a recovery"):
+        parts["keepstep_hurried"] = kills_keepstep.measure(workload, args.hurried_kills, wait_for_spare=False)
+    if part("B", f"{args.torchrun_kills} kills under torchrun"):
+        parts["torchrun"] = kills_torchrun.measure(workload, args.torchrun_kills)
+    if part("C", f"{args.pairs} pairs of runs of {args.steps} steps"):
+        parts["runs"] = failure_free.measure_runs(workload, args.pairs, args.steps)
+    if part("C", f"{args.turns} pairs of turns of {args.block} steps"):
+        parts["turns"] = failure_free.measure_turns(workload, args.turns, args.block)
+    return parts
+
+
+def main() -> int:
+    """Measures, shows, writes."""
+    args = parse_arguments()
+    console = Console()
+    example = load_example()
+    begun_s = time.monotonic()
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": shlex.join(["python", "benchmarks/recovery.py", *sys.argv[1:]]),
+        "machine": page.describe_machine(),
+        "settings": {
+            "size": args.size,
+            "parameters": sum(parameter.numel() for parameter in example.build_model(args.size).parameters()),
+            "batch_size": args.batch_size,
+            "world_size": 3,
+            "seed": args.seed,
+        },
+    }
+    try:
+        result |= measure(args, console)
+    except JobFailed as error:
+        console.print(f"[red]recovery.py:[/red] {error}", highlight=False)
+        return 1
+    result["minutes"] = round((time.monotonic() - begun_s) / 60, 1)
+    console.print()
+    for section in page.sections(result):
+        section.show(console)
+    if args.results is not None or not args.quick:
+        path = page.write(args.results or RESULTS, result)
+        console.print(f"written: {path} and {path.with_suffix('.json').name}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
