@@ -1,4 +1,4 @@
-"""Part C of `benchmarks/recovery.py`: what keepstep costs while nothing fails, against DistributedDataParallel with gloo.
+"""Part C of `benchmarks/recovery.py`: the step time without failures, keepstep against plain DDP with gloo.
 
 Two ways, because a shared machine's speed drifts by more than what is to be measured:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import statistics
@@ -85,7 +86,7 @@ def step_intervals_s(events: list[Event], rank: int = 0, after_step: int = 0) ->
     steps = [event for event in events if event.rank == rank and event.what == "step"]
     return [
         after.at_s - before.at_s
-        for before, after in zip(steps, steps[1:], strict=False)
+        for before, after in itertools.pairwise(steps)
         if after.attempt == before.attempt and after.value == before.value + 1 and after.value >= after_step
     ]
 

@@ -139,6 +139,7 @@ def _row(kill: Kill, records: list[RecoveryRecord]) -> dict[str, Any]:
     step_ms = (ended.first_step_s or 0.0) * 1000
     parts = ended.milliseconds()
     resume_ms = parts["resume"] or 0.0
+    gone_s = next((failure.since_s for failure in begun.failures if failure.rank == kill.rank), begun.begun_s)
     return {
         "rank": kill.rank,
         "phase": next((failure.phase for failure in begun.failures if failure.rank == kill.rank), None),
@@ -147,7 +148,8 @@ def _row(kill: Kill, records: list[RecoveryRecord]) -> dict[str, Any]:
         "step_ms": round(step_ms, 3),
         "recovery_ms": round(gap_ms - step_ms, 3),
         "steps_again": ended.steps_recomputed,
-        "detect_ms": round((begun.begun_s - kill.at_s) * 1000, 3),
+        "die_ms": round((gone_s - kill.at_s) * 1000, 3),
+        "detect_ms": round((begun.begun_s - gone_s) * 1000, 3),
         **{f"{part}_ms": parts[part] for part in ("stop", "decide", "reset", "restore")},
         "resume_ms": round(resume_ms - step_ms, 3),
         "received_bytes": ended.received_bytes,

@@ -29,14 +29,12 @@ def measure(workload: Workload, num_kills: int) -> dict[str, Any]:
         JobFailed: the job ended, or did not come as far as it should.
     """
     generator = random.Random(workload.seed)
-    rows = []
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as name:
         folder = Path(name)
         saving = ["--checkpoint", str(folder / "checkpoint.pt"), "--checkpoint-every", str(CHECKPOINT_EVERY)]
         command = workload.torchrun(workload.worker_arguments(folder, *saving), max_restarts=num_kills + 3)
         with RunningJob(command, folder) as job:
-            for number in range(num_kills):
-                rows.append(_kill(job, workload, number, generator))
+            rows = [_kill(job, workload, number, generator) for number in range(num_kills)]
         events = read_events(folder)
     saves = [event.value for event in events if event.what == "save"]
     return {

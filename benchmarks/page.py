@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("detect", "stop", "decide", "reset", "restore", "resume")
+PARTS = ("die", "detect", "stop", "decide", "reset", "restore", "resume")
 Rows = list[list[str]]
 
 
@@ -71,7 +71,10 @@ def sections(result: dict[str, Any]) -> list[Section]:
     found = []
     if "torchrun" in result or "keepstep" in result:
         found.append(_gaps(result))
-    for key, title in (("keepstep", "Where keepstep's time goes"), ("keepstep_hurried", "... without a warm spare")):
+    for key, title in (
+        ("keepstep", "Where keepstep's time goes"),
+        ("keepstep_hurried", "... in the kills in a row"),
+    ):
         if key in result:
             found.append(_parts(title, result[key]))
     for key, title in (("runs", "Step time without failures, whole runs"), ("turns", "... in turns of a few steps")):
@@ -83,13 +86,13 @@ def sections(result: dict[str, Any]) -> list[Section]:
 def _gaps(result: dict[str, Any]) -> Section:
     rows: Rows = []
     notes = [
-        "gap: from the kill to the first step that all ranks completed after it. gap − step: that step's own time "
-        "subtracted (torchrun: the median step).",
+        "gap: from the kill to the first step that all ranks completed after it. recovery: the same without that "
+        "step's own time (torchrun: without the median step's).",
         "again: steps computed again, the one in which the rank was killed included.",
     ]
     for key, name in (
         ("keepstep", "keepstep, spare warm"),
-        ("keepstep_hurried", "keepstep, kills at once after a recovery"),
+        ("keepstep_hurried", "keepstep, kills in a row"),
         ("torchrun", "torchrun, checkpoint on disk"),
     ):
         if key not in result:
@@ -108,7 +111,7 @@ def _gaps(result: dict[str, Any]) -> Section:
             ]
         )
     if "keepstep" in result and "torchrun" in result:
-        for column, name in (("gap_ms", "gap"), ("recovery_ms", "gap − step")):
+        for column, name in (("gap_ms", "gap"), ("recovery_ms", "recovery")):
             ours, theirs = (
                 statistics.median(k[column] for k in result[key]["kills"]) for key in ("keepstep", "torchrun")
             )
@@ -116,10 +119,11 @@ def _gaps(result: dict[str, Any]) -> Section:
     if "torchrun" in result:
         saved = result["torchrun"]
         notes.append(
-            f"torchrun: a checkpoint every {saved['checkpoint_every']} steps on rank 0, {_ms(saved['checkpoint_ms'])} ms "
-            "each, in the loop; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which restarts with gloo can fail."
+            f"torchrun: a checkpoint every {saved['checkpoint_every']} steps on rank 0, each "
+            f"{_ms(saved['checkpoint_ms'])} ms of the loop; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which "
+            "restarts with gloo can fail."
         )
-    columns = ("milliseconds, median (min–max)", "kills", "gap", "gap − step", "again", "a step")
+    columns = ("ms: median (min–max)", "kills", "gap", "recovery", "again", "a step")
     return Section("From a kill to the next completed step", columns, rows, notes)
 
 
@@ -133,10 +137,12 @@ def _parts(title: str, series: dict[str, Any]) -> Section:
     moved = max(kill["received_bytes"] for kill in kills)
     ready = sum(kill["spare_was_ready"] for kill in kills)
     notes = [
-        "detect: kill → controller knows. stop: → survivors at a safe point, process gone. decide: → resume step and "
-        "replacement chosen (waits for a spare where none is warm). reset: → groups connected. restore: → state "
-        "received, checked. resume: → first step completed, its own time not counted.",
-        f"{ready} of {len(kills)} kills met a warm spare; {moved / 1e6:,.1f} MB of state were moved to the replacement.",
+        "die: kill → the kernel has ended the process and freed its memory. detect: → the controller "
+        "knows (negative: a survivor's broken connection spoke first). stop: → "
+        "survivors at a safe point. decide: → resume step and replacement chosen (waits for a spare where none is "
+        "warm). reset: → groups connected. restore: → state received and checked. resume: → first step completed, its "
+        "own time not counted.",
+        f"{ready} of {len(kills)} kills met a warm spare; {moved / 1e6:,.1f} MB of state went to the replacement.",
         "phases hit: " + ", ".join(_counted([str(kill["phase"]) for kill in kills])) + ".",
     ]
     return Section(title, ("part, ms", "median", "lower quartile", "upper quartile", "max"), rows, notes)
@@ -153,15 +159,15 @@ def _step_times(title: str, measured: dict[str, Any]) -> Section:
         )
     ]
     if "steps_per_run" in measured:
-        notes = [
-            f"{len(pairs)} pairs of runs in alternation, {measured['steps_per_run']} steps each, the first 5 not counted."
-        ]
+        how = f"runs in alternation, {measured['steps_per_run']} steps each, the first 5 not counted"
+        notes = [f"{len(pairs)} pairs of {how}."]
     else:
+        how = f"turns of {measured['steps_per_turn']} steps, the first of each not counted"
         used = measured["launcher_cpu_percent"]
         notes = [
-            f"{len(pairs)} pairs of turns of {measured['steps_per_turn']} steps, the first of each not counted; both jobs "
-            "are alive, one waits between two steps.",
-            f"processor time of the launcher, in percent of a core: keepstep {used['keepstep']}, torchrun {used['plain']}.",
+            f"{len(pairs)} pairs of {how}; both jobs are alive, one waits between two steps.",
+            "processor time of the launcher's own process, in percent of a core: "
+            f"keepstep {used['keepstep']}, torchrun {used['plain']}.",
         ]
     ratios = sorted(pair["ratio"] for pair in pairs)
     notes.append(f"ratio of each pair: {', '.join(f'{ratio:.3f}' for ratio in ratios)}.")
@@ -196,17 +202,16 @@ def write(folder: Path, result: dict[str, Any]) -> Path:
 def markdown(result: dict[str, Any], raw: str) -> str:
     """The page."""
     machine, settings = result["machine"], result["settings"]
-    head = [
-        f"# Recovery, {result['date']}",
-        "",
-        f"`{result['command']}`",
-        "",
-        f"* Machine: {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, {machine['system']}; "
-        f"load before the run {machine['load_at_start']}. Python {machine['python']}, torch {machine['torch']}, gloo, CPU.",
-        f"* Job: the GPT of examples/train_gpt.py, size {settings['size']} ({settings['parameters'] / 1e6:.1f} M parameters, "
-        f"AdamW), {settings['batch_size']} window(s) per rank, {settings['world_size']} ranks and 1 spare, seed {settings['seed']}.",
-        f"* Everything was measured in one run of {result['minutes']} minutes. Ratios carry over to another machine "
-        f"better than milliseconds do. Raw figures: [{raw}]({raw}).",
-        "",
-    ]
-    return "\n".join(head) + "\n" + "\n".join(section.markdown() for section in sections(result))
+    head = f"""# Recovery, {result["date"]}
+
+`{result["command"]}`
+
+* Machine: {machine["cores"]} cores ({machine["processor"]}), {machine["memory_gib"]} GiB, {machine["system"]}; load
+  before the run {machine["load_at_start"]}. Python {machine["python"]}, torch {machine["torch"]}, gloo, CPU.
+* Job: the GPT of examples/train_gpt.py, size {settings["size"]} ({settings["parameters"] / 1e6:.1f} M parameters,
+  AdamW), batch {settings["batch_size"]} per rank, {settings["world_size"]} ranks and 1 spare, seed {settings["seed"]}.
+* Everything was measured in one run of {result["minutes"]} minutes. Ratios carry over to another machine better than
+  milliseconds do. Raw figures: [{raw}]({raw}).
+
+"""
+    return head + "\n".join(section.markdown() for section in sections(result))

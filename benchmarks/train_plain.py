@@ -1,4 +1,4 @@
-"""The worker of `benchmarks/recovery.py`: one training step, in a loop under torchrun or, with --keepstep, under keepstep.
+"""The worker of `benchmarks/recovery.py`: one step in a loop, under torchrun or, with --keepstep, under keepstep.
 
 Model, optimizer, schedule and data are those of `examples/train_gpt.py`; the step itself is `train_step`, the same
 lines for both. What differs is what the user's script would differ in: `train_plain` joins a gloo group and, with
@@ -36,7 +36,8 @@ GATE_DEADLINE_S = 300.0
 def load_example() -> ModuleType:
     """`examples/train_gpt.py` as a module."""
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["train_gpt"] = module
     spec.loader.exec_module(module)

@@ -84,9 +84,9 @@ class Coordination:
                 self._assignment, self.rank = order, order.rank
                 self._assigned.set()
             case Stop():
-                self.observe("stop")
                 self._stop_generation = order.generation
                 self._break()
+                self.observe("stop")
             case Abandon():
                 self._break()
             case _:

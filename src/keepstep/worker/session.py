@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep import config, tagpage
-from keepstep.errors import ConfigurationError, UsageError
+from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.messages import StepsFinished, WorkerReady
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.worker import stop_points
@@ -29,6 +29,7 @@ from keepstep.worker.link import Link
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.ddp import find_ddp, settle_buckets
+from keepstep.worker.state.layout import compare_with_rank_0
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_step
 from keepstep.worker.steps import Step
@@ -199,6 +200,7 @@ class Session:
 
     def _stand_ready(self, recovery: Recovery) -> None:
         coordination = self._coordination
+        self._check_replicas()
         if coordination.generation > 0 and not coordination.tainted:
             coordination.machine.restored(0)
         snapshots = recovery.snapshots()
@@ -214,6 +216,18 @@ class Session:
         coordination.observe("ready")
         order = coordination.await_decision()
         recovery.run(order)
+
+    def _check_replicas(self) -> None:
+        """Compares this rank's tensors with those of rank 0, while all ranks start together."""
+        coordination = self._coordination
+        if coordination.generation == 0 or coordination.tainted or coordination.rank is None:
+            return
+        assert self._state is not None
+        store = LinkStore(coordination.link, coordination.generation, "layout", _STORE_TIMEOUT)
+        try:
+            compare_with_rank_0(self._state, coordination.rank, store)
+        except PeerLost:
+            coordination.tainted = True  # a rank was lost while all started: this start-up does not count
 
     def _finish(self, index: int) -> bool:
         coordination = self._coordination
@@ -280,12 +294,8 @@ class Session:
         coordination = self._coordination
         assert self._state is not None
         assert self._recovery is not None
-        if all(optimizer is not known for known in self._state.optimizers.values()):
+        if coordination.completed or not self._is_in_step(optimizer):
             return
-        if coordination.completed:
-            return
-        if self._step is None:
-            raise UsageError("optimizer.step() outside of a step: write it inside 'with step:' of session.steps()")
         if keywords.get("closure") is not None or any(callable(argument) for argument in arguments[1:]):
             raise UsageError(
                 "optimizer.step(closure): the closure computes gradients in mid-update; call backward() before step()"
@@ -296,3 +306,20 @@ class Session:
             )
         if coordination.machine.phase is not Phase.OPTIMIZER:
             pass_gradient_barrier(coordination, self._recovery)
+
+    def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an update is part of the present step; an optimizer that is none of ours may do as it likes outside.
+
+        Raises:
+            UsageError: a protected optimizer outside of a step, or an unprotected one inside.
+        """
+        assert self._state is not None
+        protected = any(optimizer is known for known in self._state.optimizers.values())
+        if self._step is None and protected:
+            raise UsageError("optimizer.step() outside of a step: write it inside 'with step:' of session.steps()")
+        if self._step is not None and not protected:
+            raise UsageError(
+                f"step {self._step.index}: {type(optimizer).__name__}.step() of an optimizer that is not protected: "
+                "its update would be neither undone nor restored; pass it to protect()"
+            )
+        return protected

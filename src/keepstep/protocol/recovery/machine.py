@@ -181,7 +181,7 @@ class RecoveryMachine:
         worker.error = message.error
         who = "a spare" if worker.rank is None else f"rank {worker.rank}"
         if message.fatal or (self.stage is Stage.STARTING and worker.rank is not None):
-            self._end(EXIT_FAILED, f"{who} failed: {message.error}\n{message.traceback}".rstrip())
+            self._end(EXIT_FAILED, f"{who} failed: {message.error}")
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.lost:

@@ -16,27 +16,19 @@ import torch
 import xxhash
 from torch import distributed as dist
 
-from keepstep.errors import RemoteProtocolError, StateMismatch
+from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.transfer import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
 from keepstep.worker.groups.communicator import Communicator
 from keepstep.worker.state import tree
 from keepstep.worker.state.bytes_of import byte_view
-from keepstep.worker.state.protected import Named, ProtectedState
+from keepstep.worker.state.layout import TensorHeader, check_same_layout, headers_of
+from keepstep.worker.state.protected import ProtectedState
 
 _CHECKSUM_BYTES = 8
 _HEADER_TAG = 0x4B530
 _BUCKET_TAG = 0x4B531
 MAX_HEADER_BYTES = 1 << 30
 """A header is about 100 bytes a tensor; what claims to be larger is refused before memory is taken for it."""
-
-
-class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor: its name and how its bytes are to be read."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -140,46 +132,18 @@ def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[torch.
     parts = (state.parameters(), state.buffers(), state.optimizer_tensors())
     host_named = [(str(index), tensor.contiguous()) for index, tensor in enumerate(host_tensors)]
     with_gradient = tuple(index for index, (_name, p) in enumerate(parts[0]) if p.grad is not None)
-    headers = [_headers(part) for part in (*parts, host_named)]
+    headers = [headers_of(part) for part in (*parts, host_named)]
     header = StateHeader(step, headers[0], headers[1], headers[2], headers[3], host, with_gradient)
     return header, [tensor for part in (*parts, host_named) for _name, tensor in part]
-
-
-def _headers(named: Named) -> tuple[TensorHeader, ...]:
-    return tuple(
-        TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
-        for name, tensor in named
-    )
-
-
-def check_same_layout(own: Sequence[TensorHeader], theirs: Sequence[TensorHeader], who: str) -> None:
-    """Compares this rank's tensors with a replica's.
-
-    Raises:
-        StateMismatch: names the first tensor that differs, and how.
-    """
-    if own == theirs:
-        return
-    mine = {header.name: header for header in own}
-    for header in theirs:
-        if header.name not in mine:
-            raise StateMismatch(f"{who} has '{header.name}', which this rank's model lacks: replicas must be equal")
-        if mine[header.name] != header:
-            raise StateMismatch(
-                f"'{header.name}' is {mine[header.name].dtype}{list(mine[header.name].shape)} on this rank and "
-                f"{header.dtype}{list(header.shape)} on {who}: replicas must be equal"
-            )
-    extra = sorted(set(mine) - {header.name for header in theirs})
-    raise StateMismatch(f"this rank's model has {extra[:3]}, which {who} lacks (or in another order)")
 
 
 def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors to write into, in the header's order; optimizer state that is not there yet is made."""
     parameters, buffers = state.parameters(), state.buffers()
-    check_same_layout(_headers(parameters), header.parameters, "the source")
-    check_same_layout(_headers(buffers), header.buffers, "the source")
+    check_same_layout(headers_of(parameters), header.parameters, "the source")
+    check_same_layout(headers_of(buffers), header.buffers, "the source")
     existing = dict(state.optimizer_tensors())
-    own = {entry.name: entry for entry in _headers(list(existing.items()))}
+    own = {entry.name: entry for entry in headers_of(list(existing.items()))}
     if set(own) - {entry.name for entry in header.optimizer}:
         state.drop_optimizer_state()
         existing, own = {}, {}

@@ -40,15 +40,13 @@ class StepSnapshot:
         A gradient that existed then had been set to zero, or was about to be: it is zeroed. One that did not is
         dropped, so that an optimizer skips what it would have skipped.
         """
+        kept = {id(tensor) for tensor in self._with_gradient}
         with torch.no_grad():
             for buffer, copy in self._buffers:
                 buffer.copy_(copy)
-        kept = {id(tensor) for tensor in self._with_gradient}
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                continue
-            if id(parameter) in kept:
-                parameter.grad.detach_().zero_()
-            else:
-                parameter.grad = None
+            for parameter in self._parameters:
+                if parameter.grad is not None and id(parameter) in kept:
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
         self._state.load_host_state(self._host)

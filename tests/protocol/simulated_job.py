@@ -1,0 +1,580 @@
+"""A job in one process, for tests of the controller's machine: its agent, and workers that play by the rules.
+
+The workers wait for each other where real ones do (in the rendezvous of a generation, for complete gradients, at the
+gradient barrier, for a source of state), report what is true, and can be killed, hung or kept from answering. The job
+keeps its own idea of what must hold, and fails a test as soon as the machine's orders break it.
+
+`SimulatedJob.moves` lists everything that could happen next; `settle` lets all happen but training itself, a random
+walk picks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from keepstep.protocol.messages import (
+    Abandon,
+    AgentJoined,
+    AnyMessage,
+    Assign,
+    Cause,
+    CollectiveFailed,
+    Complete,
+    EndJob,
+    FenceWorker,
+    GroupsReset,
+    Recover,
+    Rescue,
+    Resume,
+    SafePointReached,
+    StartWorker,
+    StateRecovered,
+    StateRescued,
+    StepObserved,
+    StepsFinished,
+    Stop,
+    Tag,
+    WorkerDone,
+    WorkerFailed,
+    WorkerFenced,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+)
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings, Stage
+from keepstep.protocol.resume import Action
+
+NODE = "node-a"
+EVENT_S = 0.001
+"""What one event takes on the job's clock; deadlines are orders of magnitude longer."""
+
+ORDER_IN_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
+Position = tuple[int, Phase]
+
+
+class Doing(enum.Enum):
+    """What a worker's training thread is at."""
+
+    LAUNCHING = enum.auto()
+    JOINING = enum.auto()
+    CONNECTING = enum.auto()
+    BUILDING = enum.auto()
+    READY = enum.auto()
+    STANDING = enum.auto()
+    RESTORING = enum.auto()
+    RESTORED = enum.auto()
+    TRAINING = enum.auto()
+    FINISHED = enum.auto()
+    COMPLETE = enum.auto()
+
+
+AWAITS_ORDERS = {Doing.JOINING, Doing.READY, Doing.STANDING, Doing.RESTORED, Doing.FINISHED}
+
+
+@dataclasses.dataclass(slots=True)
+class SimulatedWorker:
+    """One process."""
+
+    number: int
+    rank: int | None
+    doing: Doing = Doing.LAUNCHING
+    step: int = -1
+    phase: Phase = Phase.STARTING
+    torn: bool = False
+    hung: bool = False
+    generation: int = 0
+    """The generation whose groups it has connected."""
+    target: int = 0
+    """The generation whose groups it is connecting."""
+    told: int = 0
+    """The newest generation it was told to stop for."""
+    reported: int = 0
+    """The newest generation it reported a safe point for."""
+    failed_in: int = 0
+    observed_in: int = 0
+    stopped_in: Position | None = None
+    assignment: Assign | None = None
+    order: Recover | None = None
+    resumed: int = 0
+    completed: int = 0
+    abandoned: bool = False
+    rescue: bool = False
+    orders: deque[AnyMessage] = dataclasses.field(default_factory=deque)
+
+    @property
+    def parameters_at(self) -> int | None:
+        """The step of its parameters, None where they are in between or were never loaded."""
+        if self.torn or self.phase in (Phase.STARTING, Phase.OPTIMIZER):
+            return None
+        return self.step + 1 if self.phase is Phase.UPDATED else self.step
+
+    def reach(self) -> tuple[int, ...]:
+        """Where it can say in truth that its copy can be, standing at a safe point."""
+        at = self.parameters_at
+        if at is None:
+            return ()
+        return (at, at + 1) if self.phase is Phase.SYNCED else (at,)
+
+    def place(self) -> tuple[int, int]:
+        """How far it is, as a pair that can be compared."""
+        return self.step, ORDER_IN_STEP.index(self.phase) if self.phase in ORDER_IN_STEP else -1
+
+    def read(self, order: AnyMessage) -> None:
+        """Takes one order from its link."""
+        match order:
+            case Assign():
+                self.rank, self.assignment = order.rank, order
+            case Stop():
+                self.told = max(self.told, order.generation)
+            case Recover():
+                self.order = order
+            case Resume():
+                self.resumed = order.generation
+            case Complete():
+                self.completed = order.generation
+            case Abandon():
+                self.abandoned = True
+            case Rescue():
+                self.rescue = True
+            case _:
+                raise AssertionError(f"worker {self.number} was sent {order}")
+
+    def stand(self) -> None:
+        """Begins to wait for a decision; an unfinished step before the barrier is undone."""
+        if self.phase in (Phase.FORWARD, Phase.BACKWARD):
+            self.stopped_in = (self.step, self.phase)
+            self.undo()
+        self.reported, self.order, self.doing = max(self.reported, self.generation), None, Doing.STANDING
+
+    def undo(self) -> None:
+        """Puts a step back whose update has not begun."""
+        self.step, self.phase = self.step - 1, Phase.UPDATED
+
+
+Move = tuple[str, Callable[[], None]]
+
+
+class SimulatedJob:
+    """Machine, agent and workers, and the messages that are under way between them."""
+
+    def __init__(
+        self,
+        world_size: int = 3,
+        num_spares: int = 1,
+        num_steps: int = 20,
+        checkpoint_every: int | None = None,
+        shards: Callable[[int], str] = lambda rank: "0",
+        **settings: object,
+    ) -> None:
+        self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares, **settings))  # type: ignore[arg-type]  # by name
+        self.num_steps = num_steps
+        self.checkpoint_every = checkpoint_every
+        self.checkpoints: set[int] = set()
+        self.shards = shards
+        self.now_s = 1000.0
+        self.workers: dict[int, SimulatedWorker] = {}
+        """The processes that exist."""
+        self.reports: dict[object, deque[AnyMessage]] = {}
+        """What is under way to the controller; within one queue the order is kept."""
+        self.effects: list[Effect] = []
+        self.ended: EndJob | None = None
+        self.progress: dict[tuple[int, int], tuple[int, int]] = {}
+        """(generation, rank) -> how far that rank ever came: what it gave to the others is with them."""
+        self.met: set[int] = set()
+        """Generations in which all ranks came to the rendezvous."""
+        self.resume_floor = 0
+        self._withheld: set[tuple[int, type]] = set()
+        self._queue("agent", AgentJoined(NODE))
+
+    # ---- what tests use ---------------------------------------------------------------------------------------------
+
+    def holder(self, rank: int) -> SimulatedWorker:
+        """The process that holds a rank, as the machine sees it."""
+        worker = self.machine.roster.holder(rank)
+        assert worker is not None, f"nobody holds rank {rank}"
+        return self.workers[worker.worker]
+
+    def withhold(self, worker: SimulatedWorker, *kinds: type) -> None:
+        """The worker, or the agent for it, stops before it sends any of these, until `release`."""
+        self._withheld |= {(worker.number, kind) for kind in kinds}
+
+    def release(self) -> None:
+        """Nothing is held back any more."""
+        self._withheld.clear()
+
+    def settle(self) -> SimulatedJob:
+        """Lets everything happen that can, except training itself."""
+        while move := next(self.moves(training=False), None):
+            move[1]()
+        return self
+
+    def bring(self, **places: Position) -> SimulatedJob:
+        """Trains each rank up to a place, `rank0=(3, Phase.SYNCED)`; fails where the ranks' waiting forbids it."""
+        self.settle()
+        goals = {int(name.removeprefix("rank")): place for name, place in places.items()}
+        while behind := [rank for rank, place in goals.items() if self._before(rank, place)]:
+            moves = [move for rank in behind if (move := self._training_move(self.holder(rank)))]
+            assert moves, f"ranks {behind} cannot come to {goals} without the others"
+            for move in moves:
+                move()
+            self.settle()
+        return self
+
+    def bring_all(self, step: int, phase: Phase) -> SimulatedJob:
+        """Trains all ranks up to the same place."""
+        return self.bring(**{f"rank{rank}": (step, phase) for rank in range(self.machine.settings.world_size)})
+
+    def finish(self) -> SimulatedJob:
+        """Trains to the end, whatever deadline has to come for it."""
+        while not self.ended:
+            if move := next(self.moves(training=True), None):
+                move[1]()
+            else:
+                self.deadline()
+        return self
+
+    def deadline(self) -> None:
+        """Time goes by until the machine's next deadline."""
+        due = self.machine.next_deadline()
+        assert due is not None, f"the machine is {self.machine.stage}, nothing can happen and it waits for ever"
+        self.now_s = max(self.now_s, due)
+        self._perform(self.machine.tick(self.now_s))
+
+    def say(self, message: AnyMessage) -> list[Effect]:
+        """Gives the machine one report, past all queues, and returns its effects; they are carried out."""
+        self.now_s += EVENT_S
+        effects = self.machine.receive(message, self.now_s)  # type: ignore[arg-type]  # only reports are queued
+        self._perform(effects)
+        return effects
+
+    def orders(self, kind: type) -> list[AnyMessage]:
+        """All orders of one type so far."""
+        return [effect.order for effect in self.effects if isinstance(effect.order, kind)]
+
+    # ---- faults -------------------------------------------------------------------------------------------------------
+
+    def kill(self, worker: SimulatedWorker) -> None:
+        """Its process is killed from outside."""
+        self._lose(worker, Cause.SIGNAL, "killed by SIGKILL")
+
+    def throw(self, worker: SimulatedWorker, error: str = "ValueError: bad batch", *, fatal: bool = False) -> None:
+        """An exception that nobody catches ends it."""
+        self._queue(worker.number, WorkerFailed(worker.number, error, "Traceback ...", fatal))
+        self._lose(worker, Cause.EXIT, "exit code 1")
+
+    def hang(self, worker: SimulatedWorker, *, seen: bool = True) -> None:
+        """It stops answering; its agent sees that, or does not."""
+        worker.hung = True
+        if seen:
+            lost = WorkerLost(worker.number, Cause.HANG, "no progress", False, self._tag(worker), self.now_s)
+            self._queue(worker.number, lost)
+
+    def _lose(self, worker: SimulatedWorker, cause: Cause, detail: str) -> None:
+        self._exit(worker)
+        self._queue(worker.number, WorkerLost(worker.number, cause, detail, True, self._tag(worker), self.now_s))
+
+    def _exit(self, worker: SimulatedWorker) -> None:
+        del self.workers[worker.number]
+        self.reports.pop(("page", worker.number), None)
+
+    def _tag(self, worker: SimulatedWorker) -> Tag:
+        return Tag(worker.generation, worker.step, worker.phase)
+
+    # ---- everything that can happen next --------------------------------------------------------------------------
+
+    def moves(self, *, training: bool, failures: bool = False) -> Iterator[Move]:
+        """All moves that are open now.
+
+        Args:
+            training: steps are computed, too.
+            failures: collectives end in errors where a peer is gone; a worker may notice before its agent does.
+        """
+        if self.ended:
+            return
+        for source, queue in list(self.reports.items()):
+            if queue and (getattr(queue[0], "worker", None), type(queue[0])) not in self._withheld:
+                yield f"deliver {type(queue[0]).__name__} of {source}", lambda queue=queue: self._deliver(queue)
+        for worker in list(self.workers.values()):
+            if worker.orders and not worker.hung:
+                yield f"{worker.number} reads", lambda worker=worker: worker.read(worker.orders.popleft())
+            if move := self._next(worker, training):
+                yield f"worker {worker.number} goes on from {worker.doing.name}", move
+            if failures and (move := self._collective_failure(worker)):
+                yield f"a collective of worker {worker.number} fails", move
+
+    def _deliver(self, queue: deque[AnyMessage]) -> None:
+        self.say(queue.popleft())
+
+    def _queue(self, source: object, message: AnyMessage) -> None:
+        self.reports.setdefault(source, deque()).append(message)
+
+    def _next(self, worker: SimulatedWorker, training: bool) -> Callable[[], None] | None:
+        """The one thing that this worker's training thread can do next, or None while it has to wait."""
+        if worker.hung:
+            return None
+        if worker.rescue and worker.doing in AWAITS_ORDERS:
+            return self._sends(worker, StateRescued, self._rescue)
+        stopping = worker.told > worker.generation
+        match worker.doing:
+            case Doing.LAUNCHING:
+                return self._sends(worker, WorkerJoined, self._join)
+            case Doing.JOINING if worker.assignment is not None:
+                return lambda: self._connect(worker, worker.assignment.generation)
+            case Doing.CONNECTING:
+                return self._connecting(worker)
+            case Doing.BUILDING:
+                return self._sends(worker, WorkerReady, self._ready)
+            case Doing.STANDING if worker.told > worker.reported:
+                return self._sends(worker, SafePointReached, self._report_safe_point)
+            case Doing.STANDING if worker.order and worker.order.generation == worker.told == worker.reported:
+                return lambda: self._carry_out(worker, worker.order)
+            case Doing.READY | Doing.RESTORING | Doing.RESTORED | Doing.FINISHED if stopping:
+                return worker.stand
+            case Doing.READY if worker.order is not None:
+                return lambda: self._carry_out(worker, worker.order)
+            case Doing.RESTORING if self._source_is_there(worker):
+                return self._sends(worker, StateRecovered, self._recover)
+            case Doing.RESTORED if worker.resumed == worker.generation:
+                return lambda: setattr(worker, "doing", Doing.TRAINING)
+            case Doing.TRAINING:
+                if stopping or worker.failed_in == worker.generation:
+                    return self._step_on(worker) if worker.phase is Phase.OPTIMIZER else worker.stand
+                return self._training_move(worker) if training else None
+            case Doing.FINISHED if worker.completed == worker.generation:
+                return lambda: setattr(worker, "doing", Doing.COMPLETE)
+            case Doing.COMPLETE:
+                return self._sends(worker, WorkerDone, self._end)
+        return None
+
+    def _sends(
+        self, worker: SimulatedWorker, kind: type, move: Callable[[SimulatedWorker], None]
+    ) -> Callable[[], None] | None:
+        return None if (worker.number, kind) in self._withheld else lambda: move(worker)
+
+    def _collective_failure(self, worker: SimulatedWorker) -> Callable[[], None] | None:
+        """A hint that a peer is gone, open to a worker that could be waiting for one that is."""
+        ranks = {other.rank for other in self.workers.values()}
+        if worker.hung or len(ranks - {None}) == self.machine.settings.world_size:
+            return None
+        within = worker.target if worker.doing is Doing.CONNECTING else worker.generation
+        busy = worker.doing in (Doing.CONNECTING, Doing.RESTORING, Doing.TRAINING)
+        if not busy or worker.told > within or worker.failed_in == within:
+            return None
+        return lambda: self._collective_failed(worker, within)
+
+    def _collective_failed(self, worker: SimulatedWorker, within: int) -> None:
+        worker.failed_in = within
+        self._queue(worker.number, CollectiveFailed(worker.number, within, "world", "connection closed by peer"))
+        if worker.doing is Doing.CONNECTING:
+            self._superseded(worker)
+        elif worker.doing is Doing.RESTORING:
+            worker.stand()
+
+    # ---- a worker's start ---------------------------------------------------------------------------------------------
+
+    def _join(self, worker: SimulatedWorker) -> None:
+        self._queue(worker.number, WorkerJoined(worker.number, 4000 + worker.number))
+        worker.doing = Doing.BUILDING if worker.rank is None else Doing.JOINING
+
+    def _connect(self, worker: SimulatedWorker, generation: int) -> None:
+        worker.target, worker.doing = generation, Doing.CONNECTING
+
+    def _connecting(self, worker: SimulatedWorker) -> Callable[[], None] | None:
+        if worker.told > worker.target:
+            return lambda: self._superseded(worker)
+        there = {
+            other.rank
+            for other in self.workers.values()
+            if other.doing is Doing.CONNECTING and other.target == worker.target and not other.hung
+        }
+        if worker.target not in self.met and len(there) < self.machine.settings.world_size:
+            return None
+        return self._sends(worker, GroupsReset, self._connected)
+
+    def _superseded(self, worker: SimulatedWorker) -> None:
+        """A rendezvous that came to nothing: a start-up goes on in echo, a recovery waits for the next generation."""
+        if worker.order is None:
+            worker.doing = Doing.BUILDING
+        else:
+            worker.stand()
+            worker.reported = worker.target
+
+    def _connected(self, worker: SimulatedWorker) -> None:
+        self.met.add(worker.target)
+        worker.generation, worker.stopped_in = worker.target, None
+        self._queue(worker.number, GroupsReset(worker.number, worker.generation))
+        worker.doing = Doing.BUILDING if worker.order is None else Doing.RESTORING
+        worker.torn = worker.torn or (worker.order is not None and worker.order.action is Action.RESTORE)
+
+    def _ready(self, worker: SimulatedWorker) -> None:
+        if worker.generation > 0 and worker.told <= worker.generation:
+            worker.step, worker.phase = -1, Phase.UPDATED
+        snapshots, writes = tuple(sorted(self.checkpoints)), self.checkpoint_every is not None
+        shard = self.shards(worker.rank or 0)
+        report = WorkerReady(worker.number, worker.generation, worker.reach(), snapshots, writes, shard)
+        self._queue(worker.number, report)
+        worker.doing = Doing.READY
+
+    # ---- a worker's recovery --------------------------------------------------------------------------------------------
+
+    def _report_safe_point(self, worker: SimulatedWorker) -> None:
+        worker.reported = worker.told
+        step, phase = worker.stopped_in or (worker.step, worker.phase)
+        snapshots = tuple(sorted(self.checkpoints))
+        report = SafePointReached(
+            worker.number, worker.told, step, phase, worker.reach(), worker.parameters_at, snapshots
+        )
+        self._queue(worker.number, report)
+
+    def _carry_out(self, worker: SimulatedWorker, order: Recover) -> None:
+        if worker.phase is Phase.SYNCED and order.action is Action.ADVANCE:
+            worker.phase = Phase.UPDATED
+            self._update(worker)
+        elif worker.phase is Phase.SYNCED:
+            worker.undo()
+        if worker.told > order.generation:
+            worker.stand()
+            worker.reported = order.generation
+        elif worker.generation != order.generation:
+            self._connect(worker, order.generation)
+        else:
+            worker.doing = Doing.RESTORING
+            worker.torn = worker.torn or order.action is Action.RESTORE
+
+    def _source_is_there(self, worker: SimulatedWorker) -> bool:
+        assert worker.order is not None
+        if worker.order.action is not Action.RESTORE:
+            return True
+        sources = [other for other in self.workers.values() if other.rank in worker.order.sources and not other.hung]
+        return bool(sources) and all(
+            source.generation == worker.generation and source.parameters_at == worker.order.resume_step
+            for source in sources
+        )
+
+    def _recover(self, worker: SimulatedWorker) -> None:
+        order, received = worker.order, 0
+        assert order is not None
+        if order.action is Action.REWIND:
+            assert order.resume_step in self.checkpoints, f"{order} names a checkpoint that is not there"
+        if order.action in (Action.REWIND, Action.RESTORE):
+            worker.step, worker.phase, worker.torn = order.resume_step - 1, Phase.UPDATED, False
+            received = 8 if order.action is Action.RESTORE else 0
+        assert worker.parameters_at == order.resume_step, f"{order} left its parameters at {worker.parameters_at}"
+        self._queue(worker.number, StateRecovered(worker.number, worker.generation, received))
+        worker.doing = Doing.RESTORED
+
+    # ---- a worker's steps -----------------------------------------------------------------------------------------------
+
+    def _before(self, rank: int, place: Position) -> bool:
+        return self.holder(rank).place() < (place[0], ORDER_IN_STEP.index(place[1]))
+
+    def _training_move(self, worker: SimulatedWorker) -> Callable[[], None] | None:
+        """The next phase, unless it has to wait: for gradients of all, or for all in the barrier."""
+        if worker.doing is not Doing.TRAINING or worker.hung:
+            return None
+        if worker.phase is Phase.UPDATED and worker.step + 1 == self.num_steps:
+            return self._sends(worker, StepsFinished, self._finish)
+        needed = {Phase.BACKWARD: Phase.BACKWARD, Phase.SYNCED: Phase.SYNCED}.get(worker.phase)
+        if needed is not None:
+            place = (worker.step, ORDER_IN_STEP.index(needed))
+            ranks = range(self.machine.settings.world_size)
+            if any(self.progress.get((worker.generation, rank), (-1, -1)) < place for rank in ranks):
+                return None
+        return self._step_on(worker)
+
+    def _step_on(self, worker: SimulatedWorker) -> Callable[[], None]:
+        def move() -> None:
+            if worker.phase is Phase.UPDATED:
+                worker.step, worker.phase = worker.step + 1, Phase.FORWARD
+            else:
+                worker.phase = ORDER_IN_STEP[ORDER_IN_STEP.index(worker.phase) + 1]
+            assert worker.rank is not None
+            self.progress[worker.generation, worker.rank] = worker.place()
+            if worker.phase is Phase.UPDATED:
+                self._update(worker)
+
+        return move
+
+    def _update(self, worker: SimulatedWorker) -> None:
+        """A step is complete: the agent sees it on the page, rank 0 may write a checkpoint."""
+        if worker.doing is Doing.TRAINING and worker.observed_in < worker.generation:
+            worker.observed_in = worker.generation
+            seen = StepObserved(worker.number, worker.generation, worker.step, self.now_s, 0.1)
+            self._queue(("page", worker.number), seen)
+        if self.checkpoint_every and worker.rank == 0 and (worker.step + 1) % self.checkpoint_every == 0:
+            self.checkpoints.add(worker.step + 1)
+
+    def _finish(self, worker: SimulatedWorker) -> None:
+        digest = f"weights at step {worker.parameters_at}"
+        self._queue(worker.number, StepsFinished(worker.number, worker.generation, worker.step + 1, digest))
+        worker.doing = Doing.FINISHED
+
+    def _end(self, worker: SimulatedWorker) -> None:
+        if worker.abandoned:
+            self._lose(worker, Cause.EXIT, "exit code 1")
+        else:
+            self._exit(worker)
+            self._queue(worker.number, WorkerDone(worker.number))
+
+    def _rescue(self, worker: SimulatedWorker) -> None:
+        at = worker.parameters_at
+        path, error = (None, "its copy is not whole") if at is None else (f"rescued-{worker.rank}-at-{at}.pt", None)
+        self._queue(worker.number, StateRescued(worker.number, path, error))
+        self._lose(worker, Cause.EXIT, "exit code 76")
+
+    # ---- the agent carries out orders, and the job checks them ------------------------------------------------------------
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self.effects.append(effect)
+            assert effect.node == NODE
+            assert len(effect.reason.split()) >= 2, f"{effect.order} has no reason"
+            match effect.order:
+                case StartWorker(number, rank):
+                    assert number not in self.workers, f"worker {number} is started twice"
+                    self.workers[number] = SimulatedWorker(number, rank)
+                    self._queue(number, WorkerStarted(number, 4000 + number))
+                case FenceWorker(number):
+                    if number in self.workers:
+                        self._exit(self.workers[number])
+                    self._queue(number, WorkerFenced(number))
+                case EndJob():
+                    assert self.ended is None, "the job ends twice"
+                    self.ended = effect.order
+                case order:
+                    self._check(order)
+                    one = getattr(order, "worker", None)
+                    for number in order.workers if one is None else (one,):  # type: ignore[union-attr]  # either
+                        if number in self.workers:
+                            self.workers[number].orders.append(order)
+
+    def _check(self, order: AnyMessage) -> None:
+        if isinstance(order, Recover):
+            self._check_decision(order)
+        elif isinstance(order, Resume):
+            self._check_resume(order)
+
+    def _check_decision(self, order: Recover) -> None:
+        assert order.generation == self.machine.generation
+        assert not set(order.sources) & set(order.receivers), f"{order}: a rank sends to itself"
+        assert order.sources, f"{order}: nobody holds the state"
+        lost = [worker.worker for worker in self.machine.roster.workers.values() if worker.lost]
+        assert not [number for number in lost if number in self.workers], "a lost process still runs at DECIDE"
+        if self.machine.shard_of and not self.checkpoint_every:
+            assert order.resume_step >= self.resume_floor, f"{order} goes back behind step {self.resume_floor}"
+        self.resume_floor = order.resume_step
+
+    def _check_resume(self, order: Resume) -> None:
+        """Every rank is there once, connected in this generation, with whole parameters of the resume step."""
+        resumed = [self.workers[number] for number in order.workers if number in self.workers]
+        ranks = [self.machine.roster.workers[number].rank for number in order.workers]
+        assert sorted(rank for rank in ranks if rank is not None) == list(range(self.machine.settings.world_size))
+        for worker in resumed:
+            assert worker.generation == order.generation, f"worker {worker.number} is not connected"
+            assert worker.parameters_at == self.resume_floor, f"worker {worker.number} is at {worker.parameters_at}"
+        assert self.machine.stage is Stage.TRAINING

@@ -1,0 +1,231 @@
+"""The codec: every message survives the wire, and nothing else gets in."""
+
+import dataclasses
+import enum
+import types
+import typing
+
+import msgspec
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol import messages
+from keepstep.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    AgentJoined,
+    AnyMessage,
+    Message,
+    Tag,
+    WorkerFailed,
+    WorkerFenced,
+)
+
+MESSAGE_TYPES: list[type[Message]] = sorted(typing.get_args(AnyMessage), key=lambda kind: kind.__name__)
+
+SCALARS: dict[object, st.SearchStrategy[typing.Any]] = {
+    int: st.integers(-(2**63), 2**64 - 1),
+    bool: st.booleans(),
+    float: st.floats(allow_nan=False),
+    str: st.text(max_size=30),
+    bytes: st.binary(max_size=30),
+    types.NoneType: st.none(),
+}
+
+
+def values_of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
+    """Values of one field, from its annotation; fails on an annotation that it does not know."""
+    if hint in SCALARS:
+        return SCALARS[hint]
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values_of(typing.get_args(hint)[0]), max_size=4).map(tuple)
+    if typing.get_origin(hint) is types.UnionType:
+        return st.one_of([values_of(part) for part in typing.get_args(hint)])
+    if issubclass(hint, enum.Enum):
+        return st.sampled_from(hint)
+    if issubclass(hint, msgspec.Struct):
+        return instances_of(hint)
+    raise TypeError(f"no values are known for a field of type {hint}")
+
+
+def instances_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[typing.Any]:
+    """Messages of one type with any values in their fields."""
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{field: values_of(hints[field]) for field in kind.__struct_fields__})
+
+
+any_message = st.one_of([instances_of(kind) for kind in MESSAGE_TYPES])
+not_utf8 = pytest.mark.xfail(
+    strict=True,
+    raises=UnicodeDecodeError,
+    reason="decode() lets msgspec's UnicodeDecodeError out where a text field is not UTF-8",
+)
+each_type = pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
+
+
+def refused(frame: bytes) -> bool:
+    """Whether the codec says so; any other error than the one documented fails the test."""
+    try:
+        messages.decode(frame)
+    except RemoteProtocolError:
+        return True
+    return False
+
+
+# ---- What goes through ----------------------------------------------------------------------------------------------
+
+
+def test_every_message_is_known_to_the_codec() -> None:
+    defined = {kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)}
+    assert defined - {Message} == set(MESSAGE_TYPES)
+
+
+def test_a_message_is_either_a_report_or_an_order() -> None:
+    reports, orders = set(typing.get_args(messages.Report)), set(typing.get_args(messages.AgentOrder))
+    assert reports & orders == set()
+    assert reports | orders == set(MESSAGE_TYPES)
+
+
+@each_type
+@settings(max_examples=30)
+@given(data=st.data())
+def test_a_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(instances_of(kind))
+    frame = messages.encode(message)
+    back = messages.decode(frame)
+    assert msgspec.msgpack.decode(frame)[0] == kind.__name__
+    assert type(back) is kind
+    assert back == message
+
+
+@given(any_message)
+def test_any_kind_of_buffer_can_be_decoded(message: AnyMessage) -> None:
+    frame = messages.encode(message)
+    assert messages.decode(bytearray(frame)) == messages.decode(memoryview(frame)) == message
+
+
+@given(any_message)
+def test_messages_cannot_be_changed(message: AnyMessage) -> None:
+    with pytest.raises(AttributeError):
+        setattr(message, type(message).__struct_fields__[0], 0)
+    assert isinstance(hash(message), int)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=UnicodeEncodeError, reason="an error text with an undecodable file name cannot be encoded"
+)
+def test_text_that_is_not_unicode_can_still_be_told() -> None:
+    """Python keeps undecodable bytes of a file name as lone surrogates, and error texts name files."""
+    text = b"no such file: caf\xe9.pt".decode(errors="surrogateescape")
+    back = messages.decode(messages.encode(WorkerFailed(1, text, text, False)))
+    assert isinstance(back, WorkerFailed)
+    assert back.error.startswith("no such file: caf")
+
+
+# ---- What does not --------------------------------------------------------------------------------------------------
+
+
+@given(any_message)
+def test_an_unknown_field_is_refused(message: AnyMessage) -> None:
+    assert refused(msgspec.msgpack.encode([*msgspec.msgpack.decode(messages.encode(message)), 0]))
+
+
+@given(any_message)
+def test_a_missing_field_is_refused(message: AnyMessage) -> None:
+    assert refused(msgspec.msgpack.encode(msgspec.msgpack.decode(messages.encode(message))[:-1]))
+
+
+@given(any_message, st.one_of(st.text(), st.integers(0, 99), st.none(), st.lists(st.text())))
+def test_a_wrong_tag_is_refused(message: AnyMessage, tag: object) -> None:
+    assume(tag not in [kind.__name__ for kind in MESSAGE_TYPES])
+    fields = msgspec.msgpack.decode(messages.encode(message))
+    assert refused(msgspec.msgpack.encode([tag, *fields[1:]]))
+
+
+@given(any_message, st.data())
+def test_a_truncated_message_is_refused(message: AnyMessage, data: st.DataObject) -> None:
+    frame = messages.encode(message)
+    assert refused(frame[: data.draw(st.integers(0, len(frame) - 1))])
+
+
+@given(any_message, st.binary(min_size=1, max_size=8))
+def test_bytes_after_a_message_are_refused(message: AnyMessage, rest: bytes) -> None:
+    assert refused(messages.encode(message) + rest)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(frame: bytes) -> None:
+    assert refused(frame)
+
+
+@not_utf8
+@given(any_message, st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4))
+@example(AgentJoined("ab"), [(14, 0xFF)])
+def test_damaged_bytes_are_refused_or_still_a_message(message: AnyMessage, damage: list[tuple[int, int]]) -> None:
+    """A changed byte can hit a value, so the message may stay valid; but no other error may come out."""
+    frame = bytearray(messages.encode(message))
+    for place, value in damage:
+        frame[place % len(frame)] = value
+    if not refused(bytes(frame)):
+        assert isinstance(messages.decode(bytes(frame)), tuple(MESSAGE_TYPES))
+
+
+JSON = {"type": "WorkerFenced", "worker": 1}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        msgspec.msgpack.encode(JSON),
+        msgspec.json.encode(JSON),
+        msgspec.msgpack.encode(["WorkerFenced", "1"]),
+        msgspec.msgpack.encode(["WorkerFenced", 1.0]),
+        msgspec.msgpack.encode(["WorkerFenced", None]),
+        msgspec.msgpack.encode(["Message"]),
+        msgspec.msgpack.encode([]),
+        b"\x91" * 100_000,
+        b"\x92\xacWorkerFenced" + b"\x91" * 100_000 + b"\x00",
+        b"\x93\xacWorkerFenced\x01" + b"\x91" * 100_000 + b"\x00",
+        b"\x92\xacWorkerFenced\xc7\x01\x05\x00",
+        pytest.param(b"\x92\xabAgentJoined\xa2\xff\xfe", marks=not_utf8),
+    ],
+    ids=[
+        "nothing",
+        "map",
+        "JSON",
+        "number as text",
+        "number as float",
+        "null",
+        "the root",
+        "empty",
+        "deep nesting",
+        "deep nesting in a field",
+        "deep nesting in an unknown field",
+        "extension type",
+        "text that is not UTF-8",
+    ],
+)
+def test_what_only_resembles_a_message_is_refused(frame: bytes) -> None:
+    assert refused(frame)
+
+
+def test_an_oversize_message_is_refused_unread() -> None:
+    fits = messages.encode(WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False))
+    assert len(fits) <= MAX_MESSAGE_BYTES
+    assert messages.decode(fits) == WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False)
+    with pytest.raises(RemoteProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes: at most {MAX_MESSAGE_BYTES}"):
+        messages.decode(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def test_a_refusal_says_why() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"not a message of this protocol: Expected `int`, got `str`"):
+        messages.decode(msgspec.msgpack.encode(["WorkerFenced", "1"]))
+
+
+def test_a_tag_travels_inside_a_message() -> None:
+    """`Tag` itself is no message: alone on the wire it is refused."""
+    assert refused(msgspec.msgpack.encode(Tag(1, 2, messages.Phase.FORWARD)))
+    assert not dataclasses.is_dataclass(Tag)
+    assert messages.decode(messages.encode(WorkerFenced(3))) == WorkerFenced(3)

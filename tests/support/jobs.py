@@ -1,0 +1,111 @@
+"""Real jobs for tests: the command as a user runs it, in processes of their own, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+EXAMPLES = ROOT / "examples"
+DEADLINE_S = 240.0
+MARK = "KEEPSTEP_TEST_MARK"
+
+
+def command(*arguments: object) -> list[str]:
+    """The command line of ``keepstep``."""
+    return [sys.executable, "-m", "keepstep.cli.main", *map(str, arguments)]
+
+
+class RunningJob:
+    """A job in the background, marked so that every process of it can be found."""
+
+    def __init__(self, *arguments: object, cwd: Path | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            command(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+            cwd=cwd,
+        )
+
+    def finish(self, deadline_s: float = DEADLINE_S) -> tuple[int, str, str]:
+        """Waits for the end; returns exit code, stdout, stderr."""
+        out, err = self.process.communicate(timeout=deadline_s)
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[int]:
+        """Every process that carries the job's mark, the launcher included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def wait_until_gone(self, deadline_s: float = 20.0) -> None:
+        """Waits until no process of the job is left; fails when the deadline has passed."""
+        end = time.monotonic() + deadline_s
+        while left := self.processes():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    descriptor = os.pidfd_open(pid)
+                    ready, _, _ = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
+                    os.close(descriptor)
+                    assert ready, f"process {pid} is still there: {Path(f'/proc/{pid}/cmdline').read_bytes()!r}"
+
+    def end(self) -> None:
+        """Kills whatever is left, for tests that failed half-way."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@contextlib.contextmanager
+def running(*arguments: object, cwd: Path | None = None) -> Iterator[RunningJob]:
+    """A job in the background; nothing of it survives the block."""
+    job = RunningJob(*arguments, cwd=cwd)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def run(*arguments: object, cwd: Path | None = None) -> tuple[int, str, str]:
+    """Runs the command to its end and checks that no process is left; returns exit code, stdout, stderr."""
+    with running(*arguments, cwd=cwd) as job:
+        result = job.finish()
+        job.wait_until_gone()
+    return result
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """What ``keepstep status --json`` says."""
+    output = subprocess.run(
+        command("status", "--run-dir", run_dir, "--json"), capture_output=True, text=True, check=True, timeout=60
+    )
+    return dict(json.loads(output.stdout))
+
+
+def drill(tmp_path: Path, *arguments: object) -> tuple[int, dict[str, Any], str]:
+    """Runs a drill; returns exit code, the JSON result and all output."""
+    path = tmp_path / "drill.json"
+    code, out, err = run("drill", "--json", path, *arguments)
+    result = json.loads(path.read_text()) if path.exists() else {}
+    return code, result, out + err

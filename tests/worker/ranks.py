@@ -1,0 +1,147 @@
+"""A function as the ranks of a small job: real processes, real gloo, and a deadline for all of it.
+
+The processes come from multiprocessing's fork server, which has imported torch and has no threads, so one is there
+within milliseconds and inherits nothing from the test's own process.
+"""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from keepstep.worker.groups.group import SurvivingGroup
+from keepstep.worker.groups.registry import GroupRegistry
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "hypothesis", "pytest", "keepstep.worker.session"])
+DEADLINE_S = 60.0
+"""For the whole of a test's processes; it ends a test that hangs and is no measure of anything."""
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, silent: frozenset[int] = frozenset()
+) -> list[Any]:
+    """Runs ``function(rank, num_ranks, *arguments)`` in as many processes and returns what each returned.
+
+    No process leaves before all have answered, so none loses the last bytes of another. All of them are gone when
+    this returns, stopped ones too.
+
+    Args:
+        num_ranks: how many processes.
+        function: importable by its name.
+        arguments: for every rank.
+        silent: ranks that stop or die in the test: nobody waits for their answer, which is None.
+
+    Raises:
+        AssertionError: a rank raised (with its traceback), died, or did not answer in time.
+    """
+    processes, ends = [], {}
+    for rank in range(num_ranks):
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_rank, args=(theirs, function, rank, num_ranks, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends[ours] = rank
+    try:
+        return _answers(ends, silent)
+    finally:
+        for end in ends:
+            with suppress(OSError):
+                end.send(None)
+        for process in processes:
+            process.join(1.0)
+            process.kill()
+            process.join()
+            process.close()
+        for end in ends:
+            end.close()
+
+
+def _answers(ends: dict[Connection, int], silent: frozenset[int]) -> list[Any]:
+    answers: dict[int, Any] = dict.fromkeys(silent)
+    until = time.monotonic() + DEADLINE_S
+    while len(answers) < len(ends):
+        pending = [end for end, rank in ends.items() if rank not in answers]
+        ready = wait(pending, timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {[ends[end] for end in pending]} did not answer within {DEADLINE_S:g} s")
+        for end in ready:
+            try:
+                good, value = end.recv()
+            except EOFError:
+                raise AssertionError(f"rank {ends[end]} died without an answer") from None
+            assert good, f"rank {ends[end]}:\n{value}"
+            answers[ends[end]] = value
+    return [answers[rank] for rank in range(len(ends))]
+
+
+def _rank(end: Connection, function: Callable[..., Any], rank: int, num_ranks: int, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        answer = (True, function(rank, num_ranks, *arguments))
+    except BaseException:  # whatever it was is shown by the test
+        answer = (False, traceback.format_exc())
+    with suppress(OSError):
+        end.send(answer)
+        end.recv()
+    os._exit(0)
+
+
+class Watcher:
+    """A group's observer that counts. ``echoes`` says what `failed` answers."""
+
+    def __init__(self, echoes: bool = True) -> None:
+        self.echoes = echoes
+        self.num_entered = self.num_left = self.num_echoed = 0
+        self.errors: list[str] = []
+
+    def entered(self) -> None:
+        self.num_entered += 1
+
+    def left(self) -> None:
+        self.num_left += 1
+
+    def failed(self, group: str, error: Exception) -> bool:
+        self.errors.append(f"{group}: {error}")
+        return self.echoes
+
+    def echoed(self, group: str) -> None:
+        self.num_echoed += 1
+
+
+def file_store(path: Path, num_ranks: int, generation: int = 1, name: str = "world") -> dist.Store:
+    """A store of one generation and group, in a file that all ranks can reach."""
+    store = dist.FileStore(str(path / "store"), num_ranks)
+    store.set_timeout(timedelta(seconds=DEADLINE_S))
+    return dist.PrefixStore(f"{generation}/{name}", store)
+
+
+def registry_of(path: Path, num_ranks: int, watcher: Watcher) -> GroupRegistry:
+    """A registry whose groups find each other in `file_store`."""
+    return GroupRegistry(lambda generation, name: file_store(path, num_ranks, generation, name), watcher)
+
+
+def join(path: Path, rank: int, num_ranks: int, watcher: Watcher | None = None) -> tuple[GroupRegistry, SurvivingGroup]:
+    """Makes the surviving world group torch's default group, connected in generation 1."""
+    registry = registry_of(path, num_ranks, watcher or Watcher())
+    world = registry.join_world(rank, num_ranks, lambda: rank)
+    registry.connect(1, rank)
+    return registry, world
+
+
+def plain_gloo(path: Path, rank: int, num_ranks: int) -> Any:
+    """A gloo group of torch itself, as keepstep has it inside."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=10 * DEADLINE_S)  # what waits for it has hung, and the test says so
+    return dist.ProcessGroupGloo(file_store(path, num_ranks), rank, num_ranks, options)
