@@ -29,7 +29,9 @@ def phase_arrows() -> list[Arrow]:
 
 def stage_arrows() -> list[Arrow]:
     """The stages of a job, as the controller's `RecoveryMachine` walks them."""
-    return [(source, target, why) for source, targets in recovery.TRANSITIONS.items() for target, why in targets.items()]
+    return [
+        (source, target, why) for source, targets in recovery.TRANSITIONS.items() for target, why in targets.items()
+    ]
 
 
 def mermaid(arrows: Iterable[Arrow], first: str, last: str | None) -> str:

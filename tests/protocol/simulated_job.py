@@ -10,24 +10,20 @@ walk picks.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from tests.protocol.simulated_worker import AWAITS_ORDERS, ORDER_IN_STEP, Doing, Position, SimulatedWorker
+
 from keepstep.protocol.messages import (
-    Abandon,
     AgentJoined,
     AnyMessage,
-    Assign,
     Cause,
     CollectiveFailed,
-    Complete,
     EndJob,
     FenceWorker,
     GroupsReset,
     Recover,
-    Rescue,
     Resume,
     SafePointReached,
     StartWorker,
@@ -35,7 +31,6 @@ from keepstep.protocol.messages import (
     StateRescued,
     StepObserved,
     StepsFinished,
-    Stop,
     Tag,
     WorkerDone,
     WorkerFailed,
@@ -52,109 +47,6 @@ from keepstep.protocol.resume import Action
 NODE = "node-a"
 EVENT_S = 0.001
 """What one event takes on the job's clock; deadlines are orders of magnitude longer."""
-
-ORDER_IN_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
-Position = tuple[int, Phase]
-
-
-class Doing(enum.Enum):
-    """What a worker's training thread is at."""
-
-    LAUNCHING = enum.auto()
-    JOINING = enum.auto()
-    CONNECTING = enum.auto()
-    BUILDING = enum.auto()
-    READY = enum.auto()
-    STANDING = enum.auto()
-    RESTORING = enum.auto()
-    RESTORED = enum.auto()
-    TRAINING = enum.auto()
-    FINISHED = enum.auto()
-    COMPLETE = enum.auto()
-
-
-AWAITS_ORDERS = {Doing.JOINING, Doing.READY, Doing.STANDING, Doing.RESTORED, Doing.FINISHED}
-
-
-@dataclasses.dataclass(slots=True)
-class SimulatedWorker:
-    """One process."""
-
-    number: int
-    rank: int | None
-    doing: Doing = Doing.LAUNCHING
-    step: int = -1
-    phase: Phase = Phase.STARTING
-    torn: bool = False
-    hung: bool = False
-    generation: int = 0
-    """The generation whose groups it has connected."""
-    target: int = 0
-    """The generation whose groups it is connecting."""
-    told: int = 0
-    """The newest generation it was told to stop for."""
-    reported: int = 0
-    """The newest generation it reported a safe point for."""
-    failed_in: int = 0
-    observed_in: int = 0
-    stopped_in: Position | None = None
-    assignment: Assign | None = None
-    order: Recover | None = None
-    resumed: int = 0
-    completed: int = 0
-    abandoned: bool = False
-    rescue: bool = False
-    orders: deque[AnyMessage] = dataclasses.field(default_factory=deque)
-
-    @property
-    def parameters_at(self) -> int | None:
-        """The step of its parameters, None where they are in between or were never loaded."""
-        if self.torn or self.phase in (Phase.STARTING, Phase.OPTIMIZER):
-            return None
-        return self.step + 1 if self.phase is Phase.UPDATED else self.step
-
-    def reach(self) -> tuple[int, ...]:
-        """Where it can say in truth that its copy can be, standing at a safe point."""
-        at = self.parameters_at
-        if at is None:
-            return ()
-        return (at, at + 1) if self.phase is Phase.SYNCED else (at,)
-
-    def place(self) -> tuple[int, int]:
-        """How far it is, as a pair that can be compared."""
-        return self.step, ORDER_IN_STEP.index(self.phase) if self.phase in ORDER_IN_STEP else -1
-
-    def read(self, order: AnyMessage) -> None:
-        """Takes one order from its link."""
-        match order:
-            case Assign():
-                self.rank, self.assignment = order.rank, order
-            case Stop():
-                self.told = max(self.told, order.generation)
-            case Recover():
-                self.order = order
-            case Resume():
-                self.resumed = order.generation
-            case Complete():
-                self.completed = order.generation
-            case Abandon():
-                self.abandoned = True
-            case Rescue():
-                self.rescue = True
-            case _:
-                raise AssertionError(f"worker {self.number} was sent {order}")
-
-    def stand(self) -> None:
-        """Begins to wait for a decision; an unfinished step before the barrier is undone."""
-        if self.phase in (Phase.FORWARD, Phase.BACKWARD):
-            self.stopped_in = (self.step, self.phase)
-            self.undo()
-        self.reported, self.order, self.doing = max(self.reported, self.generation), None, Doing.STANDING
-
-    def undo(self) -> None:
-        """Puts a step back whose update has not begun."""
-        self.step, self.phase = self.step - 1, Phase.UPDATED
-
 
 Move = tuple[str, Callable[[], None]]
 
@@ -188,6 +80,8 @@ class SimulatedJob:
         self.met: set[int] = set()
         """Generations in which all ranks came to the rendezvous."""
         self.resume_floor = 0
+        self.num_deadlines = 0
+        """How often a deadline had to come before anything could go on."""
         self._withheld: set[tuple[int, type]] = set()
         self._queue("agent", AgentJoined(NODE))
 
@@ -242,6 +136,7 @@ class SimulatedJob:
         """Time goes by until the machine's next deadline."""
         due = self.machine.next_deadline()
         assert due is not None, f"the machine is {self.machine.stage}, nothing can happen and it waits for ever"
+        self.num_deadlines += 1
         self.now_s = max(self.now_s, due)
         self._perform(self.machine.tick(self.now_s))
 
@@ -256,7 +151,7 @@ class SimulatedJob:
         """All orders of one type so far."""
         return [effect.order for effect in self.effects if isinstance(effect.order, kind)]
 
-    # ---- faults -------------------------------------------------------------------------------------------------------
+    # ---- faults -----------------------------------------------------------------------------------------------------
 
     def kill(self, worker: SimulatedWorker) -> None:
         """Its process is killed from outside."""
@@ -266,6 +161,11 @@ class SimulatedJob:
         """An exception that nobody catches ends it."""
         self._queue(worker.number, WorkerFailed(worker.number, error, "Traceback ...", fatal))
         self._lose(worker, Cause.EXIT, "exit code 1")
+
+    def quit(self, worker: SimulatedWorker) -> None:
+        """Its script ends with exit code 0 outside of a step."""
+        self._exit(worker)
+        self._queue(worker.number, WorkerDone(worker.number))
 
     def hang(self, worker: SimulatedWorker, *, seen: bool = True) -> None:
         """It stops answering; its agent sees that, or does not."""
@@ -285,7 +185,7 @@ class SimulatedJob:
     def _tag(self, worker: SimulatedWorker) -> Tag:
         return Tag(worker.generation, worker.step, worker.phase)
 
-    # ---- everything that can happen next --------------------------------------------------------------------------
+    # ---- everything that can happen next ----------------------------------------------------------------------------
 
     def moves(self, *, training: bool, failures: bool = False) -> Iterator[Move]:
         """All moves that are open now.
@@ -375,7 +275,7 @@ class SimulatedJob:
         elif worker.doing is Doing.RESTORING:
             worker.stand()
 
-    # ---- a worker's start ---------------------------------------------------------------------------------------------
+    # ---- a worker's start -------------------------------------------------------------------------------------------
 
     def _join(self, worker: SimulatedWorker) -> None:
         self._queue(worker.number, WorkerJoined(worker.number, 4000 + worker.number))
@@ -420,7 +320,7 @@ class SimulatedJob:
         self._queue(worker.number, report)
         worker.doing = Doing.READY
 
-    # ---- a worker's recovery --------------------------------------------------------------------------------------------
+    # ---- a worker's recovery ----------------------------------------------------------------------------------------
 
     def _report_safe_point(self, worker: SimulatedWorker) -> None:
         worker.reported = worker.told
@@ -468,7 +368,7 @@ class SimulatedJob:
         self._queue(worker.number, StateRecovered(worker.number, worker.generation, received))
         worker.doing = Doing.RESTORED
 
-    # ---- a worker's steps -----------------------------------------------------------------------------------------------
+    # ---- a worker's steps -------------------------------------------------------------------------------------------
 
     def _before(self, rank: int, place: Position) -> bool:
         return self.holder(rank).place() < (place[0], ORDER_IN_STEP.index(place[1]))
@@ -527,7 +427,7 @@ class SimulatedJob:
         self._queue(worker.number, StateRescued(worker.number, path, error))
         self._lose(worker, Cause.EXIT, "exit code 76")
 
-    # ---- the agent carries out orders, and the job checks them ------------------------------------------------------------
+    # ---- the agent carries out orders, and the job checks them ------------------------------------------------------
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -565,7 +465,9 @@ class SimulatedJob:
         assert order.sources, f"{order}: nobody holds the state"
         lost = [worker.worker for worker in self.machine.roster.workers.values() if worker.lost]
         assert not [number for number in lost if number in self.workers], "a lost process still runs at DECIDE"
-        if self.machine.shard_of and not self.checkpoint_every:
+        kept = [worker.parameters_at or 0 for worker in self.workers.values() if worker.rank is not None]
+        assert order.resume_step >= max(kept, default=0), f"{order} goes back behind a survivor: {kept}"
+        if not self.checkpoint_every:
             assert order.resume_step >= self.resume_floor, f"{order} goes back behind step {self.resume_floor}"
         self.resume_floor = order.resume_step
 

@@ -58,8 +58,8 @@ def run_ranks(
         for end in ends:
             with suppress(OSError):
                 end.send(None)
-        for process in processes:
-            process.join(1.0)
+        for rank, process in enumerate(processes):
+            process.join(0.0 if rank in silent else 1.0)
             process.kill()
             process.join()
             process.close()

@@ -167,6 +167,9 @@ class Recovery:
         self._stand_at(step)
 
     def _stand_at(self, step: int) -> None:
+        for module in self._ddp:
+            if module.gradient_as_bucket_view:
+                settle_buckets(module)  # gradients that came with the state become views of the buckets
         coordination = self._coordination
         coordination.torn = False
         coordination.machine.restored(step)

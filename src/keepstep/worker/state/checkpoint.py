@@ -93,7 +93,7 @@ class Checkpoints:
                 raise RemoteProtocolError(f"{path}: '{name}' is not a tensor")
             if name in own and tuple(own[name].shape) == tuple(entry.size):
                 target[name] = own[name]
-            elif name.startswith(("host", "optimizer/")):
+            elif name.startswith(("host", "optimizer/", "gradients")):
                 target[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
             else:
                 raise RemoteProtocolError(f"{path}: '{name}' has shape {tuple(entry.size)}, which this model lacks")
@@ -109,8 +109,7 @@ class Checkpoints:
         host = [loaded[f"host/{index}"] for index in range(sum(name.startswith("host/") for name in loaded))]
         plain = msgspec.msgpack.decode(loaded["host"].numpy().tobytes())
         self._state.load_host_state(tree.unpack(plain, host))
-        for _name, parameter in self._state.parameters():
-            parameter.grad = None
+        self._state.place_gradients(tuple(loaded["gradients"].tolist()))
 
 
 def checkpoint_content(state: ProtectedState) -> dict[str, torch.Tensor]:
@@ -119,6 +118,7 @@ def checkpoint_content(state: ProtectedState) -> dict[str, torch.Tensor]:
     content |= {f"optimizer/{name}": tensor.detach() for name, tensor in state.optimizer_tensors()}
     host, tensors = state.host_bytes()
     content["host"] = torch.frombuffer(bytearray(host), dtype=torch.uint8)
+    content["gradients"] = torch.tensor(state.gradient_marks(), dtype=torch.int64)
     return content | {f"host/{index}": tensor for index, tensor in enumerate(tensors)}
 
 

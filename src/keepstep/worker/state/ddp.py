@@ -49,14 +49,16 @@ def _check(name: str, ddp: DistributedDataParallel) -> None:
 def settle_buckets(ddp: DistributedDataParallel) -> None:
     """Brings the reducer from any state, a half-done backward included, into the one layout of its model.
 
-    Gradients are left as they were, unless they are views into the buckets: those are dropped. Costs about as
-    much as writing all gradients once; needs no other rank.
+    Gradients are left as they were; with ``gradient_as_bucket_view`` those that were there become zeroed views of the
+    new buckets. (DDP divides a gradient that is a view, and multiplies one that is not by the inverse: for three
+    ranks the last bits differ, so it matters which it is.) Costs about as much as writing all gradients once; needs
+    no other rank.
     """
-    parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
-    gradients = [parameter.grad for parameter in parameters]
     ddp.reducer._reset_state()
     if ddp.find_unused_parameters:
         return  # this mode never rebuilds: the first layout is the only one
+    parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     # The reducer takes its orders only from inside a backward: a hook on a scalar gives it one.
@@ -73,7 +75,10 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
         trigger.backward()
         ddp._has_rebuilt_buckets = bool(ddp.reducer._rebuild_buckets())
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if ddp.gradient_as_bucket_view else gradient
+        if gradient is None or not ddp.gradient_as_bucket_view:
+            parameter.grad = gradient
+        elif parameter.grad is not None:
+            parameter.grad.zero_()
 
 
 def share_buffers(ddp: DistributedDataParallel) -> None:

@@ -131,9 +131,8 @@ def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[torch.
     host, host_tensors = state.host_bytes()
     parts = (state.parameters(), state.buffers(), state.optimizer_tensors())
     host_named = [(str(index), tensor.contiguous()) for index, tensor in enumerate(host_tensors)]
-    with_gradient = tuple(index for index, (_name, p) in enumerate(parts[0]) if p.grad is not None)
     headers = [headers_of(part) for part in (*parts, host_named)]
-    header = StateHeader(step, headers[0], headers[1], headers[2], headers[3], host, with_gradient)
+    header = StateHeader(step, headers[0], headers[1], headers[2], headers[3], host, state.gradient_marks())
     return header, [tensor for part in (*parts, host_named) for _name, tensor in part]
 
 
@@ -163,9 +162,7 @@ def _empty(entry: TensorHeader) -> torch.Tensor:
 
 def _finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
     state.load_host_state(tree.unpack(msgspec.msgpack.decode(header.host), host_tensors))
-    kept = set(header.with_gradient)
-    for index, (_name, parameter) in enumerate(state.parameters()):
-        parameter.grad = torch.zeros_like(parameter) if index in kept else None
+    state.place_gradients(header.with_gradient)
 
 
 def _plan(views: list[torch.Tensor], sources: Sequence[int]) -> tuple[Bucket, ...]:

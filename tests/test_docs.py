@@ -1,0 +1,303 @@
+"""Docs run: what README.md and docs/ show is executed, and what they list is compared with the code.
+
+A page has its own folder. Its ``python`` blocks are run there under plain Python, in their order; one that begins with
+``# name.py`` leaves that file behind for the commands. Its ``console`` blocks are run after them, line by line: each line
+that begins with ``$`` is a command, and has to end with exit code 0. A command that is not run stands in `NOT_RUN` with
+the reason.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import keepstep
+from keepstep.drill import faults
+from keepstep.launcher import flags, report
+from keepstep.protocol import records, recovery
+from keepstep.protocol.messages import Cause
+from keepstep.protocol.phases import Phase
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEADLINE_S = 60
+"""For one block or command; all take seconds. What hangs is killed, with everything it started."""
+
+NOT_RUN = {
+    "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
+    "make test": "it is what runs this test",
+    "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
+    "keepstep status --run-dir run --json": "as above",
+    'keepstep drill --nproc-per-node 3 --faults "kill@step=7,phase=synced,rank=1; kill@during=restore,rank=0" script.py': (
+        "parsed below; one drill a page is enough"
+    ),
+    'keepstep drill --nproc-per-node 3 --faults "kill@phase=random,count=20,seed=3" script.py --steps 500': (
+        "parsed below; twenty recoveries take too long here"
+    ),
+}
+LANGUAGES = {"python", "console", "text", "mermaid"}
+"""Of fenced blocks. A block that looks like code and is not checked would be a hole."""
+
+FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+
+    @property
+    def file_name(self) -> str | None:
+        """The name that a script gives itself in its first line."""
+        match = re.match(r"# (\w+\.py)\n", self.text)
+        return match[1] if match else None
+
+    @property
+    def commands(self) -> list[str]:
+        """What stands behind ``$``, without the comment."""
+        lines = [line[2:] for line in self.text.splitlines() if line.startswith("$ ")]
+        return [re.sub(r"\s+# .*", "", line).strip() for line in lines]
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(m["language"], m["text"], page.count("\n", 0, m.start()) + 2) for m in FENCE.finditer(page)]
+
+
+def anchors(page: str) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def section(page: Path, heading: str) -> str:
+    """The text below a heading, up to the next of its level or a higher one."""
+    match = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert match, f"{page.name} has no section '{heading}'"
+    return match[1]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Runs a command to its end and returns its output; fails the test if it fails or takes too long."""
+    environment = dict(os.environ)
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        output, _ = started.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        started.kill()  # workers die with their launcher
+        output, _ = started.communicate(timeout=DEADLINE_S)
+        pytest.fail(f"{shlex.join(command)} took more than {DEADLINE_S} s:\n{output}", pytrace=False)
+    if started.returncode:
+        pytest.fail(f"{shlex.join(command)} ended with {started.returncode}:\n{output}", pytrace=False)
+    return output
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of docs/ as a module; `docs` is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs(page: Path, tmp_path: Path) -> None:
+    found = blocks(page.read_text("utf-8"))
+    for number, block in enumerate(block for block in found if block.language == "python"):
+        script = tmp_path / (block.file_name or f"block_{number}.py")
+        script.write_text(block.text, encoding="utf-8")
+        run([sys.executable, script.name], tmp_path)
+    for command in (command for block in found for command in block.commands):
+        if command not in NOT_RUN and not command.startswith("python "):
+            run(shlex.split(command), tmp_path)
+
+
+def test_every_block_says_what_it_is() -> None:
+    unknown = [
+        f"{page.name}:{block.line}: {block.language or 'no language'}"
+        for page in PAGES
+        for block in blocks(page.read_text("utf-8"))
+        if block.language not in LANGUAGES
+    ]
+    assert unknown == []
+
+
+def test_commands_that_are_not_run_are_still_there() -> None:
+    shown = {command for page in PAGES for block in blocks(page.read_text("utf-8")) for command in block.commands}
+    assert NOT_RUN.keys() - shown == set()
+    assert len(shown) > len(NOT_RUN), "nothing but exceptions"
+
+
+def test_plain_python_commands_are_blocks_of_the_same_page() -> None:
+    """`python x.py` is not run as a command, for the block x.py has been run already."""
+    for page in PAGES:
+        found = blocks(page.read_text("utf-8"))
+        named = {block.file_name for block in found}
+        plain = {
+            shlex.split(command)[1] for block in found for command in block.commands if command.startswith("python ")
+        }
+        assert plain <= named
+
+
+def test_fault_specifications_parse() -> None:
+    shown = [command for page in PAGES for block in blocks(page.read_text("utf-8")) for command in block.commands]
+    drills = [shlex.split(command) for command in shown if "--faults" in command]
+    assert len(drills) >= 3
+    for words in drills:
+        assert faults.parse(words[words.index("--faults") + 1], world_size=3)
+
+
+# ---- what is drawn --------------------------------------------------------------------------------------------------
+
+
+def test_diagrams_are_what_the_tables_say() -> None:
+    diagrams = load_script("diagrams")
+    page = diagrams.PAGE.read_text("utf-8")
+    if diagrams.redrawn(page) != page:
+        pytest.fail("docs/PROTOCOL.md is out of date: run 'python docs/diagrams.py'", pytrace=False)
+
+
+def test_a_changed_table_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagrams = load_script("diagrams")
+    page = diagrams.PAGE.read_text("utf-8")
+    monkeypatch.delitem(recovery.TRANSITIONS[recovery.Stage.RECOVERING], recovery.Stage.STOPPING)
+    assert diagrams.redrawn(page) != page
+    with pytest.raises(ValueError, match="diagrams"):
+        diagrams.redrawn(page.replace("<!-- diagram: stages -->", ""))
+
+
+def test_labels_do_not_end_a_mermaid_statement() -> None:
+    diagrams = load_script("diagrams")
+    assert "a --> b: c – d" in diagrams.mermaid([("a", "b", "c: d")], "a", None)
+
+
+def test_picture_is_what_its_script_draws() -> None:
+    drawing = load_script("draw_recovery")
+    assert drawing.PICTURE.read_text("utf-8") == drawing.picture(), "run 'python docs/draw_recovery.py'"
+    ET.fromstring(drawing.picture())  # well-formed
+
+
+# ---- what is listed -------------------------------------------------------------------------------------------------
+
+USAGE, PROTOCOL = ROOT / "docs" / "USAGE.md", ROOT / "docs" / "PROTOCOL.md"
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for match in LINK.finditer(FENCE.sub("", text)):
+            path, _, anchor = match["target"].partition("#")
+            if path.startswith("http"):
+                continue
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text("utf-8"))):
+                broken.append(f"{page.name}: {match['target']}")
+    assert broken == []
+
+
+def test_own_flags_are_all_described() -> None:
+    parser = flags.make_parser("keepstep run")
+    (own,) = [group for group in parser._action_groups if group.title == "keepstep"]
+    described = section(USAGE, "keepstep run")
+    assert [
+        action.option_strings for action in own._group_actions if f"`{action.option_strings[0]}" not in described
+    ] == []
+
+
+def test_no_flag_is_invented() -> None:
+    known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
+    known |= {"--faults", "--json", "--version"}  # of the drill, of status, of the command itself
+    known |= {"--steps", "--size", "--check"}  # of the examples, of docs/diagrams.py
+    for page in PAGES:
+        shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))
+        assert shown - known == set(), page.name
+
+
+def test_public_names_are_all_described() -> None:
+    text = USAGE.read_text("utf-8")
+    assert [name for name in keepstep.__all__ if name != "Step" and name not in text] == []
+
+
+def test_exit_codes_are_all_described() -> None:
+    described = section(PROTOCOL, "Exit codes")
+    for code in (recovery.EXIT_FAILED, recovery.EXIT_NOTHING_TO_RECOVER, recovery.EXIT_TOO_FEW_RANKS):
+        assert f"| {code} |" in described
+
+
+def test_report_fields_are_all_described() -> None:
+    machine = recovery.RecoveryMachine(recovery.RecoverySettings(world_size=2, num_spares=1))
+    record = records.RecoveryRecord(2, Cause.SIGNAL, "rank 1 lost", 0.0)
+    described = section(USAGE, "Reports")
+    fields = {*report.describe(machine, []), *report.describe_recovery(record), *record.milliseconds()}
+    assert [field for field in fields if f"`{field}`" not in described] == []
+    causes = {str(cause) for cause in Cause} - {"start"}  # no recovery begins with it
+    assert [word for word in {*causes, *map(str, recovery.Stage)} if f"`{word}`" not in described] == []
+
+
+def test_faults_are_all_described() -> None:
+    described = section(USAGE, "keepstep drill")
+    words = {*faults.KINDS, *faults.PHASES, *faults.MOMENTS} - {"random"}
+    assert [word for word in words if f"`{word}`" not in described] == []
+    assert "`phase=random`" in described
+    steps = [fault.step for fault in faults.default_faults(world_size=3)]
+    assert f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" in " ".join(described.split())
+
+
+def test_phases_are_all_described() -> None:
+    text = PROTOCOL.read_text("utf-8")
+    assert [phase for phase in Phase if f"`{phase}`" not in text] == []
+
+
+# ---- each check can fail --------------------------------------------------------------------------------------------
+
+SAMPLE = """# One
+```python
+# a.py
+raise SystemExit(3)
+```
+```console
+$ keepstep run x.py   # why
+output
+$ make test
+```
+## Two words, and more
+"""
+
+
+def test_blocks_are_found() -> None:
+    script, console = blocks(SAMPLE)
+    assert (script.language, script.file_name, script.line) == ("python", "a.py", 3)
+    assert console.commands == ["keepstep run x.py", "make test"]
+    assert anchors(SAMPLE) == {"one", "two-words-and-more"}
+
+
+def test_a_block_that_fails_fails_the_test(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(blocks(SAMPLE)[0].text, encoding="utf-8")
+    with pytest.raises(pytest.fail.Exception, match="ended with 3"):
+        run([sys.executable, "a.py"], tmp_path)
+
+
+def test_a_block_that_hangs_fails_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DEADLINE_S", 0.2)
+    with pytest.raises(pytest.fail.Exception, match="took more than"):
+        run([sys.executable, "-c", "import signal; signal.pause()"], tmp_path)
