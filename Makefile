@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test test-full bench lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the 
 
 test: lint ## every check, then every test
 	$(BIN)/python -m pytest
+
+test-full: $(STAMP) ## every kind of fault in every phase, both examples, two to four ranks
+	$(BIN)/python -m pytest -m full
 
 bench: $(STAMP) ## measure how long a recovery takes on this machine
 	$(BIN)/python benchmarks/recovery.py

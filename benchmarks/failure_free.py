@@ -8,20 +8,22 @@ ratio. Everything that runs beside the steps is in it: keepstep's agent and its 
 *turns*: both jobs at once, of which one trains for a few steps while the other waits before its next step. The two
 sides of a pair then lie a second or two apart. What runs beside the steps is on both sides of the ratio, so the
 processor time that each launcher took is printed next to it.
+
+Beside the time of a step stands the processor time that its ranks took for it: other programs on the machine disturb
+that much less, but it does not see time that a rank only waits.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import statistics
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jobs import RunningJob, Workload, median_step_s, pipes, read_events, step_intervals_s
+from jobs import Event, RunningJob, Workload, cpu_per_step_s, median_step_s, pipes, read_events
 
 KINDS = ("plain", "keepstep")
 WARM_UP_STEPS = 5
@@ -29,11 +31,19 @@ WARM_UP_STEPS = 5
 WARM_UP_TURNS = 1
 
 
+class Side(NamedTuple):
+    """One half of a pair, in milliseconds per step."""
+
+    step_ms: float
+    cpu_ms: float
+
+
 def measure_runs(workload: Workload, num_pairs: int, num_steps: int) -> dict[str, Any]:
     """Whole runs in alternation, the one that comes first changing from pair to pair.
 
     Returns:
-        per pair the median step time of both in milliseconds and their ratio (keepstep / plain).
+        per pair the median step time of both in milliseconds, their ratio (keepstep / plain), and the same for the
+        processor time of a step, all ranks together.
 
     Raises:
         JobFailed: a run failed.
@@ -41,17 +51,19 @@ def measure_runs(workload: Workload, num_pairs: int, num_steps: int) -> dict[str
     pairs = []
     for number in range(num_pairs):
         order = KINDS if number % 2 == 0 else KINDS[::-1]
-        step_ms = {kind: _run(workload, kind, num_steps) * 1000 for kind in order}
-        pairs.append(_pair(step_ms["plain"], step_ms["keepstep"]))
+        sides = {kind: _run(workload, kind, num_steps) for kind in order}
+        pairs.append(_pair(sides["plain"], sides["keepstep"]))
     return {"pairs": pairs, "steps_per_run": num_steps}
 
 
-def _run(workload: Workload, kind: str, num_steps: int) -> float:
+def _run(workload: Workload, kind: str, num_steps: int) -> Side:
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as name:
         folder = Path(name)
         with RunningJob(_command(workload, kind, folder, "--steps", str(num_steps)), folder) as job:
             job.wait(workload.deadline_s)
-        return median_step_s(read_events(folder), after_step=min(WARM_UP_STEPS, num_steps - 1))
+        events = read_events(folder)
+    first = min(WARM_UP_STEPS, num_steps - 2)
+    return Side(median_step_s(events, after_step=first) * 1000, cpu_per_step_s(events, after_step=first) * 1000)
 
 
 def measure_turns(workload: Workload, num_pairs: int, block: int) -> dict[str, Any]:
@@ -69,7 +81,7 @@ def measure_turns(workload: Workload, num_pairs: int, block: int) -> dict[str, A
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
                 turns[kind].take()
         cpu_percent = {kind: turns[kind].launcher_cpu_percent() for kind in KINDS}
-        blocks = {kind: turns[kind].block_medians_ms()[WARM_UP_TURNS:] for kind in KINDS}
+        blocks = {kind: turns[kind].blocks()[WARM_UP_TURNS:] for kind in KINDS}
     pairs = [_pair(plain, kept) for plain, kept in zip(blocks["plain"], blocks["keepstep"], strict=True)]
     return {"pairs": pairs, "steps_per_turn": block, "launcher_cpu_percent": cpu_percent}
 
@@ -108,14 +120,13 @@ class _Turns:
         used_s = self._job.cpu_now_s() - self._cpu_before_s
         return round(100 * used_s / (time.monotonic() - self._begun_s), 2)
 
-    def block_medians_ms(self) -> list[float]:
-        """The median step time of each block, from the second step on."""
-        events = read_events(self._folder)
-        steps = [event for event in events if event.what == "step" and event.rank == 0]
-        blocks: dict[int, list[Any]] = {}
-        for event in steps:
-            blocks.setdefault(int(event.value) // self._block, []).append(event)
-        return [statistics.median(step_intervals_s(block)) * 1000 for block in blocks.values()]
+    def blocks(self) -> list[Side]:
+        """Each block's median step time and processor time, from the second step on."""
+        blocks: dict[int, list[Event]] = {}
+        for event in read_events(self._folder):
+            if event.what == "step":
+                blocks.setdefault(int(event.value) // self._block, []).append(event)
+        return [Side(median_step_s(block) * 1000, cpu_per_step_s(block) * 1000) for block in blocks.values()]
 
 
 def _command(workload: Workload, kind: str, folder: Path, *more: str) -> list[str]:
@@ -123,9 +134,12 @@ def _command(workload: Workload, kind: str, folder: Path, *more: str) -> list[st
     return workload.keepstep(worker) if kind == "keepstep" else workload.torchrun(worker)
 
 
-def _pair(plain_ms: float, kept_ms: float) -> dict[str, float]:
+def _pair(plain: Side, kept: Side) -> dict[str, float]:
     return {
-        "plain_ms": round(plain_ms, 3),
-        "keepstep_ms": round(kept_ms, 3),
-        "ratio": round(kept_ms / plain_ms, 4),
+        "plain_ms": round(plain.step_ms, 3),
+        "keepstep_ms": round(kept.step_ms, 3),
+        "ratio": round(kept.step_ms / plain.step_ms, 4),
+        "plain_cpu_ms": round(plain.cpu_ms, 3),
+        "keepstep_cpu_ms": round(kept.cpu_ms, 3),
+        "cpu_ratio": round(kept.cpu_ms / plain.cpu_ms, 4),
     }

@@ -61,6 +61,7 @@ class Event:
     what: str
     value: float
     at_s: float
+    cpu_s: float
 
 
 def read_events(folder: Path) -> list[Event]:
@@ -70,8 +71,8 @@ def read_events(folder: Path) -> list[Event]:
         rank = int(path.name.rpartition("-")[2])
         for line in path.read_text(encoding="ascii").splitlines(keepends=True):
             if line.endswith("\n"):
-                attempt, what, value, at = line.split()
-                found.append(Event(rank, int(attempt), what, float(value), float(at)))
+                attempt, what, value, at, cpu = line.split()
+                found.append(Event(rank, int(attempt), what, float(value), float(at), float(cpu)))
     return sorted(found, key=lambda event: event.at_s)
 
 
@@ -89,6 +90,15 @@ def step_intervals_s(events: list[Event], rank: int = 0, after_step: int = 0) ->
         for before, after in itertools.pairwise(steps)
         if after.attempt == before.attempt and after.value == before.value + 1 and after.value >= after_step
     ]
+
+
+def cpu_per_step_s(events: list[Event], after_step: int = 0) -> float:
+    """Processor time of a step, all ranks together, between the first and the last of the steps that count."""
+    total = 0.0
+    for rank in {event.rank for event in events}:
+        steps = [event for event in events if event.rank == rank and event.what == "step" and event.value >= after_step]
+        total += (steps[-1].cpu_s - steps[0].cpu_s) / (len(steps) - 1)
+    return total
 
 
 def median_step_s(events: list[Event], after_step: int = 0) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -156,6 +157,9 @@ def _step_times(title: str, measured: dict[str, Any]) -> Section:
             ("plain, ms", "plain_ms", 1),
             ("keepstep, ms", "keepstep_ms", 1),
             ("keepstep / plain", "ratio", 3),
+            ("plain, processor ms", "plain_cpu_ms", 1),
+            ("keepstep, processor ms", "keepstep_cpu_ms", 1),
+            ("keepstep / plain", "cpu_ratio", 3),
         )
     ]
     if "steps_per_run" in measured:
@@ -169,6 +173,12 @@ def _step_times(title: str, measured: dict[str, Any]) -> Section:
             "processor time of the launcher's own process, in percent of a core: "
             f"keepstep {used['keepstep']}, torchrun {used['plain']}.",
         ]
+    notes.append("processor ms: what a step took on all ranks together, without the time that a rank only waits.")
+    for key, what in (("ratio", "ratio"), ("cpu_ratio", "ratio of processor time")):
+        low, high = median_interval([pair[key] for pair in pairs])
+        notes.append(
+            f"{what}: its median lies between {low:.3f} and {high:.3f} (95 % by the sign test, if enough pairs)."
+        )
     ratios = sorted(pair["ratio"] for pair in pairs)
     notes.append(f"ratio of each pair: {', '.join(f'{ratio:.3f}' for ratio in ratios)}.")
     return Section(title, ("per pair", "median", "lower quartile", "upper quartile", "max"), rows, notes)
@@ -180,6 +190,20 @@ def _four(values: list[float], digits: int = 1) -> list[str]:
         return ["-"] * 4
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
     return [f"{value:,.{digits}f}" for value in (statistics.median(values), low, high, max(values))]
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """The interval that holds the true median with 95 % probability, whatever the distribution (sign test).
+
+    With fewer than six values it is the whole range, and holds it with less.
+    """
+    ordered, num = sorted(values), len(values)
+    below, dropped = 0.5**num, 0
+    while below + math.comb(num, dropped + 1) * 0.5**num <= 0.025 and dropped + 1 < num // 2:
+        dropped += 1
+        below += math.comb(num, dropped) * 0.5**num
+    # `dropped` values on either side may be left out; none if even the outermost pair is not sure enough.
+    return ordered[dropped], ordered[num - 1 - dropped]
 
 
 def _ms(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """How long a recovery takes, and what being able to recover costs while nothing fails.
 
-    python benchmarks/recovery.py                 everything; about a quarter of an hour on two cores
+    python benchmarks/recovery.py                 everything; about ten minutes on two idle cores
     python benchmarks/recovery.py --only C        one part
     python benchmarks/recovery.py --quick         a smoke test with a tiny model; nothing is written
 

@@ -6,11 +6,12 @@ lines for both. What differs is what the user's script would differ in: `train_p
 
 Each rank appends to a file ``events-RANK`` in --events, a line of words for each thing that happened:
 
-    ATTEMPT start PID AT      the process has a rank
-    ATTEMPT step INDEX AT     it completed a step
-    ATTEMPT save MS AT        rank 0 wrote a checkpoint
+    ATTEMPT start PID AT CPU      the process has a rank
+    ATTEMPT step INDEX AT CPU     it completed a step
+    ATTEMPT save MS AT CPU        rank 0 wrote a checkpoint
 
-ATTEMPT counts restarts under torchrun and generations under keepstep; AT is the machine's monotonic clock in seconds.
+ATTEMPT counts restarts under torchrun and generations under keepstep; AT is the machine's monotonic clock and CPU the
+processor time of the process so far, both in seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Events:
 
     def note(self, what: str, value: object) -> None:
         """Appends a line with the time of now."""
-        os.write(self._file, f"{self.attempt} {what} {value} {time.monotonic()!r}\n".encode())
+        os.write(self._file, f"{self.attempt} {what} {value} {time.monotonic()!r} {time.process_time()!r}\n".encode())
 
 
 class Gate:

@@ -129,11 +129,12 @@ def spare() -> list[str]:
     y = middle(3)
     target = middle(1) + BAR_HEIGHT // 2 + 3
     # Behind the lane of rank 2, so the arrow goes round its bars in the gap between two of them.
+    x = STOPPED
     return [
         line(STEP_A, y, STOPPED - 16, y, "waits"),
         text(STEP_A + 2, y - 8, "warm: has built its model, waits for a rank", "quiet"),
-        f'<path class="takes" d="M {STOPPED - 16} {y} H {STOPPED} V {target + 8}"/>',
-        f'<polygon class="head" points="{STOPPED - 6},{target + 9} {STOPPED + 6},{target + 9} {STOPPED},{target - 1}"/>',
+        f'<path class="takes" d="M {x - 16} {y} H {x} V {target + 8}"/>',
+        f'<polygon class="head" points="{x - 6},{target + 9} {x + 6},{target + 9} {x},{target - 1}"/>',
         text(STOPPED + 10, y - 8, "takes rank 1", "quiet"),
         line(END_B + 6, y, CUT, y, "waits"),
         text(END_B + 6, y - 8, "a new spare starts", "quiet"),
@@ -145,7 +146,7 @@ def parameters() -> list[str]:
     top, height = FIRST_LANE + 4 * LANE_HEIGHT + 16, 28
     drawn = [text(20, top + 18, "weights", "name")]
     for begin, end, kind, label in (
-        (STEP_A, BARRIER_A, "band", "at step i−1"),
+        (STEP_A, BARRIER_A, "band", "at step i-1"),
         (BARRIER_A, END_A, "between", ""),
         (END_A, BARRIER_B, "band", "at step i, on every survivor, all the time: nothing is read from a disk"),
         (BARRIER_B, END_B, "between", ""),
@@ -165,7 +166,7 @@ def steps() -> list[str]:
     y = 42
     drawn = []
     for begin, end, label in (
-        (STEP_A, END_A, "step i−1"),
+        (STEP_A, END_A, "step i-1"),
         (END_A + 6, FAILURE, "step i"),
         (RESTORED + 6, END_B, "step i, again"),
         (END_B + 6, CUT, "step i+1"),

@@ -1,9 +1,9 @@
 """Docs run: what README.md and docs/ show is executed, and what they list is compared with the code.
 
 A page has its own folder. Its ``python`` blocks are run there under plain Python, in their order; one that begins with
-``# name.py`` leaves that file behind for the commands. Its ``console`` blocks are run after them, line by line: each line
-that begins with ``$`` is a command, and has to end with exit code 0. A command that is not run stands in `NOT_RUN` with
-the reason.
+``# name.py`` leaves that file behind for the commands. Its ``console`` blocks are run after them, line by line: each
+line that begins with ``$`` is a command, and has to end with exit code 0. A command that is not run stands in `NOT_RUN`
+with the reason.
 """
 
 import importlib.util
@@ -34,13 +34,18 @@ DEADLINE_S = 60
 NOT_RUN = {
     "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
     "make test": "it is what runs this test",
+    "keepstep run --nproc-per-node 3 --spares 1 train.py": "the drill in the next line runs the same job twice",
+    (
+        "keepstep drill --nproc-per-node 2 "
+        '--faults "kill@step=3,phase=backward,rank=1; hang@step=8,phase=forward,rank=0" --json drill.json script.py'
+    ): "parsed below; README.md's drill is run, with a kill in every phase",
     "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
     "keepstep status --run-dir run --json": "as above",
-    'keepstep drill --nproc-per-node 3 --faults "kill@step=7,phase=synced,rank=1; kill@during=restore,rank=0" script.py': (
-        "parsed below; one drill a page is enough"
+    'keepstep drill --nproc-per-node 3 --faults "kill@step=7,phase=synced; kill@during=restore,rank=0" script.py': (
+        "parsed below, as above"
     ),
-    'keepstep drill --nproc-per-node 3 --faults "kill@phase=random,count=20,seed=3" script.py --steps 500': (
-        "parsed below; twenty recoveries take too long here"
+    'keepstep drill --nproc-per-node 3 --faults "kill@phase=random,count=3,seed=1" examples/train_gpt.py': (
+        "parsed below, as above"
     ),
 }
 LANGUAGES = {"python", "console", "text", "mermaid"}

@@ -63,7 +63,7 @@ class SimulatedJob:
         shards: Callable[[int], str] = lambda rank: "0",
         **settings: object,
     ) -> None:
-        self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares, **settings))  # type: ignore[arg-type]  # by name
+        self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares, **settings))
         self.num_steps = num_steps
         self.checkpoint_every = checkpoint_every
         self.checkpoints: set[int] = set()
@@ -79,7 +79,9 @@ class SimulatedJob:
         """(generation, rank) -> how far that rank ever came: what it gave to the others is with them."""
         self.met: set[int] = set()
         """Generations in which all ranks came to the rendezvous."""
+        self.decided_step = 0
         self.resume_floor = 0
+        """Where training last went on: no generation resumes before it."""
         self.num_deadlines = 0
         """How often a deadline had to come before anything could go on."""
         self._withheld: set[tuple[int, type]] = set()
@@ -92,6 +94,11 @@ class SimulatedJob:
         worker = self.machine.roster.holder(rank)
         assert worker is not None, f"nobody holds rank {rank}"
         return self.workers[worker.worker]
+
+    @property
+    def where(self) -> tuple[Stage, int]:
+        """Stage and generation of the job."""
+        return self.machine.stage, self.machine.generation
 
     def withhold(self, worker: SimulatedWorker, *kinds: type) -> None:
         """The worker, or the agent for it, stops before it sends any of these, until `release`."""
@@ -132,6 +139,15 @@ class SimulatedJob:
                 self.deadline()
         return self
 
+    def finish_well(self) -> None:
+        """Trains to the last step: without waiting for any deadline, and all ranks end with the same."""
+        self.finish()
+        assert self.ended is not None
+        assert self.ended.exit_code == 0, self.ended.reason
+        assert self.num_deadlines == 0, f"a deadline had to come, now in generation {self.machine.generation}"
+        ranks = range(self.machine.settings.world_size)
+        assert self.machine.digests == dict.fromkeys(ranks, f"weights at step {self.num_steps}")
+
     def deadline(self) -> None:
         """Time goes by until the machine's next deadline."""
         due = self.machine.next_deadline()
@@ -143,7 +159,7 @@ class SimulatedJob:
     def say(self, message: AnyMessage) -> list[Effect]:
         """Gives the machine one report, past all queues, and returns its effects; they are carried out."""
         self.now_s += EVENT_S
-        effects = self.machine.receive(message, self.now_s)  # type: ignore[arg-type]  # only reports are queued
+        effects = self.machine.receive(message, self.now_s)
         self._perform(effects)
         return effects
 
@@ -174,6 +190,10 @@ class SimulatedJob:
             lost = WorkerLost(worker.number, Cause.HANG, "no progress", False, self._tag(worker), self.now_s)
             self._queue(worker.number, lost)
 
+    def _fence(self, worker: SimulatedWorker) -> None:
+        self._exit(worker)
+        self._queue(worker.number, WorkerFenced(worker.number))
+
     def _lose(self, worker: SimulatedWorker, cause: Cause, detail: str) -> None:
         self._exit(worker)
         self._queue(worker.number, WorkerLost(worker.number, cause, detail, True, self._tag(worker), self.now_s))
@@ -202,6 +222,8 @@ class SimulatedJob:
         for worker in list(self.workers.values()):
             if worker.orders and not worker.hung:
                 yield f"{worker.number} reads", lambda worker=worker: worker.read(worker.orders.popleft())
+            if worker.dying and (move := self._sends(worker, WorkerFenced, self._fence)):
+                yield f"the fence reaches worker {worker.number}", move
             if move := self._next(worker, training):
                 yield f"worker {worker.number} goes on from {worker.doing.name}", move
             if failures and (move := self._collective_failure(worker)):
@@ -315,9 +337,8 @@ class SimulatedJob:
         if worker.generation > 0 and worker.told <= worker.generation:
             worker.step, worker.phase = -1, Phase.UPDATED
         snapshots, writes = tuple(sorted(self.checkpoints)), self.checkpoint_every is not None
-        shard = self.shards(worker.rank or 0)
-        report = WorkerReady(worker.number, worker.generation, worker.reach(), snapshots, writes, shard)
-        self._queue(worker.number, report)
+        said = (worker.generation, worker.reach(), snapshots, writes, self.shards(worker.rank or 0))
+        self._queue(worker.number, WorkerReady(worker.number, *said))
         worker.doing = Doing.READY
 
     # ---- a worker's recovery ----------------------------------------------------------------------------------------
@@ -326,10 +347,8 @@ class SimulatedJob:
         worker.reported = worker.told
         step, phase = worker.stopped_in or (worker.step, worker.phase)
         snapshots = tuple(sorted(self.checkpoints))
-        report = SafePointReached(
-            worker.number, worker.told, step, phase, worker.reach(), worker.parameters_at, snapshots
-        )
-        self._queue(worker.number, report)
+        at, reach = worker.parameters_at, worker.reach()
+        self._queue(worker.number, SafePointReached(worker.number, worker.told, step, phase, reach, at, snapshots))
 
     def _carry_out(self, worker: SimulatedWorker, order: Recover) -> None:
         if worker.phase is Phase.SYNCED and order.action is Action.ADVANCE:
@@ -441,23 +460,21 @@ class SimulatedJob:
                     self._queue(number, WorkerStarted(number, 4000 + number))
                 case FenceWorker(number):
                     if number in self.workers:
-                        self._exit(self.workers[number])
-                    self._queue(number, WorkerFenced(number))
+                        self.workers[number].dying = True
+                    else:
+                        self._queue(number, WorkerFenced(number))
                 case EndJob():
                     assert self.ended is None, "the job ends twice"
                     self.ended = effect.order
                 case order:
-                    self._check(order)
+                    if isinstance(order, Recover):
+                        self._check_decision(order)
+                    elif isinstance(order, Resume):
+                        self._check_resume(order)
                     one = getattr(order, "worker", None)
-                    for number in order.workers if one is None else (one,):  # type: ignore[union-attr]  # either
+                    for number in order.workers if one is None else (one,):
                         if number in self.workers:
                             self.workers[number].orders.append(order)
-
-    def _check(self, order: AnyMessage) -> None:
-        if isinstance(order, Recover):
-            self._check_decision(order)
-        elif isinstance(order, Resume):
-            self._check_resume(order)
 
     def _check_decision(self, order: Recover) -> None:
         assert order.generation == self.machine.generation
@@ -469,7 +486,7 @@ class SimulatedJob:
         assert order.resume_step >= max(kept, default=0), f"{order} goes back behind a survivor: {kept}"
         if not self.checkpoint_every:
             assert order.resume_step >= self.resume_floor, f"{order} goes back behind step {self.resume_floor}"
-        self.resume_floor = order.resume_step
+        self.decided_step = order.resume_step
 
     def _check_resume(self, order: Resume) -> None:
         """Every rank is there once, connected in this generation, with whole parameters of the resume step."""
@@ -478,5 +495,6 @@ class SimulatedJob:
         assert sorted(rank for rank in ranks if rank is not None) == list(range(self.machine.settings.world_size))
         for worker in resumed:
             assert worker.generation == order.generation, f"worker {worker.number} is not connected"
-            assert worker.parameters_at == self.resume_floor, f"worker {worker.number} is at {worker.parameters_at}"
+            assert worker.parameters_at == self.decided_step, f"worker {worker.number} is at {worker.parameters_at}"
         assert self.machine.stage is Stage.TRAINING
+        self.resume_floor = self.decided_step

@@ -43,6 +43,8 @@ class SimulatedWorker:
     phase: Phase = Phase.STARTING
     torn: bool = False
     hung: bool = False
+    dying: bool = False
+    """It was ordered to be fenced, and its process still exists."""
     generation: int = 0
     """The generation whose groups it has connected."""
     target: int = 0

@@ -154,7 +154,9 @@ def test_bytes_after_a_message_are_refused(message: AnyMessage, rest: bytes) -> 
     assert refused(messages.encode(message) + rest)
 
 
+@not_utf8
 @given(st.binary(max_size=200))
+@example(b"\x91\xa1\xff")
 def test_random_bytes_are_refused(frame: bytes) -> None:
     assert refused(frame)
 

@@ -69,7 +69,14 @@ scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
 average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 loader = Counter()
 session.protect(
-    model=model, first=first, second=second, schedule=schedule, drops=drops, scaler=scaler, average=average, loader=loader
+    model=model,
+    first=first,
+    second=second,
+    schedule=schedule,
+    drops=drops,
+    scaler=scaler,
+    average=average,
+    loader=loader,
 )
 
 for step in session.steps(arguments.steps):

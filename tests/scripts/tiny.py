@@ -21,7 +21,9 @@ arguments = parser.parse_args()
 
 session = keepstep.init(seed=3)
 torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)))
+model = DistributedDataParallel(
+    torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 session.protect(model=model, optimizer=optimizer, checkpoint_dir=arguments.checkpoint_dir, checkpoint_every=5)
 

@@ -126,6 +126,14 @@ def file_store(path: Path, num_ranks: int, generation: int = 1, name: str = "wor
     return dist.PrefixStore(f"{generation}/{name}", store)
 
 
+def meet(path: Path, num_ranks: int, name: str) -> None:
+    """Waits until all ranks are here, without a word over their groups."""
+    store = file_store(path, num_ranks, name=f"meet/{name}")
+    if store.add("here", 1) == num_ranks:
+        store.set("all", b"")
+    store.wait(["all"])
+
+
 def registry_of(path: Path, num_ranks: int, watcher: Watcher) -> GroupRegistry:
     """A registry whose groups find each other in `file_store`."""
     return GroupRegistry(lambda generation, name: file_store(path, num_ranks, generation, name), watcher)
@@ -139,9 +147,9 @@ def join(path: Path, rank: int, num_ranks: int, watcher: Watcher | None = None) 
     return registry, world
 
 
-def plain_gloo(path: Path, rank: int, num_ranks: int) -> Any:
-    """A gloo group of torch itself, as keepstep has it inside."""
+def plain_gloo(path: Path, rank: int, num_ranks: int, generation: int = 1, timeout_s: float = 10 * DEADLINE_S) -> Any:
+    """A gloo group of torch itself, as keepstep has it inside. What waits for its usual deadline has hung."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=10 * DEADLINE_S)  # what waits for it has hung, and the test says so
-    return dist.ProcessGroupGloo(file_store(path, num_ranks), rank, num_ranks, options)
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(file_store(path, num_ranks, generation), rank, num_ranks, options)

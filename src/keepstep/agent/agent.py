@@ -52,6 +52,8 @@ from keepstep.transports.spawning import (
 
 TICK_S = 0.02
 """How often the tag pages are looked at; a look costs a few microseconds a worker."""
+STAND_S = 0.2
+"""A worker that has not moved for so long is looked up in /proc, and again as often: is its process stopped?"""
 DRAIN_DEADLINE_S = 0.5
 """How long a dead worker's last words may take to be read; they are in the socket already."""
 
@@ -74,6 +76,9 @@ class AgentWorker:
     watched_generation: int | None = None
     events_read: int = 0
     last_forward_ns: int = 0
+    progress: int = -1
+    moved_s: float = 0.0
+    stopped: bool = False
 
 
 class Agent:
@@ -323,9 +328,11 @@ class Agent:
 
     def _look(self, worker: AgentWorker, now_s: float) -> None:
         view = worker.page.read()
-        still_s = now_s - view.since_ns / 1e9
-        stopped = still_s > TICK_S and _is_stopped(worker.pid)
-        look = Observation(view.tag, view.progress, view.waiting, view.entered > view.left, stopped)
+        if view.progress != worker.progress:
+            worker.progress, worker.moved_s, worker.stopped = view.progress, now_s, False
+        elif now_s - worker.moved_s > STAND_S:
+            worker.moved_s, worker.stopped = now_s, _is_stopped(worker.pid)
+        look = Observation(view.tag, view.progress, view.waiting, view.entered > view.left, worker.stopped)
         self._liveness.observe(worker.worker, look, now_s)
         if worker.watched_generation is not None:
             self._watch_first_step(worker)

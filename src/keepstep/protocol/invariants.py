@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepstep.errors import InternalError
+from keepstep.protocol.resume import Action
 
 if TYPE_CHECKING:
     from keepstep.protocol.recovery import RecoveryMachine
@@ -29,9 +30,16 @@ def check(machine: RecoveryMachine) -> None:
             machine,
             f"{machine.stage} without ranks {machine.roster.missing_ranks()}",
         )
-        _hold(not machine.roster.unfenced(), machine, f"{machine.stage} while a lost worker may still run")
-    steps = [record.resume_step for record in machine.records if record.resume_step is not None]
-    _hold(steps == sorted(steps), machine, f"a resume step went back: {steps}")
+        unfenced = [worker for worker in machine.roster.unfenced() if worker.rank is not None]
+        _hold(not unfenced, machine, f"{machine.stage} while a lost worker may still run")
+    highest = 0
+    for record in machine.records:
+        if record.resume_step is None or record.restored_s is None:
+            continue
+        rewound = Action.REWIND in record.actions.values()
+        what = f"training went back from step {highest} to {record.resume_step}, and not to a checkpoint"
+        _hold(rewound or record.resume_step >= highest, machine, what)
+        highest = record.resume_step
 
 
 def _hold(condition: bool, machine: RecoveryMachine, what: str) -> None:

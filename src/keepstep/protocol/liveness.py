@@ -31,11 +31,13 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LivenessSettings:
-    """Deadlines in seconds."""
+    """Deadlines in seconds. The defaults leave room to have repaired a hang within ``max(1 s, 3 x the phase)``."""
 
-    floor_s: float = 1.0
-    factor: float = 3.0
+    floor_s: float = 0.75
+    factor: float = 2.5
     """A phase may take ``max(floor_s, factor x its longest of late)``."""
+    stopped_s: float = 0.3
+    """How long a process may be seen held by SIGSTOP; nothing needs to be guessed there."""
     unknown_s: float = 120.0
     """For a phase that has not been seen to end yet: compilation, lazy initialisation."""
     between_steps_s: float = 600.0
@@ -50,6 +52,7 @@ class _Watched:
     seen: Observation | None = None
     changed_s: float = 0.0
     phase_began_s: float = 0.0
+    stopped_since_s: float | None = None
     stopping: bool = False
     safe: bool = False
     lost: bool = False
@@ -105,9 +108,17 @@ class LivenessMachine:
         if watched is None or (watched.seen is not None and look == watched.seen):
             return
         before = watched.seen
-        watched.seen, watched.changed_s = look, now_s
-        if before is not None and before.tag.phase is not look.tag.phase:
-            if not watched.stopping and before.tag.generation == look.tag.generation:
+        watched.seen = look
+        if before is None or (before.tag, before.progress) != (look.tag, look.progress):
+            watched.changed_s = now_s
+        if not look.stopped:
+            watched.stopped_since_s = None
+        elif watched.stopped_since_s is None:
+            watched.stopped_since_s = now_s
+        if before is not None and (before.tag.phase, before.tag.step) != (look.tag.phase, look.tag.step):
+            if before.tag.phase is look.tag.phase:
+                pass  # whole phases went by between two looks: nothing is learned from that
+            elif not watched.stopping and before.tag.generation == look.tag.generation:
                 self._durations[before.tag.phase].append(now_s - watched.phase_began_s)
             watched.phase_began_s = now_s
 
@@ -128,10 +139,10 @@ class LivenessMachine:
         holders = [number for number, watched in self._workers.items() if watched.rank is not None]
         overdue = [number for number in holders if self._still_s(number, now_s) > self.deadline_s(number)]
         for number, watched in self._workers.items():
-            still_s = self._still_s(number, now_s)
             if watched.lost or watched.seen is None:
                 continue
-            if watched.seen.stopped and still_s > self.settings.floor_s:
+            stopped_since_s = watched.stopped_since_s
+            if stopped_since_s is not None and now_s - stopped_since_s > self.settings.stopped_s:
                 verdicts.append(self._blame(number, Cause.STOPPED, "its process is stopped (SIGSTOP)", now_s))
             elif number in overdue and self._at_fault(watched):
                 verdicts.append(self._blame(number, Cause.HANG, "no progress, and it waits for nobody", now_s))
@@ -146,7 +157,7 @@ class LivenessMachine:
 
     def _stalled(self, holders: list[int]) -> list[JobStalled]:
         looks = [watched.seen for number, watched in self._workers.items() if number in holders and watched.seen]
-        if not all(look.in_collective for look in looks):
+        if not looks or not all(look.in_collective for look in looks):
             return []
         generation = max(look.tag.generation for look in looks)
         if generation == self._stalled_generation:

@@ -59,6 +59,12 @@ class WorkerJoined(Message, frozen=True):
     pid: int
 
 
+class RankAwaited(Message, frozen=True):
+    """A spare's script has come to a line that needs its rank: it can go no further, and can be given one."""
+
+    worker: int
+
+
 class WorkerReady(Message, frozen=True):
     """The worker stands at its first step with everything protected, and waits.
 
@@ -302,6 +308,7 @@ class EndJob(Message, frozen=True):
 
 WorkerReport: TypeAlias = (
     WorkerJoined
+    | RankAwaited
     | WorkerReady
     | CollectiveFailed
     | SafePointReached
@@ -320,6 +327,12 @@ AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
 
 Report: TypeAlias = WorkerReport | AgentReport
 AnyMessage: TypeAlias = Report | AgentOrder
+
+
+def text(value: object, limit: int = 4000) -> str:
+    """What ``str`` makes of a value, cut to ``limit`` characters and free of what UTF-8 cannot carry."""
+    return str(value)[:limit].encode("utf-8", "backslashreplace").decode()
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -340,5 +353,5 @@ def decode(frame: bytes | bytearray | memoryview) -> AnyMessage:
         raise RemoteProtocolError(f"a message of {len(frame)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
     try:
         return _decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"not a message of this protocol: {error}") from error

@@ -69,7 +69,9 @@ class RecoveryRecord(msgspec.Struct):
         ``gap`` runs from the failure to the first step completed by all; ``resume`` is its last part, in which that
         step is computed.
         """
-        since = min((failure.since_s for failure in self.failures), default=self.begun_s)
+        since = min(
+            (failure.since_s for failure in self.failures if failure.since_s < self.begun_s), default=self.begun_s
+        )
         marks = [
             ("detect", since, self.begun_s),
             ("stop", self.begun_s, self.stopped_s),

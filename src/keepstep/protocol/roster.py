@@ -17,6 +17,8 @@ class Worker:
     pid: int | None = None
     ready: WorkerReady | None = None
     """Its last word that it stands at its first step; None while it starts up."""
+    awaits_rank: bool = False
+    """A spare whose script can go no further without a rank."""
     lost: bool = False
     gone: bool = False
     """Its process no longer exists (a lost worker that is not gone must be fenced)."""
@@ -26,7 +28,9 @@ class Worker:
     groups_reset: bool = False
     recovered: bool = False
     finished: bool = False
+    answered_rescue: bool = False
     rescued: str | None = None
+    """Where it saved its shard."""
     error: str | None = None
 
     def begin_generation(self) -> None:

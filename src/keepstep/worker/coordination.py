@@ -18,6 +18,7 @@ from keepstep.protocol.messages import (
     CollectiveFailed,
     Complete,
     GroupsReset,
+    RankAwaited,
     Recover,
     Rescue,
     Resume,
@@ -25,6 +26,7 @@ from keepstep.protocol.messages import (
     Stop,
     WorkerJoined,
     WorkerOrder,
+    text,
 )
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.resume import reach
@@ -121,7 +123,7 @@ class Coordination:
             self._failed_generation = self.generation
         if first:
             self._break()
-            self.link.send(CollectiveFailed(self.link.worker, self.generation, group, str(error)[:2000]))
+            self.link.send(CollectiveFailed(self.link.worker, self.generation, group, text(error)))
         return True
 
     def echoed(self, group: str) -> None:
@@ -138,16 +140,17 @@ class Coordination:
     def await_rank(self) -> int:
         """This process's rank; a spare waits until it is given one."""
         if self.rank is None:
+            self.link.send(RankAwaited(self.link.worker))
             self.page.set_waiting(True)
             self._assigned.wait()
             self.page.set_waiting(False)
         assert self.rank is not None
         return self.rank
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(f"keepstep: {text}", RuntimeWarning, stacklevel=4)
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"keepstep: {what}", RuntimeWarning, stacklevel=4)
 
     # ---- the flag -------------------------------------------------------------------------------------------------
 
@@ -187,11 +190,13 @@ class Coordination:
         self.link.send(WorkerJoined(self.link.worker, self._pid))
         if self.rank is None:
             return 0
-        order = self._await(Assign)
-        assert isinstance(order, Assign)
+        order = self._await(Assign, Stop)
         try:
-            self.connect(order.generation)
+            if isinstance(order, Assign):
+                self.connect(order.generation)
         except Superseded:
+            pass
+        if self.generation == 0:
             self.tainted = True  # the start-up goes on in echo and ends at the first step
         return self.rank
 
@@ -204,11 +209,15 @@ class Coordination:
         assert self.groups is not None
         assert self.rank is not None
         self.check_current(generation)
+        self.groups.drain()
         self.observe("reset")
+        self.page.set_waiting(True)
         try:
             self.groups.connect(generation, self.rank)
         except (RuntimeError, PeerLost) as error:
             raise self.lost_in(generation, "connect", error) from error
+        finally:
+            self.page.set_waiting(False)
         self.generation = generation
         self._flagged.clear()
         self.page.reset_collectives()
@@ -231,7 +240,7 @@ class Coordination:
         """Breaks off a recovery: tells the controller unless it knows, and returns what to raise."""
         self._break()
         if self._stop_generation <= generation:
-            self.link.send(CollectiveFailed(self.link.worker, generation, where, str(error)[:2000]))
+            self.link.send(CollectiveFailed(self.link.worker, generation, where, text(error)))
         return Superseded(f"generation {generation}, {where}: {error}")
 
     def own_reach(self) -> tuple[int, ...]:

@@ -66,21 +66,32 @@ class Recovery:
         self._held = self._coordination.stand(self.snapshots(), self._coordination.generation)
         return self._held
 
+    @property
+    def due(self) -> bool:
+        """Whether a failure is waiting to be recovered from."""
+        return self._held is not None or self._coordination.interrupted
+
     def after_step(self) -> None:
-        """The step is complete: writes a checkpoint where one is due, and recovers if a failure came meanwhile."""
+        """The step is complete: writes a checkpoint where one is due.
+
+        A failure that came meanwhile is not recovered from here but when the next step is asked for: what the script
+        does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
+        """
         coordination = self._coordination
         if self._checkpoints is not None and coordination.rank == 0 and not coordination.torn:
             self._checkpoints.after_step(coordination.machine.step + 1, coordination.generation)
-        if self._held is not None or coordination.interrupted:
-            self.run(self._held)
+
+    def after_last_step(self) -> None:
+        """Waits for the checkpoint that is being written."""
+        if self._checkpoints is not None:
+            self._checkpoints.flush()
 
     def after_interruption(self) -> None:
-        """The step was left early: undoes it and recovers."""
+        """The step was left early: undoes it, unless the decision may still be to complete it."""
         machine = self._coordination.machine
         self._coordination.stopped_in = (machine.step, machine.phase)
-        if machine.phase is not Phase.SYNCED:
+        if machine.phase is not Phase.SYNCED or self._held is not None:
             self._undo()
-        self.run(self._held)
 
     def run(self, order: Recover | None = None) -> None:
         """Recovers, however many generations it takes.
@@ -89,7 +100,7 @@ class Recovery:
             order: the decision, where it has been received already.
         """
         coordination = self._coordination
-        self._held = None
+        order, self._held = order or self._held, None
         generation = coordination.generation
         while True:
             try:
@@ -110,6 +121,8 @@ class Recovery:
         coordination = self._coordination
         if coordination.machine.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
             return
+        assert coordination.groups is not None
+        coordination.groups.drain()
         if coordination.machine.phase is Phase.BACKWARD:
             for module in self._ddp:
                 settle_buckets(module)
@@ -130,6 +143,7 @@ class Recovery:
         coordination, rank = self._coordination, self._coordination.rank
         coordination.observe("restore")
         route = Route(order.sources, order.receivers)
+        coordination.page.set_waiting(True)  # each side waits for the other
         try:
             match order.action:
                 case Action.RESTORE:
@@ -147,6 +161,8 @@ class Recovery:
                 send_state(self._state, order.resume_step, rank, route, inner, self._moved)
         except (RuntimeError, RemoteProtocolError) as error:
             raise coordination.lost_in(order.generation, "restore", error) from error
+        finally:
+            coordination.page.set_waiting(False)
         return 0
 
     def _receive(self, step: int, route: Route) -> int:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.worker.groups.collectives import COLLECTIVES, own, run_all
+from tests.worker.ranks import Watcher, file_store, join, meet, registry_of, run_ranks
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import PeerLost
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.registry import GroupRegistry
-from tests.worker.groups.collectives import COLLECTIVES, own, run_all
-from tests.worker.ranks import Watcher, file_store, join, registry_of, run_ranks
 
 NO_FUTURE = "gloo's send, recv and reduce_scatter have no future (Work::getFuture not implemented), GroupWork needs one"
 NO_SINGLE = "torch 2.13 calls all_gather_single and reduce_scatter_single, which the group does not override"
@@ -173,6 +173,7 @@ def through_a_failure(rank: int, size: int, path: Path) -> tuple[list[dict[str, 
     registry, world = join(path, rank, size, watcher)
     good = [name for name in COLLECTIVES if name not in DEFECTS]
     first, downs = run_all(rank, size, only=good), [world.is_down]
+    meet(path, size, "first life over")
     registry.take_down()
     downs.append(world.is_down)
     echoed = run_all(rank, size, only=[name for name in COLLECTIVES if name not in ECHO_DEFECTS])
@@ -240,6 +241,7 @@ def interrupted(rank: int, size: int, path: Path, echoes: bool) -> Any:
     registry = registry_of(path, size, watcher)
     world = registry.join_world(rank, size, lambda: rank)
     world.connect(file_store(path, size), rank, timedelta(hours=1))
+    meet(path, size, "connected")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     tensor, outputs = own(rank, 3), [torch.zeros(3) for _ in range(size)]
@@ -264,12 +266,12 @@ def breaking(rank: int, size: int, path: Path, echoes: bool) -> Any:
     """Rank 1 leaves; rank 0 is not told and sees its collective fail."""
     watcher = Watcher(echoes)
     registry, _world = join(path, rank, size, watcher)
+    meet(path, size, "connected")
+    if rank == 1:
+        registry.take_down()
+        return None
     outputs = [torch.zeros(3) for _ in range(size)]
     try:
-        dist.barrier()  # both are connected
-        if rank == 1:
-            registry.take_down()
-            return None
         dist.all_gather(outputs, own(0, 3))
     except RuntimeError as error:
         return "raised", bool(str(error)), watcher.errors
@@ -296,7 +298,7 @@ def names_of_groups(rank: int, size: int, path: Path) -> list[Any]:
     registry, world = join(path, rank, size)
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([1, 0]), dist.new_group()]
     mine = [group.keepstep_name for group in groups if isinstance(group, SurvivingGroup)]
-    dist.barrier()  # everybody has made its groups
+    meet(path, size, "groups made")
     registry.take_down()
     late = dist.new_group([0, 2])
     was_down = isinstance(late, SurvivingGroup) and late.is_down
@@ -312,9 +314,9 @@ def test_groups_are_named_by_members_and_order(tmp_path: Path) -> None:
     answers = run_ranks(3, names_of_groups, tmp_path)
     pair = (own(0, 1) + own(2, 1)).tolist()
     assert answers == [
-        ["world", ["0-1.0", "0-1.1", "0-1-2.0"], True, True, pair, 0],
-        ["world", ["0-1.0", "1-2.0", "0-1.1", "0-1-2.0"], False, False, own(1, 1).tolist(), -1],
-        ["world", ["1-2.0", "0-1-2.0"], True, True, pair, 1],
+        ["world", ["0-1.0", "0-1.1", "0-1-2.1"], True, True, pair, 0],
+        ["world", ["0-1.0", "1-2.0", "0-1.1", "0-1-2.1"], False, False, own(1, 1).tolist(), -1],
+        ["world", ["1-2.0", "0-1-2.1"], True, True, pair, 1],
     ]
 
 
@@ -327,7 +329,7 @@ def another_rank(rank: int, size: int, path: Path) -> list[Any]:
     registry.connect(1, rank)
     everybody = dist.new_group()
     place["rank"] = 1 - rank
-    dist.barrier()  # everybody has made its group
+    meet(path, size, "group made")
     registry.take_down()
     registry.connect(2, 1 - rank)
     tensor = own(rank, 2)

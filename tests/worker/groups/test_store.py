@@ -75,7 +75,8 @@ def test_every_operation(line: tuple[Link, Controller]) -> None:
 
 def test_what_torch_calls_from_c(line: tuple[Link, Controller]) -> None:
     """Gloo sees the store through torch's C++, here through a PrefixStore."""
-    store = dist.PrefixStore("inside", LinkStore(line[0], 1, "world", LONG))
+    inner = LinkStore(line[0], 1, "world", LONG)  # torch does not keep the Python object alive
+    store = dist.PrefixStore("inside", inner)
     store.set("key", b"\1\0\2")
     store.wait(["key"])
     assert store.get("key") == b"\1\0\2"

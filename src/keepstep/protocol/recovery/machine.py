@@ -24,6 +24,9 @@ from keepstep.protocol.recovery.stages import (
 )
 from keepstep.protocol.roster import Roster, Worker
 
+MAX_SPARE_FAILURES = 3
+"""Fresh processes lost in a row, none of which came to its first step, after which no more are started."""
+
 
 class RecoveryMachine:
     """Decides for one job. Owns the generation number; never touches a tensor."""
@@ -42,6 +45,7 @@ class RecoveryMachine:
         self.ended: msg.EndJob | None = None
         self.trained_to = 0
         """The greatest step at which the job is known to have been."""
+        self._resume_at = 0
         self._checkpointing = False
         self._deadline_s: float | None = None
         self._without_progress = 0
@@ -109,7 +113,7 @@ class RecoveryMachine:
             case msg.WorkerDone():
                 self._done(worker, now_s)
             case msg.StateRescued():
-                worker.rescued = message.path or message.error
+                worker.rescued, worker.answered_rescue = message.path, True
                 self._proceed(now_s)
             case msg.StepObserved():
                 self._step_observed(message)
@@ -118,6 +122,9 @@ class RecoveryMachine:
                 self._interrupt(msg.Cause.COLLECTIVE, f"rank {worker.rank}: {detail}", None, now_s)
             case _ if worker.lost:
                 return
+            case msg.RankAwaited():
+                worker.awaits_rank = True
+                self._proceed(now_s)
             case msg.WorkerReady():
                 worker.ready = message
                 self._checkpointing = message.checkpointing
@@ -136,6 +143,7 @@ class RecoveryMachine:
                 self._proceed(now_s)
             case msg.StepsFinished():
                 worker.finished = True
+                self.trained_to = max(self.trained_to, message.step)
                 if message.digest is not None and worker.rank is not None:
                     self.digests[worker.rank] = message.digest
                 self._proceed(now_s)
@@ -163,11 +171,11 @@ class RecoveryMachine:
         """Brings the number of spares back to what was asked for, as far as the budget goes."""
         missing = self.settings.num_spares - len(self.roster.spares())
         for _ in range(missing):
-            if self.roster.may_start() and self._spare_failures < 3:
+            if self.roster.may_start() and self._spare_failures <= MAX_SPARE_FAILURES:
                 self._start(None, reason)
 
     def _joined(self, worker: Worker) -> None:
-        if worker.rank is not None and not worker.lost:
+        if worker.rank is not None and not worker.lost and self.stage is Stage.STARTING:
             self._assign(worker, f"rank {worker.rank} was started as such")
 
     def _assign(self, worker: Worker, reason: str) -> None:
@@ -194,7 +202,7 @@ class RecoveryMachine:
             order = msg.FenceWorker(worker.worker, detail)
             self._send(worker.node, order, detail)
         if worker.rank is None:
-            self._spare_lost(detail)
+            self._spare_lost(detail, now_s)
         elif self.stage is Stage.STARTING and message.cause is msg.Cause.EXIT:
             self._end(EXIT_FAILED, f"rank {worker.rank} ended before its first step: {detail}")
         elif self.stage is Stage.FINISHED:
@@ -208,10 +216,13 @@ class RecoveryMachine:
             failure = Failure(worker.rank, cause, detail, step, phase, message.since_s)
             self._interrupt(cause, f"rank {worker.rank} lost: {detail}", failure, now_s)
 
-    def _spare_lost(self, detail: str) -> None:
+    def _spare_lost(self, detail: str, now_s: float) -> None:
         self._spare_failures += 1
         if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.STOPPING):
             self._top_up_spares(f"a spare was lost: {detail}")
+        if self._spare_failures > MAX_SPARE_FAILURES and self.stage is Stage.STOPPING:
+            self._rescue(now_s, f"{self._spare_failures} fresh processes in a row were lost: {detail}")
+        self._proceed(now_s)
 
     def _job_stalled(self, message: msg.JobStalled, now_s: float) -> None:
         if self.stage is Stage.TRAINING:
@@ -259,7 +270,7 @@ class RecoveryMachine:
                 if holders and all(worker.finished for worker in holders):
                     self._complete()
             case Stage.RESCUING:
-                if all(worker.rescued for worker in holders):
+                if all(worker.answered_rescue for worker in holders):
                     self._rescued()
             case Stage.FINISHED:
                 if not holders:
@@ -273,6 +284,8 @@ class RecoveryMachine:
             record.stopped_s = now_s
         if self._without_progress > self.settings.max_recoveries_without_progress:
             self._rescue(now_s, f"{self._without_progress} failures in a row without a completed step: {record.detail}")
+            return
+        if self._ended_early():
             return
         holders = self.roster.holders()
         if not holders and record.failures and all(failure.cause == msg.Cause.EXCEPTION for failure in record.failures):
@@ -307,15 +320,19 @@ class RecoveryMachine:
     def _fill_ranks(self, now_s: float) -> bool:
         """Gives every missing rank a warm spare, or none yet where there are too few. True when all are filled."""
         missing = self.roster.missing_ranks()
-        warm = {spare.worker: topology.Placement(spare.node) for spare in self.roster.spares() if spare.ready}
-        if len(warm) < len(missing):
+        warm = {s.worker: topology.Placement(s.node) for s in self.roster.spares() if s.ready}
+        half_warm = {
+            s.worker: topology.Placement(s.node) for s in self.roster.spares() if s.awaits_rank and not s.ready
+        }
+        if len(warm) + len(half_warm) < len(missing):
             self._wait_for_processes(len(missing), now_s)
             return False
         for rank in missing:
             lost = topology.Placement(self.nodes[0])
-            chosen = topology.choose_spare(lost, warm, node_at_fault=False)
+            pool = warm or half_warm
+            chosen = topology.choose_spare(lost, pool, node_at_fault=False)
             assert chosen is not None
-            del warm[chosen]
+            del pool[chosen]
             worker = self.roster.workers[chosen]
             worker.rank = rank
             self.records[-1].replacements[rank] = chosen
@@ -336,7 +353,7 @@ class RecoveryMachine:
         holders = self.roster.holders()
         for worker in holders:
             if worker.rank is not None and worker.ready is not None:
-                self.shard_of[worker.rank] = worker.ready.shard
+                self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
         if step is None or (step < self.trained_to and self.stage is Stage.STARTING and not self._may_go_back()):
             self._end(
@@ -354,7 +371,7 @@ class RecoveryMachine:
             self._send(worker.node, order, reason)
             if record is not None and worker.rank is not None:
                 record.actions[worker.rank] = order.action
-        self.trained_to = step
+        self._resume_at = step
         self._enter(Stage.RECOVERING)
         self._deadline_s = now_s + self.settings.recover_deadline_s
 
@@ -369,9 +386,10 @@ class RecoveryMachine:
             return
         if record is not None:
             record.restored_s = now_s
+        self.trained_to = max(self.trained_to, self._resume_at)
         self._enter(Stage.TRAINING)
         self._deadline_s = None
-        reason = f"all ranks stand at step {self.trained_to}"
+        reason = f"all ranks stand at step {self._resume_at}"
         self._to_holders(lambda workers: msg.Resume(workers, self.generation), reason)
 
     def _step_observed(self, message: msg.StepObserved) -> None:
@@ -381,7 +399,8 @@ class RecoveryMachine:
         if record is not None and record.generation == message.generation:
             record.resumed_s = max(record.resumed_s or message.at_s, message.at_s)
             record.first_step_s = max(record.first_step_s or 0.0, message.step_s)
-        self._top_up_spares("a spare took a rank: another is started")
+        if self.stage is Stage.TRAINING:
+            self._top_up_spares("a spare took a rank: another is started")
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -395,24 +414,40 @@ class RecoveryMachine:
     def _done(self, worker: Worker, now_s: float) -> None:
         worker.done = worker.gone = True
         if worker.rank is None:
-            return
-        if not self.roster.holders():
+            self._spare_lost("its script ended", now_s)
+        elif not self.roster.holders():
             self._end_after_last_step()
-        elif self.stage is not Stage.FINISHED:
-            self._after_last_step = self._after_last_step or ""
+        elif self.stage is Stage.TRAINING:
             self._deadline_s = self._deadline_s or now_s + self.settings.end_deadline_s
+        else:
+            self._proceed(now_s)
 
     def _lost_after_last_step(self, worker: Worker, detail: str, now_s: float) -> None:
-        self._after_last_step = f"rank {worker.rank} failed in the code after the last step: {detail}"
-        self._to_holders(lambda workers: msg.Abandon(workers, detail), self._after_last_step)
+        reason = f"rank {worker.rank} failed in the code after the last step: {detail}"
+        self._after_last_step = self._after_last_step or reason
+        self._to_holders(lambda workers: msg.Abandon(workers, detail), reason)
         self._deadline_s = now_s + self.settings.end_deadline_s
         self._proceed(now_s)
 
     def _end_after_last_step(self) -> None:
+        through = {worker.rank for worker in self.roster.workers.values() if worker.done}
+        lost = [rank for rank in range(self.settings.world_size) if rank not in through]
+        if lost and not self._after_last_step:
+            self._after_last_step = f"ranks {lost} were lost, and the others ended their script: {self._last_detail()}"
         if self._after_last_step:
             self._end(EXIT_FAILED, self._after_last_step)
         else:
             self._end(0, "all ranks are through")
+
+    def _ended_early(self) -> bool:
+        """Whether some ranks ended their script while others still train, which ends the job."""
+        done = sorted(worker.rank for worker in self.roster.workers.values() if worker.done and worker.rank is not None)
+        if done:
+            self._end(EXIT_FAILED, f"ranks {done} ended their script while the others still train")
+        return bool(done)
+
+    def _last_detail(self) -> str:
+        return self.records[-1].detail if self.records else "no failure was seen"
 
     def _rescue(self, now_s: float, reason: str) -> None:
         self._enter(Stage.RESCUING)
@@ -422,8 +457,8 @@ class RecoveryMachine:
         self._proceed(now_s)
 
     def _rescued(self) -> None:
-        saved = [worker.rescued for worker in self.roster.holders() if worker.rescued]
-        where = f"; state saved: {', '.join(saved)}" if saved else ""
+        saved = [worker.rescued for worker in self.roster.workers.values() if worker.rescued]
+        where = f"; state saved: {', '.join(saved)}" if saved else "; no state could be saved"
         self._end(EXIT_TOO_FEW_RANKS, f"the job cannot go on: {self._after_last_step}{where}")
 
     def _overdue(self, now_s: float) -> None:
@@ -435,12 +470,13 @@ class RecoveryMachine:
             case Stage.STOPPING:
                 self._give_up([worker for worker in self.roster.holders() if not worker.safe], now_s)
             case Stage.RECOVERING:
-                self._give_up([worker for worker in self.roster.holders() if not worker.recovered], now_s)
+                late = [worker.rank for worker in self.roster.holders() if not worker.recovered]
+                # Who waits for a rank that hangs is late as well: all are stopped, and who cannot stop is the one.
+                self._interrupt(msg.Cause.HANG, f"ranks {late} did not recover in time", None, now_s)
             case Stage.RESCUING:
                 self._rescued()
             case Stage.TRAINING:
-                done = [worker.rank for worker in self.roster.workers.values() if worker.done]
-                self._end(EXIT_FAILED, f"ranks {done} ended their script while the others still train")
+                self._ended_early()
             case Stage.FINISHED:
                 self._end(EXIT_FAILED, self._after_last_step or "the scripts did not end")
             case Stage.ENDED:
@@ -448,11 +484,14 @@ class RecoveryMachine:
 
     def _give_up(self, overdue: list[Worker], now_s: float) -> None:
         """A survivor that does not answer in time is itself treated as failed."""
-        stage = self.stage
-        if stage is Stage.STOPPING and not overdue:
+        self._deadline_s = now_s + self.settings.end_deadline_s
+        if self.roster.unfenced() and not overdue:
+            stuck = [worker.pid for worker in self.roster.unfenced()]
+            self._end(EXIT_FAILED, f"processes {stuck} cannot be killed, so their ranks cannot be given away")
+        elif not overdue:
             self._rescue(now_s, "no replacement came to its first step in time")
         for worker in overdue:
-            detail = f"did not answer in time while {stage}"
+            detail = "it did not come to a safe point in time"
             self._lost(worker, msg.WorkerLost(worker.worker, msg.Cause.HANG, detail, False, None, now_s), now_s)
 
     def _end(self, exit_code: int, reason: str) -> None:

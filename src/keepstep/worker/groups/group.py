@@ -7,6 +7,7 @@ echoes (`keepstep.worker.groups.echo`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -68,6 +69,8 @@ class SurvivingGroup(dist.ProcessGroup):
         self._connections = Connections()
         self._down = True
         self._echoing = 0
+        self._under_way = 0
+        self._idle = threading.Condition()
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -101,6 +104,15 @@ class SurvivingGroup(dist.ProcessGroup):
         """Breaks the communicator: whoever waits in it is freed at once. From any thread, any number of times."""
         self._down = True
         self._connections.cut()
+
+    def drain(self, deadline_s: float) -> bool:
+        """Waits until no collective is under way any more, so that none writes into a tensor later on.
+
+        Returns:
+            False: some did not end in time.
+        """
+        with self._idle:
+            return self._idle.wait_for(lambda: self._under_way == 0, deadline_s)
 
     def release(self) -> None:
         """Gives up the broken inner group. Only when no collective of it is under way."""
@@ -169,11 +181,11 @@ class SurvivingGroup(dist.ProcessGroup):
         inner = self._inner
         if self._down or self._echoing or inner is None:
             return self._echo(outputs, fill)
-        self._observer.entered()
+        self._begun()
         try:
             work = call(inner)
         except (RuntimeError, ValueError, TypeError):
-            self._observer.left()
+            self._ended()
             if self.is_down:
                 return self._echo(outputs, fill)
             raise
@@ -184,7 +196,18 @@ class SurvivingGroup(dist.ProcessGroup):
             self._echo(outputs, fill)
             return True
 
-        return GroupWork(work, outputs, self._observer.left, on_error)
+        return GroupWork(work, outputs, self._ended, on_error)
+
+    def _begun(self) -> None:
+        with self._idle:
+            self._under_way += 1
+        self._observer.entered()
+
+    def _ended(self) -> None:
+        self._observer.left()
+        with self._idle:
+            self._under_way -= 1
+            self._idle.notify_all()
 
     def _echo(self, outputs: Outputs, fill: Callable[[], None] | None) -> EchoedWork:
         if not self._echoing:

@@ -11,12 +11,15 @@ from typing import Any
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from keepstep.errors import InternalError
 from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
 
 BACKEND = "keepstep"
 WORLD = "world"
 CONNECT_DEADLINE = timedelta(seconds=30)
 """Members that take part in a reset have all reported in just before; a healthy connection takes milliseconds."""
+DRAIN_DEADLINE_S = 30.0
+"""A broken collective ends within milliseconds; this bounds the wait should that ever not hold."""
 
 StoreFactory = Callable[[int, str], Store]
 
@@ -76,6 +79,16 @@ class GroupRegistry:
         for group, members in self._groups:
             group.connect(self._store(generation, group.keepstep_name), members.index(rank), CONNECT_DEADLINE)
         self._generation = generation
+
+    def drain(self) -> None:
+        """Waits until no broken collective writes into a tensor any more.
+
+        Raises:
+            InternalError: one did not end, though its connections are closed.
+        """
+        for group, _members in self._groups:
+            if not group.drain(DRAIN_DEADLINE_S):
+                raise InternalError(f"a collective of group {group.keepstep_name} did not end after it was broken")
 
     def take_down(self) -> None:
         """Breaks every communicator. From any thread."""

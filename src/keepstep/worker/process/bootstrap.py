@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.protocol.messages import WorkerFailed
+from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1
@@ -51,10 +51,9 @@ def _report(error: BaseException) -> None:
     if session is None:
         return
     link = session._coordination.link
-    text = f"{type(error).__name__}: {error}"
     fatal = isinstance(error, (ConfigurationError, UsageError))
-    trace = "".join(traceback.format_exception(error))
-    link.send(WorkerFailed(link.worker, text[:4000], trace[-16000:], fatal))
+    trace = "".join(traceback.format_exception(error))[-16000:]
+    link.send(WorkerFailed(link.worker, text(f"{type(error).__name__}: {error}"), text(trace, 16000), fatal))
 
 
 def main() -> None:

@@ -150,10 +150,7 @@ def _adopt(request: SpawnWorker, descriptors: list[int]) -> None:
 
 def _leave(code: int) -> None:
     """Ends a forked worker as an interpreter would: exit handlers, buffers, then out without the spawner's stack."""
-    with contextlib.suppress(RuntimeError):
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,6 +1,6 @@
 """Checkpoints: the last resort when no live rank holds a shard any more.
 
-Written with torch's distributed checkpoint (DCP) in the background, from a copy taken at the end of a step. A
+Written in torch's distributed checkpoint format (DCP) by a thread, from a copy taken at the end of a step. A
 checkpoint counts only when its folder has its final name, which it gets by a rename after the last byte is on disk.
 """
 
@@ -9,21 +9,27 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tempfile
-from concurrent.futures import Future
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import ProtectedState
+
+# Every rank of a replica group holds the same, so one saves and each loads by itself: nothing to warn about.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 _NAME = re.compile(r"step_(\d{10})")
 _KEPT = 2
@@ -37,6 +43,7 @@ class Checkpoints:
         self._state = state
         self._directory = directory
         self._every = every
+        self._thread = ThreadPoolExecutor(1, "keepstep-checkpoint")
         self._writing: tuple[Future[Any], Path, Path] | None = None
 
     def steps(self) -> tuple[int, ...]:
@@ -53,12 +60,12 @@ class Checkpoints:
         if step % self._every or self._writing is not None or step in self.steps():
             return
         self._directory.mkdir(parents=True, exist_ok=True)
+        for abandoned in self._directory.glob("draft_*"):
+            shutil.rmtree(abandoned, ignore_errors=True)  # of a rank that was lost while it wrote
         # The generation is part of the name: what a fenced rank began can never be taken for ours.
         draft = self._directory / f"draft_{step:010d}_generation_{generation}"
-        shutil.rmtree(draft, ignore_errors=True)
         copies = {name: tensor.detach().clone() for name, tensor in checkpoint_content(self._state).items()}
-        future = async_save(copies, checkpoint_id=draft, no_dist=True)
-        assert isinstance(future, Future)
+        future = self._thread.submit(save, copies, checkpoint_id=draft, no_dist=True)
         self._writing = (future, draft, self._directory / f"step_{step:010d}")
 
     def _finish(self, wait: bool) -> None:
@@ -68,9 +75,13 @@ class Checkpoints:
         if not wait and not future.done():
             return
         self._writing = None
-        future.result()
-        if not final.exists():
-            draft.rename(final)
+        try:
+            future.result()
+            if not final.exists():
+                draft.rename(final)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            print(f"keepstep: the checkpoint {final} could not be written: {error}", file=sys.stderr, flush=True)
+            shutil.rmtree(draft, ignore_errors=True)
         for old in sorted(entry for entry in self._directory.iterdir() if _NAME.fullmatch(entry.name))[:-_KEPT]:
             shutil.rmtree(old)
 

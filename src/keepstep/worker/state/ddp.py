@@ -39,6 +39,11 @@ def _check(name: str, ddp: DistributedDataParallel) -> None:
             f"protect({name}=...): DistributedDataParallel(static_graph=True) learns its graph in the first step, "
             "which a replacement does not see; leave static_graph off"
         )
+    if ddp.find_unused_parameters and ddp.gradient_as_bucket_view:
+        raise ConfigurationError(
+            f"protect({name}=...): DistributedDataParallel(find_unused_parameters=True, gradient_as_bucket_view=True): "
+            "with both, which gradients are views depends on the past, and a replacement rounds differently; drop one"
+        )
     if not isinstance(ddp.process_group, SurvivingGroup):
         raise ConfigurationError(
             f"protect({name}=...): its process group was not made by keepstep; call keepstep.init() before DDP(...), "

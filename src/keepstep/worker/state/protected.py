@@ -102,14 +102,19 @@ class ProtectedState:
         for optimizer in self.optimizers.values():
             optimizer.state.clear()
 
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """The protected gradient scalers: they may skip an update."""
+        return [thing for thing in self.others.values() if isinstance(thing, torch.amp.GradScaler)]
+
     def gradient_marks(self) -> tuple[int, ...]:
         """Which parameters have a gradient, by index. Between steps its content does not matter, its presence does."""
         return tuple(index for index, (_name, p) in enumerate(self.parameters()) if p.grad is not None)
 
     def place_gradients(self, marks: tuple[int, ...]) -> None:
         """Gives the marked parameters a zero gradient and takes that of the others away."""
+        kept = set(marks)
         for index, (_name, parameter) in enumerate(self.parameters()):
-            parameter.grad = torch.zeros_like(parameter) if index in marks else None
+            parameter.grad = torch.zeros_like(parameter) if index in kept else None
 
     # ---- host state -----------------------------------------------------------------------------------------------
 

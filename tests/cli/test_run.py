@@ -1,0 +1,260 @@
+"""``keepstep run`` as a user meets it: it works, it ends, and what cannot be done is said in one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import SCRIPTS, run, running, status
+
+TINY = SCRIPTS / "tiny.py"
+
+
+def sums(output: str) -> set[str]:
+    """The sums of parameters that the ranks printed."""
+    return {line.rpartition(" ")[2] for line in output.splitlines() if " sum " in line}
+
+
+def begun(output: str) -> set[str]:
+    """The steps that the ranks began at."""
+    return {line.split("began at ")[1].split(",")[0] for line in output.splitlines() if " sum " in line}
+
+
+@pytest.mark.parametrize("method", [[], ["--start-method", "spawn"]])
+def test_runs_and_reports(tmp_path: Path, method: list[str]) -> None:
+    report = tmp_path / "report.json"
+    code, out, err = run("run", "--nproc-per-node", 2, "--report", report, *method, TINY)
+    assert code == 0, err
+    assert len(sums(out)) == 1
+    result = json.loads(report.read_text())
+    assert (result["exit_code"], result["recoveries"], result["generation"]) == (0, [], 1)
+
+
+def test_module_and_tee(tmp_path: Path) -> None:
+    (tmp_path / "tiny_module.py").write_text(TINY.read_text())
+    logs = tmp_path / "logs"
+    code, out, err = run(
+        "run", "--nproc-per-node", 2, "--tee", "3", "--log-dir", logs, "-m", "tiny_module", cwd=tmp_path
+    )
+    assert code == 0, err
+    assert any(line.startswith("[default0]:rank 0 of 2") for line in out.splitlines()), out
+    assert len(list(logs.rglob("stdout.log"))) >= 2
+
+
+def test_status_names_every_worker(tmp_path: Path) -> None:
+    with running("run", "--nproc-per-node", 2, "--run-dir", tmp_path, "--tee", "1", TINY, "--steps", 100000) as job:
+        assert job.process.stdout is not None
+        journal = tmp_path / "journal.jsonl"
+        await_journal(journal, "WorkerReady", 3)
+        found = status(tmp_path)
+        job.process.send_signal(signal.SIGTERM)
+        code, _out, err = job.finish()
+        job.wait_until_gone()
+    assert code == 128 + signal.SIGTERM
+    assert "SIGTERM" in err
+    assert sorted(str(worker["rank"]) for worker in found["workers"]) == ["0", "1", "None"]
+    assert {worker["role"] for worker in found["workers"]} == {"worker", "spare"}
+    for worker in found["workers"]:
+        assert {"pid", "node", "rank", "role", "generation", "step", "phase"} <= set(worker)
+
+
+def await_journal(path: Path, word: str, count: int) -> None:
+    """Waits until ``word`` stands ``count`` times in a job's journal; the folder's change events wake it."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    libc.inotify_add_watch(watch, str(path.parent).encode(), 0x2 | 0x100)  # IN_MODIFY | IN_CREATE
+    for _ in range(10000):
+        if path.exists() and path.read_text().count(f'"{word}"') >= count:
+            os.close(watch)
+            return
+        ready, _, _ = select.select([watch], [], [], 60.0)
+        assert ready, f"{word} did not come"
+        os.read(watch, 1 << 16)
+    raise AssertionError(f"{word} did not come")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running("run", "--nproc-per-node", 3, "--run-dir", tmp_path, TINY, "--steps", 1000000) as job:
+        await_journal(tmp_path / "journal.jsonl", "WorkerReady", 4)
+        job.process.send_signal(number)
+        code, _out, _err = job.finish()
+        job.wait_until_gone()
+    assert code == (-number if number is signal.SIGKILL else 128 + number)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_the_spawner_dies(tmp_path: Path) -> None:
+    with running("run", "--nproc-per-node", 2, "--run-dir", tmp_path, TINY, "--steps", 1000000) as job:
+        await_journal(tmp_path / "journal.jsonl", "WorkerReady", 3)
+        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in job.processes()}
+        (spawner,) = (pid for pid in job.processes() if pid in parents and pid != job.process.pid)
+        os.kill(spawner, signal.SIGKILL)
+        code, _out, err = job.finish()
+        job.wait_until_gone()
+    assert code == 1
+    assert "the process that starts workers died" in err
+
+
+def test_all_ranks_lost_without_a_checkpoint() -> None:
+    code, _out, err = run("run", "--nproc-per-node", 2, TINY, "--kill-all-at", 7)
+    assert code == 75
+    assert "no live rank holds the state" in err
+    assert "checkpoint_dir" in err
+
+
+def test_all_ranks_lost_with_a_checkpoint(tmp_path: Path) -> None:
+    whole = run("run", "--nproc-per-node", 2, TINY, "--steps", 30)
+    code, out, err = run(
+        "run", "--nproc-per-node", 2, TINY, "--steps", 30, "--kill-all-at", 17, "--checkpoint-dir", tmp_path / "saved"
+    )
+    assert code == 0, err
+    assert begun(out) <= {"5", "10", "15"}
+    assert sums(out) == sums(whole[1])
+
+
+def test_a_job_started_again_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    arguments = ("run", "--nproc-per-node", 2, TINY, "--checkpoint-dir", tmp_path / "saved")
+    assert run(*arguments, "--steps", 13)[0] == 0
+    code, out, err = run(*arguments, "--steps", 30)
+    assert code == 0, err
+    assert begun(out) <= {"5", "10"}
+    assert sums(out) == sums(run("run", "--nproc-per-node", 2, TINY, "--steps", 30)[1])
+
+
+def test_too_few_ranks(tmp_path: Path) -> None:
+    code, _out, err = run(
+        "run", "--nproc-per-node", 2, "--spares", 0, "--max-restarts", 0, TINY, "--kill-at", 5, cwd=tmp_path
+    )
+    assert code == 76
+    assert "--max-restarts" in err
+    (saved,) = tmp_path.glob("keepstep-rescue-step*")
+    assert (saved / ".metadata").exists()
+    assert str(saved) in err
+
+
+def test_a_step_that_always_fails_ends_the_job(tmp_path: Path) -> None:
+    code, _out, err = run("run", "--nproc-per-node", 2, TINY, "--kill-at", 5, cwd=tmp_path)
+    assert code == 76
+    assert "without a completed step" in err
+
+
+def test_failure_after_the_last_step() -> None:
+    code, _out, err = run("run", "--nproc-per-node", 2, TINY, "--fail-after-steps")
+    assert code == 1
+    assert "after the last step" in err
+
+
+def test_leaving_the_loop_early() -> None:
+    code, out, err = run("run", "--nproc-per-node", 2, TINY, "--stop-early-at", 5)
+    assert code == 0, err
+    assert len(sums(out)) == 1
+
+
+def test_collective_in_the_update_is_warned_of() -> None:
+    code, _out, err = run("run", "--nproc-per-node", 2, TINY, "--average-after-update")
+    assert code == 0
+    assert err.count("a collective runs after the gradient barrier") == 2
+
+
+def script(tmp_path: Path, body: str) -> Path:
+    """A script with a model, an optimizer and ``body``."""
+    path = tmp_path / "script.py"
+    head = (
+        "import torch, keepstep\n"
+        "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+        "session = keepstep.init()\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    )
+    path.write_text(head + body)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("for step in session.steps(3): pass", "steps() before protect()"),
+        ("session.protect(model=model, optimizer=optimizer)\noptimizer.step()", "outside of a step"),
+        ("session.protect(model=model, thing=object())", "thing=object"),
+        ("session.protect(optimizer=optimizer)", "no torch.nn.Module"),
+        ("session.protect(model=model, o=torch.optim.LBFGS(model.parameters()))", "closure"),
+        (
+            "session.protect(model=model, o=ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD))",
+            "communicates",
+        ),
+        (
+            "session.protect(model=model, optimizer=optimizer)\n"
+            "for step in session.steps(3):\n"
+            "    with step: optimizer.step(lambda: 0.0)",
+            "closure",
+        ),
+        (
+            "session.protect(model=model)\nfor step in session.steps(3):\n    with step: optimizer.step()",
+            "not protected",
+        ),
+        ("session.protect(model=model)\nfor step in session.steps(3): pass", "not entered"),
+        (
+            "model = torch.nn.Linear(2, 2 + session.rank)\n"
+            "session.protect(model=model)\n"
+            "for step in session.steps(3):\n    with step: pass",
+            "replicas must be equal",
+        ),
+        ("raise RuntimeError('of the script itself')", "of the script itself"),
+    ],
+)
+def test_scripts_that_cannot_work(tmp_path: Path, body: str, message: str) -> None:
+    code, _out, err = run("run", "--nproc-per-node", 2, "--spares", 0, script(tmp_path, body))
+    assert code == 1
+    assert message in err.splitlines()[-1], err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--spares", "-1", TINY], "--spares -1"),
+        (["--nproc-per-node", "0", TINY], "--nproc-per-node 0"),
+        (["--nproc-per-node", "many", TINY], "--nproc-per-node many"),
+        (["--nproc-per-node", "1000000", TINY], "at most"),
+        (["--nnodes", "2", TINY], "--nnodes 2"),
+        (["--max-restarts", "-2", TINY], "--max-restarts -2"),
+        (["--hang-floor", "0", TINY], "--hang-floor"),
+        (["no-such-script.py"], "no-such-script.py"),
+        (["--run-dir", "/proc/nowhere", TINY], "/proc/nowhere"),
+    ],
+)
+def test_flags_that_cannot_work(arguments: list[str], message: str) -> None:
+    code, _out, err = run("run", *arguments)
+    assert code == 2
+    assert message in err.splitlines()[-1]
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _out, err = run("run", "--master-port", port, TINY)
+    assert code == 2
+    assert f"--master-port {port}" in err
+
+
+@pytest.mark.parametrize("faults", ["kill@step=1,phase=sideways", "explode@step=1,phase=forward", "kill@step=x", ""])
+def test_faults_that_do_not_parse(faults: str) -> None:
+    code, _out, err = run("drill", "--faults", faults, TINY)
+    assert code == 2
+    assert "allowed are" in err or "for example" in err or "is not a number" in err
+
+
+def test_status_of_no_job(tmp_path: Path) -> None:
+    code, _out, err = run("status", "--run-dir", tmp_path)
+    assert code == 2
+    assert "no job is running there" in err

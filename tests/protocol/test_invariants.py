@@ -1,0 +1,119 @@
+"""The invariants of the controller's machine: each of them is broken by hand once, to see that it fires."""
+
+from collections.abc import Callable
+
+import pytest
+from tests.protocol.simulated_job import SimulatedJob
+
+from keepstep.errors import InternalError
+from keepstep.protocol import invariants
+from keepstep.protocol.messages import SafePointReached, StateRecovered, WorkerReady
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.records import RecoveryRecord
+from keepstep.protocol.recovery import RecoveryMachine, Stage
+
+
+def held_in(stage: Stage) -> RecoveryMachine:
+    job = SimulatedJob(world_size=3, num_spares=2)
+    if stage is Stage.STARTING:
+        job.say(job.reports["agent"].popleft())
+        job.withhold(job.workers[1], WorkerReady)
+        return job.settle().machine
+    job.bring_all(3, Phase.BACKWARD)
+    held = {Stage.STOPPING: SafePointReached, Stage.RECOVERING: StateRecovered}.get(stage)
+    if held is not None:
+        job.withhold(job.holder(0), held)
+        job.kill(job.holder(1))
+    job.settle()
+    assert job.machine.stage is stage
+    return job.machine
+
+
+def holder(machine: RecoveryMachine, rank: int) -> int:
+    worker = machine.roster.holder(rank)
+    assert worker is not None
+    return worker.worker
+
+
+def give_a_rank_twice(machine: RecoveryMachine) -> None:
+    machine.roster.spares()[0].rank = 0
+
+
+def leave_the_world_above(machine: RecoveryMachine) -> None:
+    machine.roster.spares()[0].rank = 3
+
+
+def leave_the_world_below(machine: RecoveryMachine) -> None:
+    machine.roster.spares()[0].rank = -1
+
+
+def lose_a_rank(machine: RecoveryMachine) -> None:
+    worker = machine.roster.workers[holder(machine, 0)]
+    worker.lost = worker.gone = True
+
+
+def let_a_lost_worker_run(machine: RecoveryMachine) -> None:
+    """The rank itself is held again, by a process that took it too early."""
+    lose_a_rank(machine)
+    next(worker for worker in machine.roster.workers.values() if worker.lost and worker.rank == 0).gone = False
+    machine.roster.spares()[0].rank = 0
+
+
+def resume_further_back(machine: RecoveryMachine) -> None:
+    machine.records += [RecoveryRecord(7, "signal", "", 0.0, resume_step=9, restored_s=1.0)]
+    machine.records += [RecoveryRecord(8, "signal", "", 0.0, resume_step=8, restored_s=2.0)]
+
+
+ALWAYS = [Stage.STARTING, Stage.TRAINING, Stage.STOPPING, Stage.RECOVERING]
+ALL_RANKS_HELD = [Stage.TRAINING, Stage.RECOVERING]
+
+BREACHES: list[tuple[Callable[[RecoveryMachine], None], list[Stage], str]] = [
+    (give_a_rank_twice, ALWAYS, "two live workers hold the same rank"),
+    (leave_the_world_above, ALWAYS, "a rank outside the world of 3"),
+    (leave_the_world_below, ALWAYS, "a rank outside the world of 3"),
+    (lose_a_rank, ALL_RANKS_HELD, r"without ranks \[0\]"),
+    (let_a_lost_worker_run, ALL_RANKS_HELD, "while a lost worker may still run"),
+    (resume_further_back, ALWAYS, "training went back to a step before"),
+]
+CASES = [(breach, stage, what) for breach, stages, what in BREACHES for stage in stages]
+
+
+@pytest.mark.parametrize("stage", ALWAYS)
+def test_a_machine_that_was_driven_by_the_rules_holds_them(stage: Stage) -> None:
+    invariants.check(held_in(stage))
+
+
+@pytest.mark.parametrize(("breach", "stage", "what"), CASES, ids=lambda case: getattr(case, "__name__", None))
+def test_each_invariant_fires(breach: Callable[[RecoveryMachine], None], stage: Stage, what: str) -> None:
+    machine = held_in(stage)
+    breach(machine)
+    with pytest.raises(InternalError, match=rf"generation {machine.generation}, stage {stage}: .*{what}"):
+        invariants.check(machine)
+
+
+@pytest.mark.parametrize("breach", [lose_a_rank, let_a_lost_worker_run])
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.STOPPING])
+def test_a_rank_may_be_missing_while_all_wait_for_it(breach: Callable[[RecoveryMachine], None], stage: Stage) -> None:
+    machine = held_in(stage)
+    breach(machine)
+    invariants.check(machine)
+
+
+def test_a_decision_may_go_back_behind_one_that_was_never_carried_out() -> None:
+    machine = held_in(Stage.TRAINING)
+    resume_further_back(machine)
+    machine.records[0].restored_s, machine.records[0].superseded = None, True
+    invariants.check(machine)
+
+
+def test_a_rank_may_be_missing_when_its_script_is_through() -> None:
+    machine = held_in(Stage.TRAINING)
+    machine.roster.workers[0].done = machine.roster.workers[0].gone = True
+    invariants.check(machine)
+
+
+def test_a_breach_comes_out_of_the_event_that_made_it() -> None:
+    machine = held_in(Stage.TRAINING)
+    give_a_rank_twice(machine)
+    with pytest.raises(InternalError, match="two live workers hold the same rank"):
+        machine.receive(WorkerReady(4, 0, (), (), False, "0"), 5.0)

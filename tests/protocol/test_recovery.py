@@ -1,0 +1,416 @@
+"""The controller's machine: the start, one loss in each phase, shards and spares."""
+
+import pytest
+from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_worker import Doing
+
+from keepstep.errors import InternalError
+from keepstep.protocol.messages import (
+    Assign,
+    FenceWorker,
+    GroupsReset,
+    RankAwaited,
+    Recover,
+    Resume,
+    StartWorker,
+    StateRecovered,
+    Stop,
+    WorkerJoined,
+    WorkerReady,
+)
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import TRANSITIONS, Stage
+from keepstep.protocol.resume import Action
+
+IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
+
+
+# ---- The table of stages --------------------------------------------------------------------------------------------
+
+
+def test_every_stage_is_reached_from_another_and_only_the_end_is_final() -> None:
+    assert set(TRANSITIONS) == set(Stage)
+    assert {target for targets in TRANSITIONS.values() for target in targets} == set(Stage)
+    assert [stage for stage, targets in TRANSITIONS.items() if not targets] == [Stage.ENDED]
+    assert all(Stage.ENDED in targets for stage, targets in TRANSITIONS.items() if stage is not Stage.ENDED)
+
+
+# ---- The start ------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_starts_all_ranks_and_spares_and_trains_when_all_ranks_are_ready() -> None:
+    job = SimulatedJob(world_size=3, num_spares=2).settle()
+    assert job.where == (Stage.TRAINING, 1)
+    assert [(order.worker, order.rank) for order in job.orders(StartWorker)] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, None),
+        (4, None),
+    ]
+    assert set(job.orders(Assign)) == {Assign(rank, 1, rank, 3) for rank in range(3)}
+    assert job.orders(Recover) == [Recover(rank, 1, 0, Action.STAY, (0, 1, 2), ()) for rank in range(3)]
+    assert job.orders(Resume) == [Resume((0, 1, 2), 1)]
+    assert job.machine.records == []
+    assert job.machine.next_deadline() is None
+
+
+def test_a_rank_that_is_not_ready_keeps_all_waiting_and_a_spare_does_not() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1)
+    job.say(job.reports["agent"].popleft())
+    job.withhold(job.workers[2], WorkerJoined)
+    job.withhold(job.workers[1], WorkerReady)
+    job.settle()
+    assert job.where == (Stage.STARTING, 1)
+    assert job.orders(Recover) == []
+    job._withheld.remove((1, WorkerReady))
+    assert job.settle().where == (Stage.TRAINING, 1)
+
+
+def test_a_job_goes_on_from_the_newest_checkpoint_of_an_earlier_one() -> None:
+    job = SimulatedJob(checkpoint_every=10)
+    job.checkpoints |= {5, 10}
+    job.settle()
+    assert {(order.resume_step, order.action) for order in job.orders(Recover)} == {(10, Action.REWIND)}
+    assert job.machine.trained_to == 10
+    job.finish_well()
+
+
+@pytest.mark.parametrize("withheld", [WorkerJoined, GroupsReset, WorkerReady, None], ids=str)
+def test_a_rank_killed_in_start_up_means_all_ranks_anew(withheld: type | None, request: pytest.FixtureRequest) -> None:
+    """Wherever the others are: before they asked for their rank, connecting, building the model, ready."""
+    if withheld is WorkerJoined:
+        reason = "a rank that joins while stopping is assigned to the stopped generation and never reaches a safe point"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
+    job = SimulatedJob(world_size=3, num_spares=0)
+    job.say(job.reports["agent"].popleft())
+    for rank in (0, 1):
+        if withheld is not None:
+            job.withhold(job.workers[rank], withheld)
+    job.withhold(job.workers[2], WorkerReady)
+    job.settle()
+    job.kill(job.workers[2])
+    next(job.moves(training=False))[1]()
+    job.release()
+    job.settle()
+    assert job.where == (Stage.TRAINING, 2)
+    assert [order.rank for order in job.orders(StartWorker)] == [0, 1, 2, 0, 1, 2]
+    job.finish_well()
+
+
+# ---- One loss -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("phase", IN_A_STEP)
+def test_a_rank_lost_in_any_phase_is_replaced_by_the_spare(phase: Phase, rank: int) -> None:
+    job = SimulatedJob(world_size=3, num_spares=1).bring_all(3, phase)
+    job.kill(job.holder(rank))
+    job.settle()
+    step = 3 if phase in (Phase.FORWARD, Phase.BACKWARD) else 4
+    survivors = {other: "advance" if phase is Phase.SYNCED else "stay" for other in range(3) if other != rank}
+    (record,) = job.machine.records
+    assert job.where == (Stage.TRAINING, 2)
+    assert (record.resume_step, record.replacements) == (step, {rank: 3})
+    assert record.actions == survivors | {rank: "restore"}
+    assert record.steps_recomputed == 4 - step
+    assert record.received_bytes > 0
+    job.finish_well()
+
+
+AHEAD = [
+    ({0: Phase.OPTIMIZER, 1: Phase.SYNCED, 2: Phase.SYNCED}, 4),
+    ({0: Phase.UPDATED, 1: Phase.OPTIMIZER, 2: Phase.SYNCED}, 4),
+    ({0: Phase.SYNCED, 1: Phase.BACKWARD, 2: Phase.BACKWARD}, 4),
+    ({0: Phase.BACKWARD, 1: Phase.FORWARD, 2: Phase.FORWARD}, 3),
+]
+
+
+@pytest.mark.parametrize(("places", "step"), AHEAD, ids=["left barrier", "updated", "synced alone", "backward"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_in_different_phases_meet_at_the_greatest_step(places: dict[int, Phase], step: int, rank: int) -> None:
+    job = SimulatedJob(world_size=3).bring(**{f"rank{other}": (3, phase) for other, phase in places.items()})
+    job.kill(job.holder(rank))
+    job.settle()
+    if places[0] is Phase.SYNCED and rank == 0:
+        step = 3  # the only complete gradients are gone
+    assert job.where == (Stage.TRAINING, 2)
+    assert job.machine.records[-1].resume_step == step
+    job.finish_well()
+
+
+def test_a_rank_one_step_ahead_loses_nothing() -> None:
+    job = SimulatedJob(world_size=2).bring_all(3, Phase.SYNCED).bring(rank0=(4, Phase.BACKWARD))
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.machine.records[-1].resume_step == 4
+    assert job.machine.records[-1].actions == {0: "stay", 1: "restore"}
+    job.finish_well()
+
+
+def test_the_orders_of_a_recovery_come_in_the_order_of_the_design() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
+    job.effects.clear()
+    job.hang(job.holder(1))
+    job.settle()
+    assert [type(effect.order) for effect in job.effects] == [FenceWorker, Stop, Assign, Recover, Recover, Resume]
+    assert job.orders(Stop)[0].workers == (0,)
+    assert job.orders(Recover) == [
+        Recover(0, 2, 3, Action.STAY, (0,), (1,)),
+        Recover(2, 2, 3, Action.RESTORE, (0,), (1,)),
+    ]
+
+
+def test_the_record_and_every_order_say_the_same_reason() -> None:
+    job = SimulatedJob(world_size=2).bring_all(3, Phase.BACKWARD)
+    job.effects.clear()
+    job.kill(job.holder(1))
+    job.settle()
+    (record,) = job.machine.records
+    (stop,) = [effect for effect in job.effects if isinstance(effect.order, Stop)]
+    assert record.detail == stop.reason == stop.order.reason == "rank 1 lost: killed by SIGKILL"
+    reasons = [effect.reason for effect in job.effects if isinstance(effect.order, Recover)]
+    assert reasons == [
+        f"resume at step 3, the greatest that every shard can reach: {what}" for what in ("stay", "restore")
+    ]
+
+
+def test_the_record_has_all_times_in_order() -> None:
+    job = SimulatedJob(world_size=2).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(1))
+    job.settle().bring_all(4, Phase.FORWARD)
+    (record,) = job.machine.records
+    times = [record.failures[0].since_s, record.begun_s, record.stopped_s, record.decided_s, record.reset_s]
+    times += [record.restored_s, record.resumed_s]
+    assert times == sorted(time for time in times if time is not None)
+    assert record.first_step_s == 0.1
+
+
+def test_after_a_loss_another_spare_is_started_once_training_goes_on() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(0))
+    job.settle()
+    assert len(job.orders(StartWorker)) == 3
+    job.bring_all(3, Phase.UPDATED)
+    assert [order.rank for order in job.orders(StartWorker)[3:]] == [None]
+    assert [spare.worker for spare in job.machine.roster.spares()] == [3]
+
+
+def test_losses_one_after_another_are_all_recovered_from() -> None:
+    job = SimulatedJob(world_size=3, num_spares=1).settle()
+    for index, rank in enumerate([0, 1, 2, 0, 1]):
+        job.bring_all(2 * index, IN_A_STEP[index])
+        job.kill(job.holder(rank))
+        job.settle()
+        assert job.where == (Stage.TRAINING, index + 2)
+    assert [record.resume_step for record in job.machine.records] == [0, 2, 5, 7, 9]
+    job.finish_well()
+
+
+def test_one_rank_alone_cannot_be_recovered_and_with_a_second_it_can() -> None:
+    job = SimulatedJob(world_size=1).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(0))
+    job.settle()
+    assert job.ended is not None
+    assert job.ended.exit_code == 75
+
+
+# ---- Shards ---------------------------------------------------------------------------------------------------------
+
+
+def two_shards(rank: int) -> str:
+    return "even" if rank % 2 == 0 else "odd"
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        0,
+        pytest.param(
+            1,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason=(
+                    "a spare's word for its shard, said before it had a rank, overwrites the shard of the rank it takes"
+                ),
+            ),
+        ),
+    ],
+)
+def test_a_shard_is_restored_from_its_own_replicas(rank: int) -> None:
+    job = SimulatedJob(world_size=4, shards=two_shards).bring_all(3, Phase.BACKWARD)
+    job.effects.clear()
+    job.kill(job.holder(rank))
+    job.settle()
+    twin = (rank + 2) % 4
+    routes = {order.worker: (order.sources, order.receivers) for order in job.orders(Recover)}
+    assert routes[4] == routes[twin] == ((twin,), (rank,))
+    assert routes[(rank + 1) % 4] == routes[(rank + 3) % 4] == (tuple(sorted([(rank + 1) % 4, (rank + 3) % 4])), ())
+
+
+def test_a_shard_without_a_holder_ends_the_job_though_others_live() -> None:
+    job = SimulatedJob(world_size=4, num_spares=2, shards=two_shards).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(0))
+    job.kill(job.holder(2))
+    job.settle()
+    assert job.ended is not None
+    assert job.ended.exit_code == 75
+
+
+# ---- Spares ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_spare_is_replaced_and_nobody_stops() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
+    job.kill(job.workers[2])
+    job.settle()
+    assert job.where == (Stage.TRAINING, 1)
+    assert (job.orders(Stop), job.machine.records) == ([], [])
+    assert job.workers[3].doing is Doing.READY
+    job.finish_well()
+
+
+def test_a_spare_that_never_comes_up_is_given_up_after_three() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
+    for _ in range(3):
+        (spare,) = [worker for worker in job.workers.values() if worker.rank is None]
+        job.throw(spare)
+        job.withhold(spare, WorkerReady)
+        while spare.number in job.workers or job.reports[spare.number]:
+            next(job.moves(training=False))[1]()
+        for worker in job.workers.values():
+            job.withhold(worker, WorkerReady)
+    assert job.machine.roster.spares() == []
+    assert job.where == (Stage.TRAINING, 1)
+
+
+hung_spare = pytest.mark.xfail(
+    strict=True,
+    raises=InternalError,
+    reason="a lost spare that is not gone yet breaks the invariant about lost workers",
+)
+
+
+@hung_spare
+def test_a_hung_spare_is_fenced_while_training_goes_on() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
+    spare = job.workers[2]
+    job.hang(spare)
+    job.settle()
+    assert job.where == (Stage.TRAINING, 1)
+    assert [order.worker for order in job.orders(FenceWorker)] == [2]
+    assert job.workers[3].doing is Doing.READY
+
+
+@hung_spare
+def test_a_spare_that_hangs_during_a_recovery_is_fenced_beside_it() -> None:
+    job = SimulatedJob(world_size=2, num_spares=2).bring_all(3, Phase.BACKWARD)
+    job.withhold(job.workers[2], StateRecovered)
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.machine.stage is Stage.RECOVERING
+    job.hang(job.workers[3])
+    job.settle()
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+
+
+def test_without_a_spare_a_fresh_process_is_started_and_waited_for() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(1))
+    next(job.moves(training=False))[1]()
+    while job.machine.stage is Stage.STOPPING and 2 not in job.workers:
+        next(job.moves(training=False))[1]()
+    assert job.orders(StartWorker)[-1].rank is None
+    job.withhold(job.workers[2], WorkerReady)
+    job.settle()
+    assert (job.where, job.machine.records[-1].resume_step) == ((Stage.STOPPING, 2), None)
+    job.release()
+    job.settle()
+    assert job.where == (Stage.TRAINING, 2)
+    assert job.machine.records[-1].replacements == {1: 2}
+    job.finish_well()
+
+
+def waiting_for_a_fresh_process(num_spares: int = 0) -> SimulatedJob:
+    """A job whose only spare, or none, is being started while the survivors stand."""
+    job = SimulatedJob(world_size=2, num_spares=num_spares).bring_all(3, Phase.BACKWARD)
+    for spare in [worker for worker in job.workers.values() if worker.rank is None]:
+        job.kill(spare)
+    job.kill(job.holder(1))
+    while len(job.machine.roster.workers) < 3 + num_spares or 2 + num_spares not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.workers[2 + num_spares], WorkerReady)
+    return job.settle()
+
+
+FRESH_LOST = (
+    "nothing is started in place of a fresh process that is lost before it was ready: only the deadline ends it"
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_spares"),
+    [
+        pytest.param("kill", 0, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
+        pytest.param("throw", 0, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
+        pytest.param("quit", 0, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
+        ("hang", 0),
+        ("kill", 1),
+        ("throw", 1),
+        pytest.param("quit", 1, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
+    ],
+)
+def test_a_fresh_process_that_is_lost_while_waited_for_is_replaced(fault: str, num_spares: int) -> None:
+    job = waiting_for_a_fresh_process(num_spares)
+    assert job.machine.stage is Stage.STOPPING
+    getattr(job, fault)(job.workers[2 + num_spares])
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+    job.finish_well()
+
+
+def test_a_spare_whose_script_awaits_a_rank_takes_one_before_it_is_ready() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1)
+    job.say(job.reports["agent"].popleft())
+    spare = job.workers[2]
+    job.withhold(spare, WorkerReady)
+    job.bring_all(3, Phase.BACKWARD)
+    job.say(RankAwaited(2))
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.where == (Stage.RECOVERING, 2)
+    assert job.machine.records[-1].replacements == {1: 2}
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+    job.finish_well()
+
+
+@pytest.mark.xfail(strict=True, reason="choose_spare() goes by worker number only; that ready ones stand first is lost")
+def test_a_spare_that_is_ready_is_preferred_to_one_that_only_awaits_a_rank() -> None:
+    job = SimulatedJob(world_size=2, num_spares=2)
+    job.say(job.reports["agent"].popleft())
+    job.withhold(job.workers[2], WorkerReady)
+    job.bring_all(3, Phase.BACKWARD)
+    job.say(RankAwaited(2))
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.machine.records[-1].replacements == {1: 3}
+    job.release()
+    job.settle()
+    job.finish_well()
+
+
+def test_a_survivor_lost_while_a_fresh_process_is_waited_for_is_replaced_too() -> None:
+    job = SimulatedJob(world_size=3, num_spares=0).bring_all(3, Phase.SYNCED)
+    job.kill(job.holder(1))
+    while 3 not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.workers[3], WorkerReady)
+    job.settle()
+    job.kill(job.holder(0))
+    job.settle()
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+    assert sorted(job.machine.records[-1].replacements) == [0, 1]
+    job.finish_well()

@@ -1,0 +1,192 @@
+"""The controller's machine: every deadline, what comes of it, and that nothing waits without one."""
+
+import pytest
+from tests.protocol.simulated_job import SimulatedJob
+
+from keepstep.protocol.messages import (
+    FenceWorker,
+    StateRecovered,
+    StateRescued,
+    WorkerDone,
+    WorkerFenced,
+    WorkerReady,
+)
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import Stage
+
+
+def ended(job: SimulatedJob) -> tuple[int, str]:
+    assert job.ended is not None, f"the job is still {job.machine.stage}"
+    assert job.machine.next_deadline() is None
+    return job.ended.exit_code, job.ended.reason
+
+
+DEADLINES = {"start_deadline_s": 50.0, "stop_deadline_s": 40.0, "recover_deadline_s": 30.0, "end_deadline_s": 20.0}
+
+
+def with_deadlines(world_size: int = 2, num_spares: int = 1, **options: int) -> SimulatedJob:
+    return SimulatedJob(world_size, num_spares, **options, **DEADLINES)
+
+
+def assert_due_in(job: SimulatedJob, seconds: float) -> None:
+    """The next deadline lies so far from the last event, and nothing at all happens before it."""
+    due = job.machine.next_deadline()
+    assert due is not None
+    assert due - job.now_s == pytest.approx(seconds, abs=0.1)
+    before = (job.where, len(job.effects))
+    assert job.machine.tick(due - 0.01) == []
+    assert (job.where, len(job.effects)) == before
+    assert job.machine.next_deadline() == due
+    job.deadline()
+
+
+def test_start_up_has_a_deadline() -> None:
+    job = with_deadlines(world_size=3)
+    job.say(job.reports["agent"].popleft())
+    job.withhold(job.workers[1], WorkerReady)
+    job.settle()
+    assert_due_in(job, DEADLINES["start_deadline_s"])
+    assert ended(job) == (1, "ranks [1] did not come to their first step within 50 s")
+
+
+def test_a_survivor_that_reaches_no_safe_point_in_time_is_lost_too() -> None:
+    job = with_deadlines(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)
+    silent = job.holder(2)
+    job.hang(silent, seen=False)
+    job.kill(job.holder(1))
+    job.settle()
+    assert_due_in(job, DEADLINES["stop_deadline_s"])
+    job.settle()
+    assert job.where == (Stage.TRAINING, 2)
+    assert [order.worker for order in job.orders(FenceWorker)] == [silent.number]
+    assert [failure.rank for failure in job.machine.records[-1].failures] == [1, 2]
+    assert job.machine.records[-1].failures[1].detail == "did not answer in time while stopping"
+
+
+def test_a_replacement_that_never_comes_ends_in_a_rescue() -> None:
+    job = with_deadlines(num_spares=0).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(1))
+    while 2 not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.workers[2], WorkerReady)
+    job.settle()
+    assert_due_in(job, DEADLINES["start_deadline_s"])
+    job.settle()
+    exit_code, reason = ended(job)
+    assert exit_code == 76
+    assert "no replacement came to its first step in time" in reason
+    assert "rescued-0-at-3.pt" in reason
+
+
+def until_training(job: SimulatedJob) -> None:
+    """Lets deadlines come until training goes on or the job has ended."""
+    for _ in range(5):
+        if job.settle().machine.stage in (Stage.TRAINING, Stage.ENDED):
+            return
+        job.deadline()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_while_state_is_moved_is_lost(rank: int) -> None:
+    """As a source, or as the one that receives."""
+    job = with_deadlines(world_size=3, num_spares=3).bring_all(3, Phase.BACKWARD)
+    for worker in job.workers.values():
+        job.withhold(worker, StateRecovered)
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.machine.stage is Stage.RECOVERING
+    hung = job.holder(rank)
+    job.hang(hung, seen=False)
+    job.release()
+    job.settle()
+    assert_due_in(job, DEADLINES["recover_deadline_s"])
+    until_training(job)
+    assert job.where == (Stage.TRAINING, 3)
+    fenced = {order.worker for order in job.orders(FenceWorker)}
+    assert hung.number in fenced
+    assert 2 not in fenced, "rank 2 had recovered, and waited for the controller only"
+
+
+@pytest.mark.xfail(
+    strict=True, reason="all ranks that have not recovered are fenced, also those that wait in the rendezvous for one"
+)
+def test_ranks_that_wait_for_a_hung_one_in_the_rendezvous_are_its_victims() -> None:
+    """A spare that hangs unseen is found out only when the others wait for it."""
+    job = with_deadlines(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)
+    hung = job.workers[3]
+    job.hang(hung, seen=False)
+    job.kill(job.holder(1))
+    job.settle()
+    assert job.machine.stage is Stage.RECOVERING
+    until_training(job)
+    assert [order.worker for order in job.orders(FenceWorker)] == [hung.number]
+    assert job.machine.stage is Stage.TRAINING
+
+
+def test_a_rescue_has_a_deadline() -> None:
+    job = with_deadlines(world_size=3, num_spares=0, max_restarts=0).bring_all(3, Phase.BACKWARD)
+    job.withhold(job.holder(1), StateRescued)
+    job.kill(job.holder(2))
+    job.settle()
+    assert job.machine.stage is Stage.RESCUING
+    assert_due_in(job, DEADLINES["end_deadline_s"])
+    assert ended(job)[0] == 76
+
+
+def test_a_script_that_ends_alone_has_a_deadline() -> None:
+    job = with_deadlines().bring_all(3, Phase.UPDATED)
+    job.quit(job.holder(0))
+    job.settle()
+    assert_due_in(job, DEADLINES["end_deadline_s"])
+    assert ended(job) == (1, "ranks [0] ended their script while the others still train")
+
+
+def test_the_end_after_a_loss_has_a_deadline() -> None:
+    job = with_deadlines(num_steps=2).bring_all(1, Phase.UPDATED)
+    for worker in job.workers.values():
+        job.withhold(worker, WorkerDone)
+    while job.machine.stage is Stage.TRAINING:
+        next(job.moves(training=True))[1]()
+    job.settle()
+    job.kill(job.holder(1))
+    job.settle()
+    assert_due_in(job, DEADLINES["end_deadline_s"])
+    assert ended(job) == (1, "rank 1 failed in the code after the last step: killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    "survivor_answers",
+    [
+        pytest.param(
+            True, marks=pytest.mark.xfail(strict=True, reason="the fence that did not come is told as another")
+        ),
+        pytest.param(
+            False,
+            marks=pytest.mark.xfail(
+                strict=True, raises=AssertionError, reason="after a survivor was given up no deadline is left at all"
+            ),
+        ),
+    ],
+)
+def test_a_fence_that_is_never_confirmed_does_not_hang_the_job(survivor_answers: bool) -> None:
+    """A process that waits inside a driver does not die of SIGKILL."""
+    job = with_deadlines(world_size=3, num_spares=3).bring_all(3, Phase.BACKWARD)
+    for worker in job.workers.values():
+        job.withhold(worker, WorkerFenced)
+    job.hang(job.holder(1))
+    if not survivor_answers:
+        job.hang(job.holder(2), seen=False)
+    job.settle()
+    for _ in range(4):
+        if not job.ended:
+            job.deadline()
+            job.settle()
+    exit_code, reason = ended(job)
+    assert exit_code == 76
+    assert "replacement" not in reason
+
+
+def test_training_waits_for_nothing() -> None:
+    job = with_deadlines().bring_all(3, Phase.BACKWARD)
+    assert job.machine.next_deadline() is None
+    assert job.machine.tick(1e9) == []

@@ -1,0 +1,68 @@
+"""Small models, optimizers and schedulers, in the states in which a job may have them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from keepstep.worker.state.bytes_of import byte_view
+from keepstep.worker.state.protected import ProtectedState
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "multi-step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 2, 7], gamma=0.5),
+    "one-cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=3),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.1)],
+        milestones=[3],
+    ),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+}
+
+
+def small(inputs: int = 4) -> torch.nn.Sequential:
+    """A model with a buffer of floats and one of int64."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(inputs, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU(), torch.nn.Linear(5, 3)
+    )
+
+
+def train(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int, seed: int) -> None:
+    """Some steps on numbers of its own."""
+    for step in range(num_steps):
+        inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(1000 * seed + step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def advance(scheduler: Any, metric: float) -> None:
+    """One step of any scheduler."""
+    scheduler.step(metric) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+
+
+def content(state: ProtectedState) -> tuple[dict[str, bytes], bytes]:
+    """Every bit of the protected state: named tensors, and the host state."""
+    host, tensors = state.host_bytes()
+    named = [*state.live_tensors(), *((f"host/{index}", tensor) for index, tensor in enumerate(tensors))]
+    return {name: byte_view(tensor.cpu()).numpy().tobytes() for name, tensor in named}, host

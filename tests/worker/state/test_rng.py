@@ -1,0 +1,70 @@
+"""Random numbers as a function of seed, rank and step."""
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from keepstep.worker.state.rng import seed_step
+
+
+def drawn(seed: int, rank: int, step: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """What Python, NumPy and torch draw after seeding."""
+    seed_step(seed, rank, step)
+    return (
+        tuple(random.random() for _ in range(3)),
+        tuple(np.random.random(3).tolist()),
+        tuple(torch.rand(3, dtype=torch.float64).tolist()),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _restore_generators() -> None:
+    """Seeding is global: later tests shall not draw what these left."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 0), (3, 17), (1023, 10**9)])
+def test_the_same_triple_draws_the_same(rank: int, step: int, seed: int) -> None:
+    first = drawn(seed, rank, step)
+    drawn(seed + 1, rank + 1, step + 1)
+    torch.rand(100)
+    assert drawn(seed, rank, step) == first
+
+
+def test_neighbours_share_no_stream(seed: int) -> None:
+    """Not only the first numbers: no number of one is a number of another."""
+    triples = list(product((seed, seed + 1), range(4), range(6)))
+    for source in range(3):
+        numbers = [number for triple in triples for number in drawn(*triple)[source]]
+        assert len(set(numbers)) == len(numbers)
+
+
+def test_digits_that_move_between_the_numbers_matter() -> None:
+    assert len({drawn(*triple) for triple in ((1, 11, 1), (11, 1, 1), (1, 1, 11), (111, 1, 1), (1, 1, 1))}) == 5
+
+
+def test_every_generator_is_seeded_on_its_own() -> None:
+    python, numpy, torchs = drawn(1, 2, 3)
+    assert len({*python, *numpy, *torchs}) == 9
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**70, -(2**70)])
+def test_any_whole_number_may_be_a_seed(number: int) -> None:
+    assert drawn(number, 0, 0) == drawn(number, 0, 0) != drawn(number + 1, 0, 0)
+
+
+def test_dropout_of_a_step_computed_again_is_the_same() -> None:
+    layer = torch.nn.Dropout(0.5)
+    masks = []
+    for step in (4, 5, 4):
+        seed_step(0, 1, step)
+        masks.append(layer(torch.ones(64)))
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])

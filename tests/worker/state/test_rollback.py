@@ -1,0 +1,267 @@
+"""Undoing a step that was interrupted: every bit as before."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
+
+from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.rollback import StepSnapshot
+
+
+def gradients(state: ProtectedState) -> list[bytes | None]:
+    return [None if p.grad is None else p.grad.numpy().tobytes() for _name, p in state.parameters()]
+
+
+def everything(state: ProtectedState) -> tuple[Any, ...]:
+    return content(state), gradients(state), state.digest()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_forward_and_backward_leave_no_trace(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    state = ProtectedState({"model": model, "optimizer": optimizer})
+    snapshot = StepSnapshot(state)
+    train(model, [optimizer], 2, seed)
+    optimizer.zero_grad()
+    before = everything(state)
+    for _ in range(2):  # the same step may be interrupted again
+        snapshot.take()
+        model(torch.randn(6, 4)).square().mean().backward()
+        assert everything(state) != before
+        snapshot.put_back()
+        assert everything(state) == before
+
+
+def test_every_step_has_its_own_snapshot(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = ProtectedState({"model": model, "optimizer": optimizer})
+    snapshot = StepSnapshot(state)
+    for step in range(3):
+        optimizer.zero_grad()
+        before = everything(state)
+        snapshot.take()
+        model(torch.randn(6, 4)).square().mean().backward()
+        snapshot.put_back()
+        assert everything(state) == before
+        snapshot.take()
+        train(model, [optimizer], 1, seed + step)
+
+
+def test_batch_norm_counts_back_too() -> None:
+    model = small()
+    snapshot = StepSnapshot(ProtectedState({"model": model}))
+    model(torch.randn(6, 4))
+    norm = model[1]
+    mean, variance, count = norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()
+    addresses = [buffer.data_ptr() for buffer in model.buffers()]
+    snapshot.take()
+    for _ in range(3):
+        model(torch.randn(6, 4))
+    assert int(norm.num_batches_tracked) == 4
+    snapshot.put_back()
+    assert int(norm.num_batches_tracked) == int(count) == 1
+    assert torch.equal(norm.running_mean, mean)
+    assert torch.equal(norm.running_var, variance)
+    assert [buffer.data_ptr() for buffer in model.buffers()] == addresses, "others may hold these buffers: DDP does"
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_moved_before_the_update(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SCHEDULERS[name](optimizer)
+    state = ProtectedState({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    snapshot = StepSnapshot(state)
+    train(model, [optimizer], 1, seed)
+    advance(scheduler, 1.0)
+    optimizer.zero_grad()
+    before = everything(state)
+    snapshot.take()
+    for _ in range(3):
+        advance(scheduler, 2.0)
+    model(torch.randn(6, 4)).sum().backward()
+    assert everything(state) != before
+    snapshot.put_back()
+    assert everything(state) == before
+
+
+def test_a_scaler_that_had_unscaled(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    state = ProtectedState({"model": model, "optimizer": optimizer, "scaler": scaler})
+    snapshot = StepSnapshot(state)
+    inputs = torch.randn(6, 4)
+
+    def forward_and_backward() -> None:
+        scaler.scale(model(inputs).square().mean()).backward()
+        scaler.unscale_(optimizer)
+
+    snapshot.take()
+    first = everything(state)
+    forward_and_backward()
+    snapshot.put_back()
+    assert everything(state) == first
+    forward_and_backward()  # raises if the scaler still thinks that it has unscaled
+    once = gradients(state)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    optimizer.zero_grad()
+    before = everything(state)
+    snapshot.take()
+    forward_and_backward()
+    snapshot.put_back()
+    assert everything(state) == before
+    assert scaler.get_scale() == 8.0
+    assert any(once)
+
+
+def test_a_gradient_that_was_none_is_none_again_and_a_zero_one_is_zero(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small()
+    snapshot = StepSnapshot(ProtectedState({"model": model}))
+    zeroed = model[0].weight
+    zeroed.grad = torch.zeros_like(zeroed)
+    held = zeroed.grad
+    snapshot.take()
+    model(torch.randn(6, 4)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    snapshot.put_back()
+    assert zeroed.grad is held, "a view into a gradient bucket stays one"
+    assert not held.any()
+    assert [parameter.grad is None for parameter in model.parameters()] == [False, *[True] * 5]
+
+
+def test_a_gradient_that_was_dropped_meanwhile_stays_dropped() -> None:
+    model = small()
+    snapshot = StepSnapshot(ProtectedState({"model": model}))
+    model(torch.randn(6, 4)).sum().backward()
+    snapshot.take()
+    model.zero_grad(set_to_none=True)
+    snapshot.put_back()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimizer_skips_what_it_would_have_skipped(seed: int) -> None:
+    """With momentum a zero gradient moves a parameter, and none at all does not."""
+    torch.manual_seed(seed)
+    model = small()
+    other = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other)]
+    states = [ProtectedState({"model": m, "o": o}) for m, o in zip((model, other), optimizers, strict=True)]
+    snapshot = StepSnapshot(states[0])
+    inputs = torch.randn(6, 4)
+    for m, o in zip((model, other), optimizers, strict=True):
+        train(m, [o], 2, seed)
+        o.zero_grad()
+    snapshot.take()
+    model(inputs).sum().backward()
+    snapshot.put_back()
+    for m, o in zip((model, other), optimizers, strict=True):
+        m[3](inputs[:, :1].expand(6, 5)).sum().backward()  # only the last layer takes part
+        o.step()
+    assert content(states[0]) == content(states[1])
+
+
+class Averages(torch.nn.Module):
+    """Keeps a moving average in a buffer, in the way that ``update`` says."""
+
+    def __init__(self, update: Callable[["Averages", torch.Tensor], None]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        self._update = update
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self._update(self, y.detach().mean(0))
+        return y
+
+
+def in_place(module: Averages, value: torch.Tensor) -> None:
+    module.average.mul_(0.9).add_(value)
+    module.hidden += value
+
+
+def by_copy(module: Averages, value: torch.Tensor) -> None:
+    module.average.copy_(0.9 * module.average + value)
+
+
+def by_data(module: Averages, value: torch.Tensor) -> None:
+    module.average.data = 0.9 * module.average + value
+
+
+def by_assignment(module: Averages, value: torch.Tensor) -> None:
+    module.average = 0.9 * module.average + value
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        in_place,
+        by_copy,
+        by_data,
+        pytest.param(
+            by_assignment,
+            marks=pytest.mark.xfail(strict=True, reason="a buffer that the forward assigns anew is not put back"),
+        ),
+    ],
+)
+def test_a_buffer_is_put_back_however_it_was_changed(update: Callable[[Averages, torch.Tensor], None]) -> None:
+    model = Averages(update)
+    snapshot = StepSnapshot(ProtectedState({"model": model}))
+    for _ in range(2):
+        model(torch.ones(2, 4))
+        average, hidden = model.average.clone(), model.hidden.clone()
+        snapshot.take()
+        model(torch.ones(2, 4))
+        assert not torch.equal(model.average, average)
+        snapshot.put_back()
+        assert torch.equal(model.average, average)
+        assert torch.equal(model.hidden, hidden)
+
+
+@pytest.mark.xfail(strict=True, reason="a gradient that was not zero at the start of the step is put back as zero")
+def test_gradients_that_are_accumulated_over_steps_are_put_back() -> None:
+    model = small()
+    snapshot = StepSnapshot(ProtectedState({"model": model}))
+    model(torch.randn(6, 4)).sum().backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    snapshot.take()
+    model(torch.randn(6, 4)).sum().backward()
+    snapshot.put_back()
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.xfail(strict=True, reason="a buffer that became None, or is new, since the snapshot is not put back")
+def test_a_buffer_that_was_removed_comes_back() -> None:
+    model = small()
+    model.register_buffer("cache", torch.ones(2))
+    state = ProtectedState({"model": model})
+    snapshot = StepSnapshot(state)
+    snapshot.take()
+    model.cache = None
+    snapshot.put_back()
+    assert model.cache is not None
+
+
+def test_taking_a_snapshot_allocates_once() -> None:
+    model = small()
+    snapshot = StepSnapshot(ProtectedState({"model": model}))
+    snapshot.take()
+    copies = [copied.data_ptr() for _buffer, copied in snapshot._buffers]
+    model(torch.randn(6, 4))
+    snapshot.take()
+    assert [copied.data_ptr() for _buffer, copied in snapshot._buffers] == copies
