@@ -9,7 +9,7 @@ Three ranks and a warm spare on this machine (kill one of the workers while it r
 
 Kill ranks in every phase of a step, and compare the final weights with those of a run without failure:
 
-    keepstep drill --nproc-per-node 3 --spares 1 examples/train_digits.py --steps 20
+    keepstep drill --nproc-per-node 3 --spares 1 examples/train_digits.py
 
 The same script by itself, and with half precision:
 

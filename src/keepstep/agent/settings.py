@@ -21,6 +21,11 @@ class OutputSettings:
     """Local ranks shown on the console; None for all."""
     role: str = "default"
 
+    @property
+    def writes_files(self) -> bool:
+        """Whether any stream goes to a log file."""
+        return any((self.redirect_stdout, self.redirect_stderr, self.tee_stdout, self.tee_stderr))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentSettings:

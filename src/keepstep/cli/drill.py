@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import tempfile
 from pathlib import Path
 
 from keepstep.drill import display
@@ -23,10 +23,12 @@ def main(arguments: list[str]) -> int:
     )
     own.add_argument("--json", help="write the result to this file")
     chosen = parser.parse_args(arguments)
-    options = job_options(chosen)
+    # Each of the two runs gets a folder of its own later on, below the drill's.
+    options = job_options(chosen, Path(tempfile.gettempdir()))
     world_size = options.recovery.world_size
     faults = parse(chosen.faults, world_size) if chosen.faults is not None else default_faults(world_size)
-    result = run_drill(dataclasses.replace(options, keep_run_dir=True), faults, display.follow)
+    display.introduce(len(faults))
+    result = run_drill(options, faults, display.follow)
     display.show(result)
     if chosen.json:
         report.write(Path(chosen.json), result)

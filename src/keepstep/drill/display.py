@@ -1,8 +1,7 @@
-"""What a drill shows: where every rank is while it runs, and the table at its end."""
+"""What a drill shows: which run is under way, and the table at its end."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import Any
 
@@ -10,35 +9,26 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from keepstep.launcher.console import follow_closely
 from keepstep.launcher.job import Job
-from keepstep.protocol.recovery import Stage
 
-REFRESH_S = 0.2
-TABLE_COLUMNS = 100
+TABLE_COLUMNS = 116
 PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
 
 
+def introduce(num_faults: int) -> None:
+    """Says what is about to happen, for somebody who has not seen a drill before."""
+    Console(stderr=True).print(
+        "keepstep drill: the job runs twice, once without failures and once with "
+        f"{num_faults} fault{'s' if num_faults != 1 else ''} struck into its processes. "
+        "Then every bit of the trained state is compared."
+    )
+
+
 async def follow(title: str, job: Job) -> None:
-    """Prints one line for each recovery as it happens, and on a terminal a line that shows every rank."""
-    console = Console(stderr=True)
-    console.print(f"[bold]run {title}[/bold]")
-    told = 0
-    while job.controller.machine.stage not in (Stage.FINISHED, Stage.ENDED):
-        records = job.controller.machine.records
-        for record in records[told:]:
-            if record.resumed_s is None and not record.superseded:
-                break
-            told += 1
-            gap = record.milliseconds()["gap"]
-            text = f"took {gap:.0f} ms" if gap is not None else "was cut short by another failure"
-            console.print(f"  [yellow]⚡[/yellow] {record.detail}: resumed at step {record.resume_step}, {text}")
-        if console.is_terminal:
-            places = "  ".join(
-                f"{'spare' if worker['rank'] is None else worker['rank']}:{worker['phase']} {worker['step']}"
-                for worker in job.agent.status()
-            )
-            console.print(places[: console.width - 1].ljust(console.width - 1), end="\r")
-        await asyncio.sleep(REFRESH_S)
+    """Says which run this is, then follows it."""
+    Console(stderr=True).print(f"[bold]run {title}[/bold]")
+    await follow_closely(job)
 
 
 def show(result: dict[str, Any]) -> None:

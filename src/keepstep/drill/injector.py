@@ -40,6 +40,8 @@ class OutsideInjector:
             await asyncio.sleep(generator.uniform(0.0, 3.0 * self._step_s(job)))
             rank = generator.randrange(job.controller.machine.settings.world_size) if fault.rank is None else fault.rank
             known = len(job.controller.machine.records)
+            if any(worker.finished for worker in job.controller.machine.roster.holders()):
+                return  # the code after the last step is the script's own
             if self._strike(fault, job, rank):
                 await self._until(job, functools.partial(self._has_more_records, job, known))
 

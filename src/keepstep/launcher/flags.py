@@ -47,8 +47,12 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def job_options(arguments: argparse.Namespace) -> JobOptions:
+def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> JobOptions:
     """The job that the parsed flags describe.
+
+    Args:
+        arguments: what `make_parser`'s parser returned.
+        run_dir: the folder of the run, in place of the one that the flags name or of a fresh one.
 
     Raises:
         ConfigurationError: a flag names something that cannot be; the message names the value and what is allowed.
@@ -61,11 +65,15 @@ def job_options(arguments: argparse.Namespace) -> JobOptions:
     for name in ("hang_floor", "hang_factor", "between_steps"):
         if getattr(arguments, name) <= 0:
             raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be positive")
-    _refuse_several_nodes(arguments)
+    _refuse_what_is_not_done_yet(arguments)
     script = arguments.training_script
     if not arguments.module and not arguments.no_python and not Path(script).is_file():
         raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")
-    run_dir = make_run_dir(arguments.run_dir)
+    report = Path(arguments.report) if arguments.report else None
+    if report is not None and not report.absolute().parent.is_dir():
+        raise ConfigurationError(f"--report {report}: the folder {report.absolute().parent} does not exist")
+    run_dir = run_dir or make_run_dir(arguments.run_dir)
+    output = _output(arguments, world_size, run_dir)
     agent = AgentSettings(
         node=socket.gethostname(),
         command=(script, *arguments.training_script_args),
@@ -79,11 +87,11 @@ def job_options(arguments: argparse.Namespace) -> JobOptions:
         liveness=LivenessSettings(
             floor_s=arguments.hang_floor, factor=arguments.hang_factor, between_steps_s=arguments.between_steps
         ),
-        output=_output(arguments, world_size, run_dir),
+        output=output,
     )
     recovery = RecoverySettings(world_size, arguments.spares, arguments.max_restarts)
-    report = Path(arguments.report) if arguments.report else None
-    return JobOptions(agent, recovery, report, keep_run_dir=arguments.run_dir is not None)
+    keep = arguments.run_dir is not None or (output.writes_files and arguments.log_dir is None)
+    return JobOptions(agent, recovery, report, keep_run_dir=keep)
 
 
 def _world_size(arguments: argparse.Namespace) -> int:
@@ -98,7 +106,11 @@ def _world_size(arguments: argparse.Namespace) -> int:
     return int(count)
 
 
-def _refuse_several_nodes(arguments: argparse.Namespace) -> None:
+def _refuse_what_is_not_done_yet(arguments: argparse.Namespace) -> None:
+    for name in ("numa_binding", "virtual_local_rank", "event_log_handler"):
+        value = getattr(arguments, name, None)
+        if value not in (None, False, "null"):
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: not supported yet; leave it out")
     if arguments.nnodes not in ("1", "1:1"):
         raise ConfigurationError(f"--nnodes {arguments.nnodes}: only one node is supported yet, so 1")
     if arguments.node_rank not in (0, "0"):

@@ -174,8 +174,10 @@ def check_memory(options: JobOptions, worker_bytes: int) -> None:
         )
 
 
-def announce(result: dict[str, Any]) -> int:
-    """Prints why a job ended, if not well, and returns its exit code."""
+def announce(result: dict[str, Any], options: JobOptions) -> int:
+    """Prints where the logs are and why a job ended, if not well; returns its exit code."""
+    if options.agent.output.writes_files:
+        print(f"keepstep: logs of the workers: {options.agent.output.log_dir}", file=sys.stderr)
     if result["exit_code"] != 0:
         print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
     return int(result["exit_code"])
