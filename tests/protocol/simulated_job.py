@@ -245,6 +245,8 @@ class SimulatedJob:
         match worker.doing:
             case Doing.LAUNCHING:
                 return self._sends(worker, WorkerJoined, self._join)
+            case Doing.JOINING if worker.superseded:
+                return lambda: setattr(worker, "doing", Doing.BUILDING)
             case Doing.JOINING if worker.assignment is not None:
                 return lambda: self._connect(worker, worker.assignment.generation)
             case Doing.CONNECTING:

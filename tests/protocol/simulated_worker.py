@@ -71,6 +71,11 @@ class SimulatedWorker:
             return None
         return self.step + 1 if self.phase is Phase.UPDATED else self.step
 
+    @property
+    def superseded(self) -> bool:
+        """Whether the generation that it is to begin in is over: its start-up then goes on in echo."""
+        return self.told > (self.assignment.generation if self.assignment else 0)
+
     def reach(self) -> tuple[int, ...]:
         """Where it can say in truth that its copy can be, standing at a safe point."""
         at = self.parameters_at

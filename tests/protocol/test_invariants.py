@@ -73,7 +73,7 @@ BREACHES: list[tuple[Callable[[RecoveryMachine], None], list[Stage], str]] = [
     (leave_the_world_below, ALWAYS, "a rank outside the world of 3"),
     (lose_a_rank, ALL_RANKS_HELD, r"without ranks \[0\]"),
     (let_a_lost_worker_run, ALL_RANKS_HELD, "while a lost worker may still run"),
-    (resume_further_back, ALWAYS, "training went back to a step before"),
+    (resume_further_back, ALWAYS, "training went back from step 9 to 8, and not to a checkpoint"),
 ]
 CASES = [(breach, stage, what) for breach, stages, what in BREACHES for stage in stages]
 

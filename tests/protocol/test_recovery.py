@@ -4,7 +4,6 @@ import pytest
 from tests.protocol.simulated_job import SimulatedJob
 from tests.protocol.simulated_worker import Doing
 
-from keepstep.errors import InternalError
 from keepstep.protocol.messages import (
     Assign,
     FenceWorker,
@@ -77,11 +76,8 @@ def test_a_job_goes_on_from_the_newest_checkpoint_of_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize("withheld", [WorkerJoined, GroupsReset, WorkerReady, None], ids=str)
-def test_a_rank_killed_in_start_up_means_all_ranks_anew(withheld: type | None, request: pytest.FixtureRequest) -> None:
+def test_a_rank_killed_in_start_up_means_all_ranks_anew(withheld: type | None) -> None:
     """Wherever the others are: before they asked for their rank, connecting, building the model, ready."""
-    if withheld is WorkerJoined:
-        reason = "a rank that joins while stopping is assigned to the stopped generation and never reaches a safe point"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
     job = SimulatedJob(world_size=3, num_spares=0)
     job.say(job.reports["agent"].popleft())
     for rank in (0, 1):
@@ -222,21 +218,7 @@ def two_shards(rank: int) -> str:
     return "even" if rank % 2 == 0 else "odd"
 
 
-@pytest.mark.parametrize(
-    "rank",
-    [
-        0,
-        pytest.param(
-            1,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason=(
-                    "a spare's word for its shard, said before it had a rank, overwrites the shard of the rank it takes"
-                ),
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_shard_is_restored_from_its_own_replicas(rank: int) -> None:
     job = SimulatedJob(world_size=4, shards=two_shards).bring_all(3, Phase.BACKWARD)
     job.effects.clear()
@@ -284,14 +266,6 @@ def test_a_spare_that_never_comes_up_is_given_up_after_three() -> None:
     assert job.where == (Stage.TRAINING, 1)
 
 
-hung_spare = pytest.mark.xfail(
-    strict=True,
-    raises=InternalError,
-    reason="a lost spare that is not gone yet breaks the invariant about lost workers",
-)
-
-
-@hung_spare
 def test_a_hung_spare_is_fenced_while_training_goes_on() -> None:
     job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
     spare = job.workers[2]
@@ -302,7 +276,6 @@ def test_a_hung_spare_is_fenced_while_training_goes_on() -> None:
     assert job.workers[3].doing is Doing.READY
 
 
-@hung_spare
 def test_a_spare_that_hangs_during_a_recovery_is_fenced_beside_it() -> None:
     job = SimulatedJob(world_size=2, num_spares=2).bring_all(3, Phase.BACKWARD)
     job.withhold(job.workers[2], StateRecovered)
@@ -344,22 +317,9 @@ def waiting_for_a_fresh_process(num_spares: int = 0) -> SimulatedJob:
     return job.settle()
 
 
-FRESH_LOST = (
-    "nothing is started in place of a fresh process that is lost before it was ready: only the deadline ends it"
-)
-
-
 @pytest.mark.parametrize(
     ("fault", "num_spares"),
-    [
-        pytest.param("kill", 0, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
-        pytest.param("throw", 0, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
-        pytest.param("quit", 0, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
-        ("hang", 0),
-        ("kill", 1),
-        ("throw", 1),
-        pytest.param("quit", 1, marks=pytest.mark.xfail(strict=True, reason=FRESH_LOST)),
-    ],
+    [(fault, num_spares) for fault in ("kill", "throw", "quit", "hang") for num_spares in (0, 1)],
 )
 def test_a_fresh_process_that_is_lost_while_waited_for_is_replaced(fault: str, num_spares: int) -> None:
     job = waiting_for_a_fresh_process(num_spares)
@@ -386,7 +346,6 @@ def test_a_spare_whose_script_awaits_a_rank_takes_one_before_it_is_ready() -> No
     job.finish_well()
 
 
-@pytest.mark.xfail(strict=True, reason="choose_spare() goes by worker number only; that ready ones stand first is lost")
 def test_a_spare_that_is_ready_is_preferred_to_one_that_only_awaits_a_rank() -> None:
     job = SimulatedJob(world_size=2, num_spares=2)
     job.say(job.reports["agent"].popleft())

@@ -3,7 +3,6 @@
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
 
-from keepstep.errors import InternalError
 from keepstep.protocol.messages import (
     Abandon,
     Complete,
@@ -91,7 +90,6 @@ def test_scripts_that_leave_the_loop_early_end_well_when_all_do() -> None:
     assert ended(job) == (0, "all ranks are through")
 
 
-@pytest.mark.xfail(strict=True, reason="a late StepObserved starts a spare although the last step is complete")
 def test_nothing_is_started_after_the_last_step() -> None:
     job = SimulatedJob(world_size=2, num_spares=1, num_steps=3).bring_all(2, Phase.BACKWARD)
     job.kill(job.holder(1))
@@ -134,7 +132,6 @@ def test_a_loss_after_the_last_step_abandons_the_others_and_fails(fault: str) ->
     assert "failed in the code after the last step" in reason
 
 
-@pytest.mark.xfail(strict=True, reason="each loss after the last step overwrites the reason: the last victim is named")
 def test_the_first_loss_after_the_last_step_is_named_as_the_cause() -> None:
     job = completed()
     job.throw(job.holder(1), "OSError: disk full")
@@ -187,9 +184,6 @@ def test_nobody_left_with_a_checkpoint_starts_all_anew_from_the_newest(num_spare
     job.finish_well()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=InternalError, reason="the invariant forbids a checkpoint of before, see KNOWN_DEFECT"
-)
 def test_a_checkpoint_older_than_an_earlier_recovery_can_be_gone_back_to() -> None:
     job = SimulatedJob(world_size=2, num_spares=1, checkpoint_every=4).bring_all(6, Phase.BACKWARD)
     job.kill(job.holder(0))
@@ -274,7 +268,6 @@ def test_a_rank_that_exits_before_the_first_step_ends_the_job() -> None:
     assert ended(job) == (1, "rank 1 ended before its first step: exit code 1")
 
 
-@pytest.mark.xfail(strict=True, reason="the last survivor's exit code 0 hides that another rank was killed in mid-step")
 def test_a_script_that_ends_while_a_lost_rank_is_missing_is_no_success() -> None:
     job = SimulatedJob(world_size=2, num_spares=0).bring_all(3, Phase.BACKWARD)
     job.withhold(job.holder(0), SafePointReached)
@@ -309,7 +302,6 @@ def test_restarts_used_up_rescues_what_is_alive_and_ends_with_76() -> None:
     assert reason.endswith("state saved: rescued-0-at-3.pt")
 
 
-@pytest.mark.xfail(strict=True, reason="a rank that has saved its state and ended is left out of the reason")
 def test_every_rescued_state_is_named() -> None:
     job = out_of_restarts(world_size=3)
     job.release()
@@ -317,7 +309,6 @@ def test_every_rescued_state_is_named() -> None:
     assert ended(job)[1].endswith("state saved: rescued-0-at-3.pt, rescued-1-at-3.pt")
 
 
-@pytest.mark.xfail(strict=True, reason="why a rank could not save its state is told as if it were a file")
 def test_a_state_that_could_not_be_saved_is_not_called_saved() -> None:
     job = out_of_restarts(world_size=2)
     job.holder(0).torn = True

@@ -57,9 +57,6 @@ def test_the_greatest_length_is_waited_for() -> None:
     assert FrameDecoder().feed(MAX_MESSAGE_BYTES.to_bytes(4, "little") + b"\x91") == []
 
 
-@pytest.mark.xfail(
-    strict=True, raises=UnicodeDecodeError, reason="decode() lets out UnicodeDecodeError, see test_messages.py"
-)
 @given(st.binary(max_size=100))
 @example(b"\x91\xa1\xff")
 def test_a_frame_that_is_no_message_is_refused(body: bytes) -> None:

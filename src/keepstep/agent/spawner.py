@@ -57,7 +57,8 @@ class SpawnerClient:
         self._ready = loop.create_future()
         loop.add_reader(ours.fileno(), self._readable)
         try:
-            return await asyncio.wait_for(self._ready, START_DEADLINE_S)
+            async with asyncio.timeout(START_DEADLINE_S):
+                return await self._ready
         except TimeoutError:
             raise PeerLost(f"the process that starts workers was not ready within {START_DEADLINE_S:g} s") from None
 

@@ -62,7 +62,9 @@ class Controller:
         due = self.machine.next_deadline()
         timeout = None if due is None else max(0.0, due - time.monotonic())
         try:
-            message = await asyncio.wait_for(self._channel.receive(), timeout)
+            # Not wait_for: up to Python 3.11 it can lose a cancellation that meets a message, and then never ends.
+            async with asyncio.timeout(timeout):
+                message = await self._channel.receive()
         except TimeoutError:
             return None
         if not isinstance(message, Report):

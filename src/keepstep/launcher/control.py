@@ -33,8 +33,9 @@ async def serve(run_dir: Path, answer: Callable[[], Any]) -> AsyncIterator[None]
         with contextlib.closing(writer):
             if _peer_user(writer.get_extra_info("socket")) in (os.getuid(), 0):
                 writer.write(msgspec.json.encode(answer()))
-                with contextlib.suppress(ConnectionError):
-                    await asyncio.wait_for(writer.drain(), _DEADLINE_S)
+                with contextlib.suppress(ConnectionError, TimeoutError):
+                    async with asyncio.timeout(_DEADLINE_S):
+                        await writer.drain()
 
     descriptor = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{descriptor}/{SOCKET}"

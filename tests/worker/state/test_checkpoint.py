@@ -1,0 +1,378 @@
+"""Checkpoints: whole or not there, and every bit in them."""
+
+import copy
+import shutil
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.ranks import run_ranks
+from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.worker.state import checkpoint
+from keepstep.worker.state.checkpoint import Checkpoints, checkpoint_content, rescue
+from keepstep.worker.state.protected import ProtectedState
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Job:
+    """A job of one rank, and what it protects."""
+
+    def __init__(self, seed: int, optimizer: str = "adamw", scheduler: str = "multi-step") -> None:
+        torch.manual_seed(seed)
+        self.model = small()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler})
+
+    def train(self, num_steps: int, seed: int) -> None:
+        for step in range(num_steps):
+            train(self.model, [self.optimizer], 1, seed + step)
+            advance(self.scheduler, 0.0)
+        self.optimizer.zero_grad()
+
+    def everything(self) -> tuple[Any, ...]:
+        gradients = [parameter.grad is None for parameter in self.model.parameters()]
+        return content(self.state), self.state.digest(), gradients
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    checkpoints = Checkpoints(job.state, tmp_path / "new" / "folder", every=3)
+    assert checkpoints.steps() == ()
+    job.train(3, seed)
+    checkpoints.after_step(3, generation=1)
+    before = job.everything()
+    job.train(2, seed + 50)  # while it is being written
+    after = job.everything()
+    checkpoints.flush()
+    assert checkpoints.steps() == (3,)
+    assert after != before
+    checkpoints.load(3)
+    assert job.everything() == before
+    job.train(2, seed + 50)
+    assert job.everything() == after, "it goes on as it did"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_fresh_process_takes_it_up(optimizer: str, tmp_path: Path, seed: int) -> None:
+    job, other = Job(seed, optimizer), Job(seed + 1, optimizer)
+    job.train(3, seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.after_step(3, 1)
+    checkpoints.flush()
+    found = Checkpoints(other.state, tmp_path, every=1)
+    assert found.steps() == (3,)
+    found.load(3)
+    assert other.everything() == job.everything()
+    job.train(2, seed + 9)
+    other.train(2, seed + 9)
+    assert other.everything() == job.everything()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_host_state_comes_back(scheduler: str, tmp_path: Path, seed: int) -> None:
+    job, other = Job(seed, "sgd", scheduler), Job(seed, "sgd", scheduler)
+    for step in range(4):
+        train(job.model, [job.optimizer], 1, seed)
+        advance(job.scheduler, float(step))
+    checkpoints = Checkpoints(job.state, tmp_path, every=4)
+    checkpoints.after_step(4, 1)
+    checkpoints.flush()
+    Checkpoints(other.state, tmp_path, every=4).load(4)
+    assert other.state.host_bytes()[0] == job.state.host_bytes()[0]
+    assert other.optimizer.param_groups[0]["lr"] == job.optimizer.param_groups[0]["lr"]
+
+
+class Loader:
+    """A loader of the user's own, with a tensor in its state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def test_tensors_in_the_host_state_come_back(tmp_path: Path) -> None:
+    loader, other = Loader({"order": torch.randperm(5), "at": 3, "names": ("a", b"\0")}), Loader(None)
+    model = small()
+    checkpoints = Checkpoints(ProtectedState({"model": model, "loader": loader}), tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+    Checkpoints(ProtectedState({"model": small(), "loader": other}), tmp_path, every=1).load(1)
+    assert torch.equal(other.value["order"], loader.value["order"])
+    assert (other.value["at"], other.value["names"]) == (3, ("a", b"\0"))
+
+
+def test_which_gradients_there_are_comes_back(tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    weight, bias = job.model[0].weight, job.model[0].bias
+    weight.grad = torch.zeros_like(weight)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+    bias.grad, weight.grad = torch.ones_like(bias), None
+    checkpoints.load(1)
+    assert bias.grad is None
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+# ---- which checkpoints there are ------------------------------------------------------------------------------------
+
+
+def test_only_steps_that_are_due_are_written(tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=4)
+    for step in range(1, 9):
+        checkpoints.after_step(step, 1)
+        checkpoints.flush()
+    assert checkpoints.steps() == (4, 8)
+
+
+def test_only_the_two_newest_are_kept(tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    for step in range(1, 6):
+        job.train(1, step)
+        checkpoints.after_step(step, 1)
+        checkpoints.flush()
+        assert checkpoints.steps() == ((step - 1, step) if step > 1 else (1,))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_0000000004", "step_0000000005"]
+
+
+def test_a_step_computed_again_does_not_replace_its_checkpoint(tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    job.train(1, seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+    before = job.everything()
+    job.train(1, seed)
+    checkpoints.after_step(1, 2)
+    checkpoints.flush()
+    checkpoints.load(1)
+    assert job.everything() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["draft_0000000006_generation_3", "step_6", "step_00000000060", "astep_0000000006", "x"]
+)
+def test_what_is_not_a_finished_checkpoint_is_ignored(name: str, tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+    shutil.copytree(tmp_path / "step_0000000001", tmp_path / name)
+    assert checkpoints.steps() == (1,)
+    for step in (2, 3):
+        checkpoints.after_step(step, 1)
+        checkpoints.flush()
+    assert checkpoints.steps() == (2, 3), "neither counted nor in the place of a finished one"
+
+
+def killed_while_writing(rank: int, size: int, directory: Path, seed: int) -> None:
+    """Ends when the last byte of its checkpoint is on disk, just before it gets its name."""
+    on_disk = threading.Event()
+    save = checkpoint.save
+
+    def save_and_stand_still(*arguments: Any, **keywords: Any) -> None:
+        save(*arguments, **keywords)
+        on_disk.set()
+        threading.Event().wait()
+
+    checkpoint.save = save_and_stand_still
+    Checkpoints(Job(seed).state, directory, every=1).after_step(2, 1)
+    on_disk.wait()
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_no_checkpoint(tmp_path: Path, seed: int) -> None:
+    run_ranks(1, killed_while_writing, tmp_path, seed)
+    job = Job(seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    assert checkpoints.steps() == ()
+    assert len(list(tmp_path.iterdir())) == 1, "nothing was begun: the test would prove nothing"
+    checkpoints.after_step(2, 2)
+    checkpoints.flush()
+    checkpoints.load(2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_0000000002"]
+
+
+def test_flush_without_anything_to_write(tmp_path: Path, seed: int) -> None:
+    checkpoints = Checkpoints(Job(seed).state, tmp_path / "none", every=1)
+    checkpoints.flush()
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    (tmp_path / "draft_0000000001_generation_1").write_text("in the way")
+    (tmp_path / "step_0000000001").write_text("in the way")
+    checkpoints._writing = (failing(), tmp_path / "draft_0000000001_generation_1", tmp_path / "step_0000000002")
+    checkpoints.flush()
+    assert "step_0000000002 could not be written: no space" in capsys.readouterr().err
+
+
+def failing() -> Any:
+    future: Future[None] = Future()
+    future.set_exception(OSError("no space"))
+    return future
+
+
+@pytest.mark.xfail(strict=True, reason="a folder that cannot be made is an OSError in the training loop")
+def test_a_folder_that_cannot_be_made_does_not_end_the_training(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "file").write_text("in the way")
+    checkpoints = Checkpoints(Job(seed).state, tmp_path / "file" / "inside", every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+
+
+# ---- what does not fit, or does not load ----------------------------------------------------------------------------
+
+
+def written(tmp_path: Path, objects: dict[str, Any]) -> None:
+    checkpoints = Checkpoints(ProtectedState(objects), tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda: small(inputs=3), "'model/model.0.weight' has shape (5, 4), which this model lacks"),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(4, 5)), "which this model lacks"),
+        (lambda: torch.nn.Sequential(*small(), torch.nn.Linear(3, 1)), "lacks ['model/model.4.weight'"),
+    ],
+    ids=["shape", "less", "more"],
+)
+def test_a_checkpoint_of_another_model_is_refused(model: Any, text: str, tmp_path: Path) -> None:
+    written(tmp_path, {"model": small()})
+    other = model()
+    state = ProtectedState({"model": other})
+    before = content(state)
+    with pytest.raises(RemoteProtocolError) as caught:
+        Checkpoints(state, tmp_path, every=1).load(1)
+    assert text in str(caught.value)
+    assert "step_0000000001" in str(caught.value)
+    assert content(state) == before
+
+
+@pytest.mark.xfail(strict=True, reason="only shapes are compared: another type is converted without a word")
+def test_a_checkpoint_of_another_type_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, {"model": small()})
+    with pytest.raises(RemoteProtocolError):
+        Checkpoints(ProtectedState({"model": small().double()}), tmp_path, every=1).load(1)
+
+
+@pytest.mark.xfail(strict=True, reason="what torch raises for a damaged checkpoint passes through as it is")
+@pytest.mark.parametrize("damage", ["no metadata", "metadata cut off", "no data", "data cut off", "gone"])
+def test_a_damaged_checkpoint_does_not_load_and_says_so(damage: str, tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    written(tmp_path, {"model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler})
+    folder = tmp_path / "step_0000000001"
+    metadata, data = folder / ".metadata", next(folder.glob("*.distcp"))
+    match damage:
+        case "no metadata":
+            metadata.unlink()
+        case "metadata cut off":
+            metadata.write_bytes(metadata.read_bytes()[:100])
+        case "no data":
+            data.unlink()
+        case "data cut off":
+            data.write_bytes(data.read_bytes()[:-600])
+        case "gone":
+            shutil.rmtree(folder)
+    with pytest.raises(RemoteProtocolError, match="step_0000000001"):
+        Checkpoints(job.state, tmp_path, every=1).load(1)
+
+
+@pytest.mark.xfail(strict=True, reason="a checkpoint's bytes have no checksum: a flipped bit is loaded")
+def test_a_flipped_bit_is_found(tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    written(tmp_path, {"model": job.model})
+    data = next((tmp_path / "step_0000000001").glob("*.distcp"))
+    weight = job.model[0].weight.detach().numpy().tobytes()
+    raw = data.read_bytes()
+    assert weight in raw
+    data.write_bytes(raw.replace(weight, bytes([weight[0] ^ 1]) + weight[1:]))
+    with pytest.raises(RemoteProtocolError):
+        Checkpoints(ProtectedState({"model": small()}), tmp_path, every=1).load(1)
+
+
+@pytest.mark.xfail(strict=True, reason="optimizer state that is newer than the checkpoint stays when it is loaded")
+def test_optimizer_state_that_the_checkpoint_lacks_is_gone_after_loading(tmp_path: Path, seed: int) -> None:
+    """A parameter that first took part after the checkpoint: its moments must not survive the way back."""
+    job = Job(seed)
+    frozen = job.model[3].weight
+    frozen.requires_grad_(False)
+    job.train(2, seed)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.after_step(2, 1)
+    checkpoints.flush()
+    before = job.everything()
+    frozen.requires_grad_(True)
+    job.train(1, seed + 9)
+    checkpoints.load(2)
+    frozen.requires_grad_(False)
+    assert job.everything() == before
+
+
+@pytest.mark.xfail(strict=True, reason="the order of memory of optimizer state is lost in a checkpoint")
+def test_the_order_of_memory_comes_back_in_a_fresh_process(tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    states = []
+    for _ in range(2):
+        model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        states.append((ProtectedState({"model": model, "optimizer": optimizer}), model, optimizer))
+    state, model, optimizer = states[0]
+    model(torch.randn(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoints = Checkpoints(state, tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+    Checkpoints(states[1][0], tmp_path, every=1).load(1)
+    assert states[1][0].digest() == state.digest()
+
+
+# ---- rescue ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rescue_holds_everything_and_can_be_put_in_place(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job, other = Job(seed), Job(seed + 1)
+    job.train(3, seed)
+    first, second = (Path(rescue(job.state, 3, rank=2)) for _ in range(2))
+    assert first != second
+    assert first.parent == tmp_path
+    assert first.name.startswith("keepstep-rescue-step3-rank2-")
+    first.rename(tmp_path / "step_0000000003")
+    Checkpoints(other.state, tmp_path, every=1).load(3)
+    assert other.everything() == job.everything()
+
+
+def test_the_content_is_everything_that_is_protected(seed: int) -> None:
+    job = Job(seed)
+    job.train(1, seed)
+    found = checkpoint_content(job.state)
+    assert {name for name in found if "/" in name} == {
+        *(f"model/{name}" for name, _t in (*job.state.parameters(), *job.state.buffers())),
+        *(f"optimizer/{name}" for name, _tensor in job.state.optimizer_tensors()),
+    }
+    copied = copy.deepcopy(found["model/model.0.weight"])
+    assert torch.equal(copied, job.model[0].weight)
