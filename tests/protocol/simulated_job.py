@@ -245,10 +245,8 @@ class SimulatedJob:
         match worker.doing:
             case Doing.LAUNCHING:
                 return self._sends(worker, WorkerJoined, self._join)
-            case Doing.JOINING if worker.superseded:
-                return lambda: setattr(worker, "doing", Doing.BUILDING)
-            case Doing.JOINING if worker.assignment is not None:
-                return lambda: self._connect(worker, worker.assignment.generation)
+            case Doing.JOINING if worker.assignment is not None or worker.told > 0:
+                return worker.begin
             case Doing.CONNECTING:
                 return self._connecting(worker)
             case Doing.BUILDING:
@@ -305,9 +303,6 @@ class SimulatedJob:
         self._queue(worker.number, WorkerJoined(worker.number, 4000 + worker.number))
         worker.doing = Doing.BUILDING if worker.rank is None else Doing.JOINING
 
-    def _connect(self, worker: SimulatedWorker, generation: int) -> None:
-        worker.target, worker.doing = generation, Doing.CONNECTING
-
     def _connecting(self, worker: SimulatedWorker) -> Callable[[], None] | None:
         if worker.told > worker.target:
             return lambda: self._superseded(worker)
@@ -362,7 +357,7 @@ class SimulatedJob:
             worker.stand()
             worker.reported = order.generation
         elif worker.generation != order.generation:
-            self._connect(worker, order.generation)
+            worker.connect(order.generation)
         else:
             worker.doing = Doing.RESTORING
             worker.torn = worker.torn or order.action is Action.RESTORE
@@ -482,8 +477,8 @@ class SimulatedJob:
         assert order.generation == self.machine.generation
         assert not set(order.sources) & set(order.receivers), f"{order}: a rank sends to itself"
         assert order.sources, f"{order}: nobody holds the state"
-        lost = [worker.worker for worker in self.machine.roster.workers.values() if worker.lost]
-        assert not [number for number in lost if number in self.workers], "a lost process still runs at DECIDE"
+        lost = [worker for worker in self.machine.roster.workers.values() if worker.lost and worker.rank is not None]
+        assert not [worker for worker in lost if worker.worker in self.workers], "a lost rank still runs at DECIDE"
         kept = [worker.parameters_at or 0 for worker in self.workers.values() if worker.rank is not None]
         assert order.resume_step >= max(kept, default=0), f"{order} goes back behind a survivor: {kept}"
         if not self.checkpoint_every:

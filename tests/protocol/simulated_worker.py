@@ -71,11 +71,6 @@ class SimulatedWorker:
             return None
         return self.step + 1 if self.phase is Phase.UPDATED else self.step
 
-    @property
-    def superseded(self) -> bool:
-        """Whether the generation that it is to begin in is over: its start-up then goes on in echo."""
-        return self.told > (self.assignment.generation if self.assignment else 0)
-
     def reach(self) -> tuple[int, ...]:
         """Where it can say in truth that its copy can be, standing at a safe point."""
         at = self.parameters_at
@@ -106,6 +101,17 @@ class SimulatedWorker:
                 self.rescue = True
             case _:
                 raise AssertionError(f"worker {self.number} was sent {order}")
+
+    def begin(self) -> None:
+        """Joins the generation that it was assigned to; where that is over, its start-up goes on in echo."""
+        if self.assignment is None or self.told > self.assignment.generation:
+            self.doing = Doing.BUILDING
+        else:
+            self.connect(self.assignment.generation)
+
+    def connect(self, generation: int) -> None:
+        """Goes to the rendezvous of a generation."""
+        self.target, self.doing = generation, Doing.CONNECTING
 
     def stand(self) -> None:
         """Begins to wait for a decision; an unfinished step before the barrier is undone."""

@@ -19,6 +19,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import TRANSITIONS, Stage
+from keepstep.protocol.recovery.machine import MAX_SPARE_FAILURES
 from keepstep.protocol.resume import Action
 
 IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
@@ -252,9 +253,10 @@ def test_a_lost_spare_is_replaced_and_nobody_stops() -> None:
     job.finish_well()
 
 
-def test_a_spare_that_never_comes_up_is_given_up_after_three() -> None:
+def test_a_spare_that_never_comes_up_is_given_up_after_three_replacements() -> None:
+    """The first one was warm, which says nothing about the fresh ones that follow."""
     job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
-    for _ in range(3):
+    for _ in range(1 + 1 + MAX_SPARE_FAILURES):
         (spare,) = [worker for worker in job.workers.values() if worker.rank is None]
         job.throw(spare)
         job.withhold(spare, WorkerReady)
@@ -264,6 +266,29 @@ def test_a_spare_that_never_comes_up_is_given_up_after_three() -> None:
             job.withhold(worker, WorkerReady)
     assert job.machine.roster.spares() == []
     assert job.where == (Stage.TRAINING, 1)
+    assert len(job.orders(StartWorker)) == 3 + 1 + MAX_SPARE_FAILURES
+
+
+def test_fresh_processes_that_never_come_up_end_in_a_rescue_after_three_replacements() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(1))
+    for number in range(2, 3 + MAX_SPARE_FAILURES):
+        while number not in job.workers:
+            next(job.moves(training=False))[1]()
+        job.throw(job.workers[number], "MemoryError")
+    job.settle()
+    assert job.ended is not None
+    assert job.ended.exit_code == 76
+    assert "4 fresh processes in a row were lost: exit code 1: MemoryError; state saved:" in job.ended.reason
+
+
+def test_warm_spares_that_are_all_lost_are_no_reason_to_give_up() -> None:
+    job = SimulatedJob(world_size=2, num_spares=5).bring_all(3, Phase.BACKWARD)
+    for number in range(2, 7):
+        job.kill(job.workers[number])
+    job.kill(job.holder(1))
+    assert job.settle().where == (Stage.TRAINING, 2)
+    job.finish_well()
 
 
 def test_a_hung_spare_is_fenced_while_training_goes_on() -> None:

@@ -5,6 +5,7 @@ from tests.protocol.simulated_job import SimulatedJob
 
 from keepstep.protocol.messages import (
     Abandon,
+    CollectiveFailed,
     Complete,
     EndJob,
     FenceWorker,
@@ -12,12 +13,14 @@ from keepstep.protocol.messages import (
     Rescue,
     SafePointReached,
     StartWorker,
+    StateRecovered,
     StateRescued,
     StepObserved,
     StepsFinished,
     WorkerDone,
     WorkerFailed,
     WorkerLost,
+    WorkerReady,
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS, Stage
@@ -266,6 +269,50 @@ def test_a_rank_that_exits_before_the_first_step_ends_the_job() -> None:
     job.reports[1] = type(job.reports[1])(report for report in job.reports[1] if not isinstance(report, WorkerFailed))
     job.settle()
     assert ended(job) == (1, "rank 1 ended before its first step: exit code 1")
+
+
+def failing_in_start_up(*, with_word: bool) -> SimulatedJob:
+    """Rank 1 fails while the others are already at their first step, and a peer notices before the agent does."""
+    job = SimulatedJob(world_size=3, num_spares=1)
+    job.say(job.reports["agent"].popleft())
+    job.withhold(job.workers[1], WorkerReady)
+    job.settle()
+    job.throw(job.workers[1], "ImportError: no module named gpt")
+    if not with_word:
+        job.reports[1].popleft()
+    job.say(CollectiveFailed(0, 1, "world", "connection closed by peer"))
+    assert job.where == (Stage.STOPPING, 2)
+    return job
+
+
+@pytest.mark.parametrize("with_word", [True, False])
+def test_a_start_up_that_fails_ends_the_job_though_a_peer_told_of_it_first(with_word: bool) -> None:
+    job = failing_in_start_up(with_word=with_word).settle()
+    why = "failed: ImportError: no module named gpt" if with_word else "ended before its first step: exit code 1"
+    assert ended(job) == (1, f"rank 1 {why}")
+    assert len(job.orders(StartWorker)) == 4, "nothing is started anew"
+
+
+def test_a_rank_that_fails_while_the_first_groups_are_connected_ends_the_job() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1)
+    job.say(job.reports["agent"].popleft())
+    for worker in job.workers.values():
+        job.withhold(worker, StateRecovered)
+    job.settle()
+    assert job.machine.stage is Stage.RECOVERING
+    job.throw(job.holder(1))
+    job.settle()
+    assert ended(job) == (1, "rank 1 failed: ValueError: bad batch")
+
+
+def test_after_training_an_exception_in_the_first_recovery_is_recovered_from() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1).settle()
+    job.withhold(job.holder(0), SafePointReached)
+    job.say(CollectiveFailed(0, 1, "world", "connection closed by peer"))
+    job.throw(job.holder(1))
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+    job.finish_well()
 
 
 def test_a_script_that_ends_while_a_lost_rank_is_missing_is_no_success() -> None:

@@ -46,7 +46,7 @@ def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
 def resumed_before_all_have_recovered(patch: pytest.MonkeyPatch) -> None:
     def recovering(self: RecoveryMachine, holders: list[object], now_s: float) -> None:
         self._enter(Stage.TRAINING)
-        self._to_holders(lambda workers: Resume(workers, self.generation), "too early by far")
+        self._orders.to_holders(lambda workers: Resume(workers, self.generation), "too early by far")
 
     patch.setattr(RecoveryMachine, "_recovering", recovering)
 

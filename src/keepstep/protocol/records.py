@@ -50,6 +50,17 @@ class RecoveryRecord(msgspec.Struct):
     received_bytes: int = 0
     superseded: bool = False
 
+    def add_failure(self, failure: Failure, cause: str, detail: str) -> None:
+        """One more lost rank; the first of them says why the recovery was begun, whatever hint came before it."""
+        if not self.failures:
+            self.cause, self.detail = cause, detail
+        self.failures.append(failure)
+
+    def observe_step(self, at_s: float, step_s: float) -> None:
+        """A rank has completed its first step of the new generation; the last and the slowest count."""
+        self.resumed_s = max(self.resumed_s or at_s, at_s)
+        self.first_step_s = max(self.first_step_s or 0.0, step_s)
+
     @property
     def steps_recomputed(self) -> int | None:
         """How many steps are computed again because of this failure: 0 or 1.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from keepstep.protocol.messages import SafePointReached, WorkerReady
+from keepstep.protocol.topology import Placement, choose_spare
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,6 +32,8 @@ class Worker:
     answered_rescue: bool = False
     rescued: str | None = None
     """Where it saved its shard."""
+    rescue_error: str | None = None
+    """Why it could not."""
     error: str | None = None
 
     def begin_generation(self) -> None:
@@ -56,9 +59,9 @@ class Roster:
         self.num_started += 1
         return worker
 
-    def may_start(self) -> bool:
-        """Whether the budget allows one more process."""
-        return self.max_starts is None or self.num_started < self.max_starts
+    def may_start(self, num_processes: int = 1) -> bool:
+        """Whether the budget allows so many more processes."""
+        return self.max_starts is None or self.num_started + num_processes <= self.max_starts
 
     def live(self) -> list[Worker]:
         """Every worker that is not lost and not done."""
@@ -82,6 +85,27 @@ class Roster:
         """The ranks that no live worker holds."""
         held = {worker.rank for worker in self.holders()}
         return [rank for rank in range(self.world_size) if rank not in held]
+
+    def replacements(self) -> dict[int, Worker] | None:
+        """A spare for every missing rank, or None where there are too few.
+
+        Those that stand at their first step come before those that only wait for a rank. Nothing is given out yet.
+        """
+        ready = {spare.worker: Placement(spare.node) for spare in self.spares() if spare.ready}
+        waiting = {
+            spare.worker: Placement(spare.node) for spare in self.spares() if spare.awaits_rank and not spare.ready
+        }
+        chosen: dict[int, Worker] = {}
+        for rank in self.missing_ranks():
+            pool = ready or waiting
+            # One node is supported: where the lost rank was makes no difference yet.
+            lost = next((worker.node for worker in self.workers.values() if worker.rank == rank), "")
+            spare = choose_spare(Placement(lost), pool, node_at_fault=False)
+            if spare is None:
+                return None
+            del pool[spare]
+            chosen[rank] = self.workers[spare]
+        return chosen
 
     def unfenced(self) -> list[Worker]:
         """The lost workers whose process may still exist."""

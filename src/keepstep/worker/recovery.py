@@ -7,7 +7,7 @@ import sys
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import NothingToRecoverFrom, RemoteProtocolError
-from keepstep.protocol.messages import Recover, Rescue, StateRecovered, StateRescued
+from keepstep.protocol.messages import Recover, Rescue, StateRecovered, StateRescued, text
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.resume import Action
 from keepstep.worker.coordination import Coordination, Superseded
@@ -207,7 +207,7 @@ class Recovery:
                 self._undo()
             path = rescue(self._state, at, coordination.rank or 0)
         except (OSError, RuntimeError, NothingToRecoverFrom) as error:
-            problem = str(error)
+            problem = text(error)
         coordination.link.send(StateRescued(coordination.link.worker, path, problem))
         print(f"keepstep: rank {coordination.rank} ends: {order.reason}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_RESCUED)

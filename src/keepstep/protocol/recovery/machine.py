@@ -6,26 +6,18 @@ a field: call `tick` when `next_deadline` has come. Each effect says its reason,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from keepstep.errors import InternalError
-from keepstep.protocol import invariants, topology
+from keepstep.protocol import invariants
 from keepstep.protocol import messages as msg
 from keepstep.protocol.records import Failure, RecoveryRecord
+from keepstep.protocol.recovery import ending
 from keepstep.protocol.recovery.decision import reachable_step, ready_now, recovery_orders
-from keepstep.protocol.recovery.stages import (
-    EXIT_FAILED,
-    EXIT_NOTHING_TO_RECOVER,
-    EXIT_TOO_FEW_RANKS,
-    TRANSITIONS,
-    Effect,
-    RecoverySettings,
-    Stage,
-)
+from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.stages import TRANSITIONS, Effect, RecoverySettings, Stage
 from keepstep.protocol.roster import Roster, Worker
 
 MAX_SPARE_FAILURES = 3
-"""Fresh processes lost in a row, none of which came to its first step, after which no more are started."""
+"""How many fresh processes lost in a row, none of which came to its first step, are replaced by another."""
 
 
 class RecoveryMachine:
@@ -45,13 +37,16 @@ class RecoveryMachine:
         self.ended: msg.EndJob | None = None
         self.trained_to = 0
         """The greatest step at which the job is known to have been."""
+        self._has_trained = False
+        """Whether all ranks ever stood at a step together: before that, a script that fails is at fault itself."""
         self._resume_at = 0
         self._checkpointing = False
         self._deadline_s: float | None = None
         self._without_progress = 0
         self._spare_failures = 0
-        self._after_last_step: str | None = None
-        self._effects: list[Effect] = []
+        self._end_reason: str | None = None
+        """Why the job ends, while the ranks rescue their state or their scripts come to their end."""
+        self._orders = Orders(self.roster, self.nodes)
 
     # ---- the two entrances ----------------------------------------------------------------------------------------
 
@@ -78,8 +73,7 @@ class RecoveryMachine:
 
     def _flush(self) -> list[Effect]:
         invariants.check(self)
-        effects, self._effects = self._effects, []
-        return effects
+        return self._orders.take()
 
     def _dispatch(self, message: msg.Report, now_s: float) -> None:
         worker = self.roster.workers.get(getattr(message, "worker", -1))
@@ -113,7 +107,7 @@ class RecoveryMachine:
             case msg.WorkerDone():
                 self._done(worker, now_s)
             case msg.StateRescued():
-                worker.rescued, worker.answered_rescue = message.path, True
+                worker.rescued, worker.rescue_error, worker.answered_rescue = message.path, message.error, True
                 self._proceed(now_s)
             case msg.StepObserved():
                 self._step_observed(message)
@@ -164,8 +158,7 @@ class RecoveryMachine:
         self._deadline_s = now_s + self.settings.start_deadline_s
 
     def _start(self, rank: int | None, reason: str) -> None:
-        worker = self.roster.add(self.nodes[0], rank)
-        self._send(worker.node, msg.StartWorker(worker.worker, rank, reason), reason)
+        self._orders.start(self.roster.add(self.nodes[0], rank), reason)
 
     def _top_up_spares(self, reason: str) -> None:
         """Brings the number of spares back to what was asked for, as far as the budget goes."""
@@ -181,30 +174,36 @@ class RecoveryMachine:
     def _assign(self, worker: Worker, reason: str) -> None:
         assert worker.rank is not None
         order = msg.Assign(worker.worker, self.generation, worker.rank, self.settings.world_size)
-        self._send(worker.node, order, reason)
+        self._orders.send(worker.node, order, reason)
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
     def _failed(self, worker: Worker, message: msg.WorkerFailed) -> None:
         worker.error = message.error
-        who = "a spare" if worker.rank is None else f"rank {worker.rank}"
-        if message.fatal or (self.stage is Stage.STARTING and worker.rank is not None):
-            self._end(EXIT_FAILED, f"{who} failed: {message.error}")
+        if message.fatal or self._fails_in_start_up(worker):
+            self._end(ending.failed(worker, message.error))
+
+    def _fails_in_start_up(self, worker: Worker) -> bool:
+        """Whether a failing script ends the job: started anew it would fail again, and nothing is lost yet."""
+        if worker.rank is None or worker.lost:
+            return False
+        recoverable = (Stage.STOPPING, Stage.RECOVERING)
+        return self.stage is Stage.STARTING or (self.stage in recoverable and not self._has_trained)
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.lost:
             worker.gone = worker.gone or message.gone
             self._proceed(now_s)
             return
+        in_start_up = message.cause is msg.Cause.EXIT and self._fails_in_start_up(worker)
         worker.lost, worker.gone = True, message.gone
         detail = message.detail if worker.error is None else f"{message.detail}: {worker.error}"
         if not worker.gone:
-            order = msg.FenceWorker(worker.worker, detail)
-            self._send(worker.node, order, detail)
+            self._orders.fence(worker, detail)
         if worker.rank is None:
-            self._spare_lost(detail, now_s)
-        elif self.stage is Stage.STARTING and message.cause is msg.Cause.EXIT:
-            self._end(EXIT_FAILED, f"rank {worker.rank} ended before its first step: {detail}")
+            self._spare_lost(worker, detail, now_s)
+        elif in_start_up:
+            self._end(ending.exited_in_start_up(worker, detail))
         elif self.stage is Stage.FINISHED:
             self._lost_after_last_step(worker, detail, now_s)
         elif self.stage is Stage.RESCUING:
@@ -216,8 +215,9 @@ class RecoveryMachine:
             failure = Failure(worker.rank, cause, detail, step, phase, message.since_s)
             self._interrupt(cause, f"rank {worker.rank} lost: {detail}", failure, now_s)
 
-    def _spare_lost(self, detail: str, now_s: float) -> None:
-        self._spare_failures += 1
+    def _spare_lost(self, spare: Worker, detail: str, now_s: float) -> None:
+        if not spare.ready and not spare.awaits_rank:
+            self._spare_failures += 1
         if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.STOPPING):
             self._top_up_spares(f"a spare was lost: {detail}")
         if self._spare_failures > MAX_SPARE_FAILURES and self.stage is Stage.STOPPING:
@@ -244,11 +244,9 @@ class RecoveryMachine:
             self._deadline_s = now_s + self.settings.stop_deadline_s
             for worker in self.roster.workers.values():
                 worker.begin_generation()
-            self._to_holders(lambda holders: msg.Stop(holders, self.generation, detail), detail)
-        elif failure is not None and not record.failures:
-            record.cause, record.detail = cause, detail
+            self._orders.to_holders(lambda holders: msg.Stop(holders, self.generation, detail), detail)
         if failure is not None:
-            record.failures.append(failure)
+            record.add_failure(failure, cause, detail)
         self._proceed(now_s)
 
     # ---- progress: each stage waits for all of something ------------------------------------------------------------
@@ -271,10 +269,10 @@ class RecoveryMachine:
                     self._complete()
             case Stage.RESCUING:
                 if all(worker.answered_rescue for worker in holders):
-                    self._rescued()
+                    self._end(ending.rescued(self.roster, self._end_reason))
             case Stage.FINISHED:
                 if not holders:
-                    self._end_after_last_step()
+                    self._end(ending.scripts_through(self.roster, self._end_reason, self._last_detail()))
             case Stage.ENDED:
                 pass
 
@@ -285,11 +283,12 @@ class RecoveryMachine:
         if self._without_progress > self.settings.max_recoveries_without_progress:
             self._rescue(now_s, f"{self._without_progress} failures in a row without a completed step: {record.detail}")
             return
-        if self._ended_early():
+        if ended_early := ending.ended_early(self.roster):
+            self._end(ended_early)
             return
         holders = self.roster.holders()
         if not holders and record.failures and all(failure.cause == msg.Cause.EXCEPTION for failure in record.failures):
-            self._end(EXIT_FAILED, record.detail)
+            self._end(ending.failed_everywhere(record.detail))
         elif reachable_step(self.roster, self.shard_of, self.generation) is None:
             self._nobody_reaches(now_s)
         elif self._fill_ranks(now_s):
@@ -298,45 +297,30 @@ class RecoveryMachine:
     def _nobody_reaches(self, now_s: float) -> None:
         record = self.records[-1]
         if self.trained_to > 0 and not self._checkpointing:
-            self._end(
-                EXIT_NOTHING_TO_RECOVER,
-                f"generation {self.generation}: no live rank holds the state any more and there is no checkpoint "
-                f"(protect(checkpoint_dir=...) writes them): {record.detail}",
-            )
+            self._end(ending.nothing_to_recover(self.generation, record.detail))
             return
         reason = "no live rank reaches a step: all ranks start anew"
         for worker in self.roster.holders():
             worker.lost = True
-            self._send(worker.node, msg.FenceWorker(worker.worker, reason), reason)
+            self._orders.fence(worker, reason)
         if self.roster.unfenced():
             return
-        needed = self.settings.world_size
-        if self.roster.max_starts is not None and self.roster.num_started + needed > self.roster.max_starts:
-            self._end(EXIT_TOO_FEW_RANKS, f"--max-restarts is used up: {record.detail}")
+        if not self.roster.may_start(self.settings.world_size):
+            self._end(ending.restarts_used_up(record.detail))
             return
         record.decided_s = now_s
         self._start_ranks(now_s, reason)
 
     def _fill_ranks(self, now_s: float) -> bool:
         """Gives every missing rank a warm spare, or none yet where there are too few. True when all are filled."""
-        missing = self.roster.missing_ranks()
-        warm = {s.worker: topology.Placement(s.node) for s in self.roster.spares() if s.ready}
-        half_warm = {
-            s.worker: topology.Placement(s.node) for s in self.roster.spares() if s.awaits_rank and not s.ready
-        }
-        if len(warm) + len(half_warm) < len(missing):
-            self._wait_for_processes(len(missing), now_s)
+        replacements = self.roster.replacements()
+        if replacements is None:
+            self._wait_for_processes(len(self.roster.missing_ranks()), now_s)
             return False
-        for rank in missing:
-            lost = topology.Placement(self.nodes[0])
-            pool = warm or half_warm
-            chosen = topology.choose_spare(lost, pool, node_at_fault=False)
-            assert chosen is not None
-            del pool[chosen]
-            worker = self.roster.workers[chosen]
+        for rank, worker in replacements.items():
             worker.rank = rank
-            self.records[-1].replacements[rank] = chosen
-            self._assign(worker, f"spare {chosen} takes rank {rank}")
+            self.records[-1].replacements[rank] = worker.worker
+            self._assign(worker, f"spare {worker.worker} takes rank {rank}")
         return True
 
     def _wait_for_processes(self, num_missing: int, now_s: float) -> None:
@@ -356,10 +340,7 @@ class RecoveryMachine:
                 self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
         if step is None or (step < self.trained_to and self.stage is Stage.STARTING and not self._may_go_back()):
-            self._end(
-                EXIT_NOTHING_TO_RECOVER,
-                f"training had reached step {self.trained_to}, and the fresh ranks find no checkpoint to go on from",
-            )
+            self._end(ending.no_checkpoint_found(self.trained_to))
             return
         record = self.records[-1] if self.records else None
         if record is not None:
@@ -368,7 +349,7 @@ class RecoveryMachine:
             record.stopped_at_step = max((worker.safe.step for worker in holders if worker.safe), default=None)
         for worker, order in recovery_orders(holders, self.shard_of, step, self.generation):
             reason = f"resume at step {step}, the greatest that every shard can reach: {order.action}"
-            self._send(worker.node, order, reason)
+            self._orders.send(worker.node, order, reason)
             if record is not None and worker.rank is not None:
                 record.actions[worker.rank] = order.action
         self._resume_at = step
@@ -388,17 +369,17 @@ class RecoveryMachine:
             record.restored_s = now_s
         self.trained_to = max(self.trained_to, self._resume_at)
         self._enter(Stage.TRAINING)
+        self._has_trained = True
         self._deadline_s = None
         reason = f"all ranks stand at step {self._resume_at}"
-        self._to_holders(lambda workers: msg.Resume(workers, self.generation), reason)
+        self._orders.to_holders(lambda workers: msg.Resume(workers, self.generation), reason)
 
     def _step_observed(self, message: msg.StepObserved) -> None:
         self._without_progress = 0
         self.trained_to = max(self.trained_to, message.step + 1)
         record = self.records[-1] if self.records else None
         if record is not None and record.generation == message.generation:
-            record.resumed_s = max(record.resumed_s or message.at_s, message.at_s)
-            record.first_step_s = max(record.first_step_s or 0.0, message.step_s)
+            record.observe_step(message.at_s, message.step_s)
         if self.stage is Stage.TRAINING:
             self._top_up_spares("a spare took a rank: another is started")
 
@@ -406,17 +387,19 @@ class RecoveryMachine:
 
     def _complete(self) -> None:
         self._enter(Stage.FINISHED)
-        self._to_holders(lambda workers: msg.Complete(workers, self.generation), "all ranks completed the last step")
+        self._orders.to_holders(
+            lambda workers: msg.Complete(workers, self.generation), "all ranks completed the last step"
+        )
         for spare in self.roster.spares():
             spare.lost = True
-            self._send(spare.node, msg.FenceWorker(spare.worker, "not needed any more"), "the last step is complete")
+            self._orders.fence(spare, "the last step is complete: it is not needed any more")
 
     def _done(self, worker: Worker, now_s: float) -> None:
         worker.done = worker.gone = True
         if worker.rank is None:
-            self._spare_lost("its script ended", now_s)
+            self._spare_lost(worker, "its script ended", now_s)
         elif not self.roster.holders():
-            self._end_after_last_step()
+            self._end(ending.scripts_through(self.roster, self._end_reason, self._last_detail()))
         elif self.stage is Stage.TRAINING:
             self._deadline_s = self._deadline_s or now_s + self.settings.end_deadline_s
         else:
@@ -424,49 +407,26 @@ class RecoveryMachine:
 
     def _lost_after_last_step(self, worker: Worker, detail: str, now_s: float) -> None:
         reason = f"rank {worker.rank} failed in the code after the last step: {detail}"
-        self._after_last_step = self._after_last_step or reason
-        self._to_holders(lambda workers: msg.Abandon(workers, detail), reason)
+        self._end_reason = self._end_reason or reason
+        self._orders.to_holders(lambda workers: msg.Abandon(workers, detail), reason)
         self._deadline_s = now_s + self.settings.end_deadline_s
         self._proceed(now_s)
-
-    def _end_after_last_step(self) -> None:
-        through = {worker.rank for worker in self.roster.workers.values() if worker.done}
-        lost = [rank for rank in range(self.settings.world_size) if rank not in through]
-        if lost and not self._after_last_step:
-            self._after_last_step = f"ranks {lost} were lost, and the others ended their script: {self._last_detail()}"
-        if self._after_last_step:
-            self._end(EXIT_FAILED, self._after_last_step)
-        else:
-            self._end(0, "all ranks are through")
-
-    def _ended_early(self) -> bool:
-        """Whether some ranks ended their script while others still train, which ends the job."""
-        done = sorted(worker.rank for worker in self.roster.workers.values() if worker.done and worker.rank is not None)
-        if done:
-            self._end(EXIT_FAILED, f"ranks {done} ended their script while the others still train")
-        return bool(done)
 
     def _last_detail(self) -> str:
         return self.records[-1].detail if self.records else "no failure was seen"
 
     def _rescue(self, now_s: float, reason: str) -> None:
         self._enter(Stage.RESCUING)
-        self._after_last_step = reason
+        self._end_reason = reason
         self._deadline_s = now_s + self.settings.end_deadline_s
-        self._to_holders(lambda workers: msg.Rescue(workers, reason), reason)
+        self._orders.to_holders(lambda workers: msg.Rescue(workers, reason), reason)
         self._proceed(now_s)
-
-    def _rescued(self) -> None:
-        saved = [worker.rescued for worker in self.roster.workers.values() if worker.rescued]
-        where = f"; state saved: {', '.join(saved)}" if saved else "; no state could be saved"
-        self._end(EXIT_TOO_FEW_RANKS, f"the job cannot go on: {self._after_last_step}{where}")
 
     def _overdue(self, now_s: float) -> None:
         match self.stage:
             case Stage.STARTING:
                 waiting = [worker.rank for worker in self.roster.holders() if not ready_now(worker, self.generation)]
-                limit = self.settings.start_deadline_s
-                self._end(EXIT_FAILED, f"ranks {waiting} did not come to their first step within {limit:g} s")
+                self._end(ending.start_overdue(waiting, self.settings.start_deadline_s))
             case Stage.STOPPING:
                 self._give_up([worker for worker in self.roster.holders() if not worker.safe], now_s)
             case Stage.RECOVERING:
@@ -474,11 +434,12 @@ class RecoveryMachine:
                 # Who waits for a rank that hangs is late as well: all are stopped, and who cannot stop is the one.
                 self._interrupt(msg.Cause.HANG, f"ranks {late} did not recover in time", None, now_s)
             case Stage.RESCUING:
-                self._rescued()
+                self._end(ending.rescued(self.roster, self._end_reason))
             case Stage.TRAINING:
-                self._ended_early()
+                if ended_early := ending.ended_early(self.roster):
+                    self._end(ended_early)
             case Stage.FINISHED:
-                self._end(EXIT_FAILED, self._after_last_step or "the scripts did not end")
+                self._end(ending.scripts_overdue(self._end_reason))
             case Stage.ENDED:
                 pass
 
@@ -487,33 +448,20 @@ class RecoveryMachine:
         self._deadline_s = now_s + self.settings.end_deadline_s
         if self.roster.unfenced() and not overdue:
             stuck = [worker.pid for worker in self.roster.unfenced()]
-            self._end(EXIT_FAILED, f"processes {stuck} cannot be killed, so their ranks cannot be given away")
+            self._rescue(now_s, f"processes {stuck} cannot be killed, so their ranks cannot be given away")
         elif not overdue:
             self._rescue(now_s, "no replacement came to its first step in time")
         for worker in overdue:
             detail = "it did not come to a safe point in time"
             self._lost(worker, msg.WorkerLost(worker.worker, msg.Cause.HANG, detail, False, None, now_s), now_s)
 
-    def _end(self, exit_code: int, reason: str) -> None:
+    def _end(self, order: msg.EndJob) -> None:
         self._enter(Stage.ENDED)
         self._deadline_s = None
-        self.ended = msg.EndJob(exit_code, reason)
-        for node in self.nodes:
-            self._send(node, self.ended, reason)
-
-    # ---- sending ----------------------------------------------------------------------------------------------------
+        self.ended = order
+        self._orders.to_nodes(order, order.reason)
 
     def _enter(self, stage: Stage) -> None:
         if stage is not self.stage and stage not in TRANSITIONS[self.stage]:
             raise InternalError(f"generation {self.generation}: {self.stage} cannot become {stage}")
         self.stage = stage
-
-    def _send(self, node: str, order: msg.AgentOrder, reason: str) -> None:
-        self._effects.append(Effect(node, order, reason))
-
-    def _to_holders(self, order: Callable[[tuple[int, ...]], msg.AgentOrder], reason: str) -> None:
-        """One order per node, for all rank holders there."""
-        for node in self.nodes:
-            workers = tuple(worker.worker for worker in self.roster.holders() if worker.node == node)
-            if workers:
-                self._send(node, order(workers), reason)

@@ -1,0 +1,96 @@
+"""How a job can end: for each end its exit code and the reason that log, report and tests show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.protocol.messages import EndJob
+from keepstep.protocol.recovery.stages import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
+from keepstep.protocol.roster import Roster, Worker
+
+# ---- The script's own failure ---------------------------------------------------------------------------------------
+
+
+def failed(worker: Worker, error: str) -> EndJob:
+    """An exception that a fresh process would meet again."""
+    who = "a spare" if worker.rank is None else f"rank {worker.rank}"
+    return EndJob(EXIT_FAILED, f"{who} failed: {error}")
+
+
+def failed_everywhere(detail: str) -> EndJob:
+    """Every rank ended with an exception."""
+    return EndJob(EXIT_FAILED, detail)
+
+
+def exited_in_start_up(worker: Worker, detail: str) -> EndJob:
+    """A rank ended with an exit code of its own before the job had ever trained."""
+    return EndJob(EXIT_FAILED, f"rank {worker.rank} ended before its first step: {detail}")
+
+
+def start_overdue(waiting: Sequence[int | None], limit_s: float) -> EndJob:
+    """The ranks in ``waiting`` are not ready, and the time for the start-up is over."""
+    return EndJob(EXIT_FAILED, f"ranks {list(waiting)} did not come to their first step within {limit_s:g} s")
+
+
+def ended_early(roster: Roster) -> EndJob | None:
+    """Some ranks ended their script while others still train; None where none did."""
+    done = sorted(worker.rank for worker in roster.workers.values() if worker.done and worker.rank is not None)
+    if not done:
+        return None
+    return EndJob(EXIT_FAILED, f"ranks {done} ended their script while the others still train")
+
+
+# ---- After the last step --------------------------------------------------------------------------------------------
+
+
+def scripts_through(roster: Roster, failure: str | None, last_detail: str) -> EndJob:
+    """No script runs any more: well, unless a rank was lost after the last step, or was never replaced.
+
+    Args:
+        roster: all workers of the job.
+        failure: the first loss after the last step.
+        last_detail: why the last recovery was begun.
+    """
+    through = {worker.rank for worker in roster.workers.values() if worker.done}
+    lost = [rank for rank in range(roster.world_size) if rank not in through]
+    if failure is None and lost:
+        failure = f"ranks {lost} were lost, and the others ended their script: {last_detail}"
+    return EndJob(0, "all ranks are through") if failure is None else EndJob(EXIT_FAILED, failure)
+
+
+def scripts_overdue(failure: str | None) -> EndJob:
+    """A rank was lost after the last step, and the others do not come to their end."""
+    return EndJob(EXIT_FAILED, failure or "the scripts did not end")
+
+
+# ---- It cannot go on ------------------------------------------------------------------------------------------------
+
+
+def nothing_to_recover(generation: int, detail: str) -> EndJob:
+    """No copy of the state is left anywhere."""
+    return EndJob(
+        EXIT_NOTHING_TO_RECOVER,
+        f"generation {generation}: no live rank holds the state any more and there is no checkpoint "
+        f"(protect(checkpoint_dir=...) writes them): {detail}",
+    )
+
+
+def no_checkpoint_found(trained_to: int) -> EndJob:
+    """All ranks were started anew, and would begin at step 0 what had come to step ``trained_to``."""
+    return EndJob(
+        EXIT_NOTHING_TO_RECOVER,
+        f"training had reached step {trained_to}, and the fresh ranks find no checkpoint to go on from",
+    )
+
+
+def restarts_used_up(detail: str) -> EndJob:
+    """No rank holds any state, and not all of them may be started anew."""
+    return EndJob(EXIT_TOO_FEW_RANKS, f"--max-restarts is used up: {detail}")
+
+
+def rescued(roster: Roster, reason: str | None) -> EndJob:
+    """The live ranks have saved what they hold, or have said why they could not."""
+    saved = [worker.rescued for worker in roster.workers.values() if worker.rescued]
+    errors = [f"rank {worker.rank}: {worker.rescue_error}" for worker in roster.workers.values() if worker.rescue_error]
+    where = f"state saved: {', '.join(saved)}" if saved else ": ".join(["no state could be saved", *errors[:1]])
+    return EndJob(EXIT_TOO_FEW_RANKS, f"the job cannot go on: {reason}; {where}")

@@ -1,0 +1,340 @@
+"""The spawner, with real processes: how workers begin and how they end, by both methods."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+
+import pytest
+from tests.agent.crew import DEADLINE_S, PYTHON, Crew, Worker
+
+SCRIPT = str(Path(__file__).with_name("worker_script.py"))
+
+
+@pytest.fixture(scope="module", params=["fork", "spawn"])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    found = Crew(request.param == "fork")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def own_crew() -> Iterator[Crew]:
+    """One that the test may break; fresh interpreters, for it is there at once."""
+    found = Crew(fork=False)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Crew]:
+    found = Crew(fork=True)
+    yield found
+    found.close()
+
+
+def run(crew: Crew, *arguments: str) -> Worker:
+    """The script in the quickest way: forked, or as a raw command, for keepstep's own first lines import torch."""
+    return crew.spawn(SCRIPT, *arguments) if crew.fork else crew.spawn(PYTHON, SCRIPT, *arguments, raw=True)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def ended(link: socket.socket) -> bool:
+    """Whether every process that held the other end is gone, within the deadline."""
+    readable, _, _ = select.select([link], [], [], DEADLINE_S)
+    return bool(readable) and link.recv(1) == b""
+
+
+# ---- how it ends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("exit", "0"), 0),
+        (("exit", "3"), 3),
+        (("exit-text",), 1),
+        (("exit-hard", "7"), 7),
+        (("raise",), 1),
+        (("signal", "SIGKILL"), -signal.SIGKILL),
+        (("signal", "SIGTERM"), -signal.SIGTERM),
+        (("signal", "SIGSEGV"), -signal.SIGSEGV),
+    ],
+)
+def test_exit_codes_and_signals_are_reported(crew: Crew, arguments: tuple[str, ...], status: int) -> None:
+    worker = run(crew, *arguments)
+    assert worker.status == status
+    report = worker.exited.result()
+    assert (report.worker, report.pid) == (worker.number, worker.pid)
+    if arguments == ("exit-text",):
+        assert worker.stderr == "a last word\n"
+    if arguments == ("raise",):
+        assert "Traceback" in worker.stderr
+        assert "ValueError: not today" in worker.stderr
+
+
+def test_a_fresh_interpreter_reports_how_its_script_ended(crew: Crew) -> None:
+    workers = [crew.spawn(SCRIPT, *arguments) for arguments in (("exit", "3"), ("raise",), ("signal", "SIGKILL"))]
+    assert [worker.status for worker in workers] == [3, 1, -signal.SIGKILL]
+    assert "ValueError: not today" in workers[1].stderr
+
+
+def test_a_worker_that_is_killed_from_outside_is_reported(crew: Crew) -> None:
+    worker = run(crew, "hold")
+    assert worker.link.recv(1) == b"x"
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.status == -signal.SIGKILL
+
+
+def test_a_raw_command_is_run_as_it_is(crew: Crew) -> None:
+    worker = crew.spawn("/bin/sh", "-c", "echo $0 $GIVEN; exit 5", "argument", raw=True, GIVEN="value")
+    assert (worker.status, worker.stdout) == (5, "argument value\n")
+
+
+def test_a_module_is_run_by_its_name(crew: Crew) -> None:
+    worker = crew.spawn("calendar", "2024", "1", module=True)
+    assert worker.status == 0
+    assert "January 2024" in worker.stdout
+
+
+def test_many_at_once_are_all_reported(crew: Crew) -> None:
+    workers = [crew.spawn("/bin/sh", "-c", f"exit {number}", raw=True) for number in range(12)]
+    assert [worker.status for worker in workers] == list(range(12))
+    assert len({worker.pid for worker in workers}) == 12
+
+
+# ---- how it begins --------------------------------------------------------------------------------------------------
+
+LOOK_AROUND = """
+    import json, os, signal, stat, sys
+    fds = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+    fds = [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")]
+    def kind(fd):
+        mode = os.fstat(fd).st_mode
+        return "socket" if stat.S_ISSOCK(mode) else os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
+    print(json.dumps(dict(
+        name=__name__, argv=sys.argv, path=sys.path[0], launcher=os.environ.get("FROM_THE_LAUNCHER"),
+        own=os.environ.get("OWN"), group=os.getpgid(0) == os.getpid(), session=os.getsid(0) == os.getpid(),
+        interrupt=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        child=signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, torch="torch" in sys.modules,
+        kinds=[kind(3), kind(4)], fds=fds, main=sys.modules["__main__"].__dict__.get("fds") == fds,
+    )))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    script = write(tmp_path_factory.mktemp("script"), LOOK_AROUND)
+    worker = crew.spawn(script, "one", "--two", OWN="1")
+    assert worker.status == 0, worker.stderr
+    found: dict[str, object] = json.loads(worker.stdout)
+    assert found["argv"] == [script, "one", "--two"]
+    assert found["path"] == str(Path(script).parent)
+    return found
+
+
+def test_the_script_is_main_in_a_session_of_its_own(seen: dict[str, object]) -> None:
+    assert [seen[key] for key in ("name", "group", "session", "child", "main")] == ["__main__", True, True, True, True]
+
+
+def test_it_sees_the_launchers_environment_and_its_own(seen: dict[str, object]) -> None:
+    assert (seen["launcher"], seen["own"]) == ("here", "1")
+
+
+def test_it_finds_link_and_page_where_it_expects_them(seen: dict[str, object]) -> None:
+    assert seen["kinds"] == ["socket", "/memfd"]
+
+
+def test_a_forked_worker_has_torch_already(seen: dict[str, object], crew: Crew) -> None:
+    if crew.fork:
+        assert seen["torch"]
+        assert crew.ready.worker_bytes > 0
+    else:
+        assert crew.ready.worker_bytes == 0
+
+
+def test_it_can_be_interrupted(seen: dict[str, object], request: pytest.FixtureRequest, crew: Crew) -> None:
+    if not crew.fork:
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="a fresh interpreter inherits the spawner's ignored SIGINT")
+        )
+    assert seen["interrupt"]
+
+
+def test_it_has_no_descriptor_that_is_not_its_own(seen: dict[str, object], request: pytest.FixtureRequest) -> None:
+    request.applymarker(
+        pytest.mark.xfail(strict=True, reason="workers inherit the spawner's own ends: its socket, its pipe, copies")
+    )
+    fds = seen["fds"]
+    assert isinstance(fds, list)
+    assert [fd for fd in fds if fd > 4] == []
+
+
+def test_an_environment_is_one_workers_own(crew: Crew) -> None:
+    first = crew.spawn("/bin/sh", "-c", "echo [$ONLY_MINE]", raw=True, ONLY_MINE="x")
+    second = crew.spawn("/bin/sh", "-c", "echo [$ONLY_MINE]", raw=True)
+    assert (first.stdout, second.stdout) == ("[x]\n", "[]\n")
+
+
+def test_the_link_is_connected_to_the_agent(forker: Crew, tmp_path: Path) -> None:
+    script = write(tmp_path, "import os; os.write(3, os.read(3, 10)[::-1])")
+    worker = forker.spawn(script)
+    worker.link.sendall(b"abc")
+    assert worker.link.recv(10) == b"cba"
+    assert worker.status == 0
+    assert ended(worker.link), "the end of the worker is the end of its link"
+
+
+def test_what_is_left_at_the_end_is_done(forker: Crew, tmp_path: Path) -> None:
+    """Exit handlers, threads, executors that nobody shut down, and what is still in a buffer."""
+    script = write(
+        tmp_path,
+        """
+        import atexit, sys, threading
+        from concurrent.futures import ThreadPoolExecutor
+        atexit.register(print, "handler", end=";")
+        gate = threading.Event()
+        threading.Thread(target=lambda: (gate.wait(), print("thread", end=";"))).start()
+        executor = ThreadPoolExecutor(1)
+        executor.submit(print, "executor", end=";").result()
+        executor.submit(gate.set)
+        print("script", end=";")
+        """,
+    )
+    worker = forker.spawn(script)
+    assert worker.status == 0
+    assert worker.stdout == "executor;script;thread;handler;"
+
+
+def test_a_fork_has_one_thread_and_nothing_to_say(forker: Crew, tmp_path: Path) -> None:
+    worker = forker.spawn(write(tmp_path, "import threading; print(threading.active_count(), end='')"))
+    assert (worker.status, worker.stdout, worker.stderr) == (0, "1", "")
+
+
+# ---- nothing is left ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+def test_children_of_a_worker_die_with_it(crew: Crew, how: str) -> None:
+    worker = run(crew, "leave-a-child")
+    assert worker.link.recv(1) == b"x", "the child is there"
+    if how == "ends":
+        worker.link.sendall(b"g")
+        assert worker.status == 0
+    else:
+        os.kill(worker.pid, signal.SIGKILL)
+        assert worker.status == -signal.SIGKILL
+    assert ended(worker.link)
+
+
+def holding(crew: Crew, *arguments: str) -> Worker:
+    worker = run(crew, *arguments)
+    assert worker.link.recv(1) == b"x"
+    return worker
+
+
+def test_stopping_the_spawner_ends_every_worker(own_crew: Crew) -> None:
+    workers = [holding(own_crew, "hold") for _ in range(2)]
+    own_crew.stop()
+    assert all(ended(worker.link) for worker in workers)
+
+
+def test_a_stopped_worker_is_ended_too(own_crew: Crew) -> None:
+    worker = holding(own_crew, "hold")
+    os.kill(worker.pid, signal.SIGSTOP)
+    own_crew.stop()
+    assert ended(worker.link)
+
+
+def test_the_workers_of_a_killed_spawner_die(own_crew: Crew) -> None:
+    worker = holding(own_crew, "hold")
+    os.kill(own_crew.spawner_pid, signal.SIGKILL)
+    own_crew.lost.result(DEADLINE_S)
+    assert ended(worker.link)
+
+
+AGENT = """
+    import signal, sys
+    from tests.agent.crew import Crew
+    crew = Crew(fork=False)
+    worker = crew.spawn(sys.executable, sys.argv[1], sys.argv[2], raw=True, stdout=int(sys.argv[3]))
+    assert worker.link.recv(1) == b"x"
+    print(worker.pid, flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "hold",
+        pytest.param(
+            "hold-with-child",
+            marks=pytest.mark.xfail(strict=True, reason="a worker's own children outlive the agent"),
+        ),
+    ],
+)
+def test_nothing_outlives_an_agent_that_was_killed(what: str) -> None:
+    """A pipe tells: it ends when all who hold its other end are gone, here the worker and its children."""
+    read, write_end = os.pipe()
+    agent = subprocess.Popen(
+        [PYTHON, "-c", textwrap.dedent(AGENT), SCRIPT, what, str(write_end)],
+        stdout=subprocess.PIPE,
+        pass_fds=[write_end],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    )
+    os.close(write_end)
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    os.kill(agent.pid, signal.SIGKILL)
+    agent.wait()
+    agent.stdout.close()
+    try:
+        deadline_s = DEADLINE_S if what == "hold" else 3.0
+        readable, _, _ = select.select([read], [], [], deadline_s)
+        assert readable
+        assert os.read(read, 1) == b""
+    finally:
+        os.close(read)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+# ---- what cannot be started -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="a command that cannot be executed ends the spawner, and all workers with it")
+def test_a_command_that_is_not_there_is_that_workers_end(own_crew: Crew) -> None:
+    other = holding(own_crew, "hold")
+    worker = own_crew.spawn("/no/such/command", raw=True)
+    wait([worker.exited, own_crew.lost], DEADLINE_S, FIRST_COMPLETED)
+    assert worker.exited.done()
+    assert worker.exited.result().status != 0
+    assert not other.exited.done()
+
+
+def test_a_script_that_is_not_there_is_that_workers_end(forker: Crew) -> None:
+    worker = forker.spawn("/no/such/script.py")
+    assert worker.status == 1
+    assert "No such file" in worker.stderr or "can't open" in worker.stderr or "FileNotFoundError" in worker.stderr
+
+
+def test_a_script_with_a_syntax_error_is_that_workers_end(forker: Crew, tmp_path: Path) -> None:
+    worker = forker.spawn(write(tmp_path, "this is no python :"))
+    assert worker.status == 1
+    assert "SyntaxError" in worker.stderr
