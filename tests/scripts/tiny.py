@@ -32,6 +32,7 @@ for step in session.steps(arguments.steps):
     first = step.index if first is None else first
     with step:
         if session.generation == 1 and step.index == arguments.kill_all_at:
+            torch.distributed.barrier()  # all are in this step; if one dies early the barrier echoes, and the next dies
             os.kill(os.getpid(), signal.SIGKILL)
         if session.rank == 0 and step.index == arguments.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,249 @@
+"""The tag page: one process writes, another reads, whatever happens to the writer."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from keepstep import tagpage
+from keepstep.protocol.messages import Tag
+from keepstep.protocol.phases import Phase
+from keepstep.tagpage import PAGE_BYTES, PHASES, RING_EVENTS, PhaseEvent, TagReader, TagView, TagWriter
+
+NUM_WRITES = 60_000
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def page() -> Iterator[int]:
+    descriptor = tagpage.create("test")
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[TagWriter, TagReader]]:
+    with page() as descriptor:
+        writer, reader = TagWriter(descriptor), TagReader(descriptor)
+    yield writer, reader
+    reader.close()
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_page_says_starting(both: tuple[TagWriter, TagReader]) -> None:
+    view = both[1].read()
+    assert view == TagView(Tag(0, 0, Phase.STARTING), 0, 0, False, 0, 0, 0)
+    assert both[1].events_since(0) == []
+
+
+def test_what_is_written_is_read(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    for generation, step, phase in ((0, -1, Phase.UPDATED), (1, 0, Phase.FORWARD), (1 << 40, 1 << 50, Phase.SYNCED)):
+        writer.write(generation, step, phase)
+        assert reader.read().tag == Tag(generation, step, phase)
+    events = reader.events_since(0)
+    assert [(event.generation, event.step, event.phase) for event in events] == [
+        (0, -1, Phase.UPDATED),
+        (1, 0, Phase.FORWARD),
+        (1 << 40, 1 << 50, Phase.SYNCED),
+    ]
+    assert reader.read().since_ns == events[-1].at_ns
+    assert [event.at_ns for event in events] == sorted(event.at_ns for event in events)
+    assert reader.events_since(2) == events[2:]
+    assert reader.events_since(3) == []
+
+
+def test_every_phase_has_a_number_of_its_own(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    assert len(PHASES) == len(set(Phase)) == 6
+    for phase in Phase:
+        writer.write(1, 1, phase)
+        assert reader.read().tag.phase is phase
+
+
+def test_signs_of_life_and_collectives_are_counted(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+
+    def counts() -> tuple[int, bool, int, int, int]:
+        view = reader.read()
+        return view.progress, view.waiting, view.entered, view.left, view.events_written
+
+    writer.write(1, 1, Phase.FORWARD)
+    assert counts() == (1, False, 0, 0, 1)
+    writer.progress()
+    writer.collective_entered()
+    writer.collective_entered()
+    writer.collective_left()
+    assert counts() == (5, False, 2, 1, 1)
+    writer.set_waiting(True)
+    assert counts() == (6, True, 2, 1, 1)
+    writer.set_waiting(False)
+    writer.reset_collectives()
+    assert counts() == (7, False, 0, 0, 1)
+
+
+def test_the_ring_wraps_and_keeps_the_newest(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    num = 2 * RING_EVENTS + 123
+    for step in range(num):
+        writer.write(1, step, PHASES[step % 6])
+    events = reader.events_since(0)
+    assert [event.step for event in events] == list(range(num - RING_EVENTS + 1, num))
+    assert all(event.phase is PHASES[event.step % 6] for event in events)
+    assert [event.step for event in reader.events_since(num - 2)] == [num - 2, num - 1]
+    assert reader.read().events_written == num
+
+
+def test_the_descriptor_may_be_closed_and_nothing_is_left() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with page() as descriptor:
+        assert os.fstat(descriptor).st_size == PAGE_BYTES
+        reader = TagReader(descriptor)
+        reader.close()
+        assert not os.get_inheritable(descriptor)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_reader_cannot_write() -> None:
+    with page() as descriptor:
+        reader = TagReader(descriptor)
+    with pytest.raises(TypeError):
+        reader._words[0] = 1
+    reader.close()
+
+
+def test_a_page_torn_by_its_writers_death_is_read_as_it_is(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    writer.write(3, 4, Phase.BACKWARD)
+    writer._words[0] += 1  # killed right after it began to write
+    assert reader.read().tag == Tag(3, 4, Phase.BACKWARD)
+
+
+# ---- durations ------------------------------------------------------------------------------------------------------
+
+
+def events(*entries: tuple[float, int, Phase], generation: int = 1) -> list[PhaseEvent]:
+    return [PhaseEvent(round(at_s * 1e9), generation, step, phase) for at_s, step, phase in entries]
+
+
+def test_a_step_lasts_from_its_forward_to_its_end() -> None:
+    found = tagpage.step_durations(
+        events(
+            (1.0, 0, Phase.FORWARD),
+            (1.5, 0, Phase.BACKWARD),
+            (1.75, 0, Phase.SYNCED),
+            (2.0, 0, Phase.OPTIMIZER),
+            (3.0, 0, Phase.UPDATED),
+            (10.0, 1, Phase.FORWARD),
+            (10.5, 1, Phase.UPDATED),
+        )
+    )
+    assert found == [2.0, 0.5]
+
+
+def test_micro_batches_are_one_step() -> None:
+    found = tagpage.step_durations(
+        events(
+            (1.0, 3, Phase.FORWARD),
+            (2.0, 3, Phase.BACKWARD),
+            (3.0, 3, Phase.FORWARD),
+            (4.0, 3, Phase.BACKWARD),
+            (6.0, 3, Phase.UPDATED),
+        )
+    )
+    assert found == [5.0]
+
+
+def test_what_has_no_beginning_or_no_end_is_no_step() -> None:
+    assert tagpage.step_durations(events((1.0, 0, Phase.BACKWARD), (2.0, 0, Phase.UPDATED))) == []
+    assert tagpage.step_durations(events((1.0, 0, Phase.FORWARD), (2.0, 0, Phase.SYNCED))) == []
+    assert tagpage.step_durations(events((1.0, 5, Phase.FORWARD), (2.0, 4, Phase.UPDATED))) == []
+    assert tagpage.step_durations([]) == []
+
+
+def test_a_step_computed_again_counts_from_its_second_forward() -> None:
+    first = events((1.0, 7, Phase.FORWARD), (2.0, 6, Phase.UPDATED))
+    second = events((5.0, 7, Phase.FORWARD), (6.5, 7, Phase.UPDATED), generation=2)
+    assert tagpage.step_durations(first + second) == [1.5]
+
+
+# ---- two processes --------------------------------------------------------------------------------------------------
+
+
+def tag_of(number: int) -> Tag:
+    """A tag in which every field follows from the generation, so that a torn one gives itself away."""
+    return Tag(number, 3 * number + 1, PHASES[number % 6])
+
+
+def spin(descriptor: int, num_writes: int) -> None:
+    writer = TagWriter(descriptor)
+    for number in range(1, num_writes + 1):
+        tag = tag_of(number)
+        writer.write(tag.generation, tag.step, tag.phase)
+
+
+def test_a_reader_never_sees_a_torn_tag() -> None:
+    """The writer writes as fast as it can, and the reader reads as fast as it can, until all has been written.
+
+    A writer that the kernel took off its processor in the middle of a write leaves a page that no number of tries
+    makes whole: then, and only then, the sequence number is odd when the reader returns.
+    """
+    with page() as descriptor:
+        reader = TagReader(descriptor)
+        process = multiprocessing.get_context("fork").Process(target=spin, args=(descriptor, NUM_WRITES), daemon=True)
+        process.start()
+    seen: set[int] = set()
+    torn: list[TagView] = []
+    latest = 0
+    while process.is_alive() and latest < NUM_WRITES:
+        view = reader.read()
+        in_mid_write = reader._words[0] % 2 == 1
+        if view.tag.generation == 0:
+            continue
+        if view.tag == tag_of(view.tag.generation):
+            seen.add(view.tag.generation)
+            assert view.tag.generation >= latest, "time ran backwards"
+            latest = view.tag.generation
+        elif not in_mid_write:
+            torn.append(view)
+    process.join(DEADLINE_S)
+    assert process.exitcode == 0
+    process.close()
+    assert torn == []
+    assert reader.read().tag == tag_of(NUM_WRITES)
+    assert len(seen) > 10, "the reader came too late to see anything"
+    reader.close()
+
+
+def test_a_page_is_readable_after_its_writer_was_killed() -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from keepstep.protocol.phases import Phase\n"
+        "from keepstep.tagpage import TagWriter\n"
+        "writer = TagWriter(int(sys.argv[1]))\n"
+        "for step in range(5000):\n"
+        "    writer.write(2, step, Phase.FORWARD)\n"
+        "writer.write(2, 4999, Phase.BACKWARD)\n"
+        "writer.collective_entered()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with page() as descriptor:
+        reader = TagReader(descriptor)
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(descriptor)], pass_fds=[descriptor], timeout=DEADLINE_S, check=False
+        )
+    assert done.returncode == -signal.SIGKILL
+    view = reader.read()
+    assert (view.tag, view.entered, view.left) == (Tag(2, 4999, Phase.BACKWARD), 1, 0)
+    ring = reader.events_since(0)
+    assert (ring[-1].step, ring[-1].phase, len(ring)) == (4999, Phase.BACKWARD, RING_EVENTS - 1)
+    reader.close()
