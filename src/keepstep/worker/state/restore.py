@@ -2,13 +2,15 @@
 
 The plan (`keepstep.protocol.transfer`) is the same on both sides; here it is carried out over the new generation's
 process group. The first source sends a header: names, dtypes, shapes and strides of all tensors, the host state, and
-which parameters have a gradient. Then all sources send their buckets at once. Raw bytes, each message ending in its
-xxh3 checksum, nothing is unpickled. A receiver writes a bucket into its tensors only after the checksum matched.
+which parameters have a gradient. Then all sources send their buckets at once, large tensors from their own memory into
+that of the receiver, and last the xxh3 checksums of what they sent. Raw bytes, nothing is unpickled. Until every
+checksum has been compared the receiver counts as holding nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -27,6 +29,9 @@ from keepstep.worker.state.protected import ProtectedState
 _CHECKSUM_BYTES = 8
 _HEADER_TAG = 0x4B530
 _BUCKET_TAG = 0x4B531
+_CHECKSUM_TAG = 0x4B532
+WINDOW = 8
+"""Buckets under way at a time on each side, which bounds the memory for gathered ones to 16 MiB."""
 MAX_HEADER_BYTES = 1 << 30
 """A header is about 100 bytes a tensor; what claims to be larger is refused before memory is taken for it."""
 
@@ -76,16 +81,17 @@ def send_state(
             group.send([_sealed(body)], receiver, _HEADER_TAG).wait()
     views = [byte_view(tensor) for tensor in tensors]
     own = [bucket for bucket in _plan(views, route.sources) if bucket.source == rank]
-    staging = _Staging(own)
-    for bucket in own:
-        message = staging.next(bucket)
-        for piece in bucket.pieces:
-            source = views[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
-            message[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].copy_(source)
-        _seal(message)
-        staging.sent([group.send([message], receiver, _BUCKET_TAG) for receiver in route.receivers])
+    checksums = torch.empty(len(own), _CHECKSUM_BYTES, dtype=torch.uint8)
+    window = _Window()
+    for index, bucket in enumerate(own):
+        message = _lone_view(views, bucket) if bucket.is_lone else _gather(views, bucket)
+        window.add([group.send([message], receiver, _BUCKET_TAG) for receiver in route.receivers])
+        checksums[index] = _checksum(message)  # while it is being sent
         moved()
-    staging.drain()
+    window.drain()
+    if own:
+        window.add([group.send([checksums], receiver, _CHECKSUM_TAG) for receiver in route.receivers])
+        window.drain()
 
 
 def receive_state(
@@ -106,24 +112,53 @@ def receive_state(
     tensors, host_tensors = _targets(state, header)
     views = [byte_view(tensor) for tensor in tensors]
     plan = _plan(views, route.sources)
-    staging = _Staging(plan)
-    arriving: list[tuple[Bucket, torch.Tensor, dist.Work]] = []
-    received = 0
-    for bucket in [*plan, None]:
-        if bucket is not None:
-            message = staging.next(bucket)
-            arriving.append((bucket, message, group.recv([message], bucket.source, _BUCKET_TAG)))
-        while len(arriving) == staging.depth or (bucket is None and arriving):
-            done, content, work = arriving.pop(0)
-            work.wait()
-            _check(content, done)
-            for piece in done.pieces:
-                target = views[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
-                target.copy_(content[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
-            received += done.num_bytes
-            moved()
+    found: dict[int, list[torch.Tensor]] = {source: [] for source in route.sources}
+    arriving: deque[tuple[Bucket, torch.Tensor, dist.Work]] = deque()
+    for bucket in plan:
+        alone = bucket.is_lone
+        message = _lone_view(views, bucket) if alone else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        arriving.append((bucket, message, group.recv([message], bucket.source, _BUCKET_TAG)))
+        if len(arriving) > WINDOW:
+            _arrived(*arriving.popleft(), views, found, moved)
+    while arriving:
+        _arrived(*arriving.popleft(), views, found, moved)
+    for source, checksums in found.items():
+        _compare_checksums(source, checksums, group)
     _finish(state, header, host_tensors)
-    return received
+    return sum(bucket.num_bytes for bucket in plan)
+
+
+def _arrived(
+    bucket: Bucket,
+    message: torch.Tensor,
+    work: dist.Work,
+    views: list[torch.Tensor],
+    found: dict[int, list[torch.Tensor]],
+    moved: Callable[[], None],
+) -> None:
+    """Waits for one bucket, notes its checksum, and puts shared ones in their places."""
+    work.wait()
+    found[bucket.source].append(_checksum(message))
+    if not bucket.is_lone:
+        for piece in bucket.pieces:
+            target = views[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+            target.copy_(message[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
+    moved()
+
+
+def _compare_checksums(source: int, own: list[torch.Tensor], group: Communicator) -> None:
+    """Raises:
+    RemoteProtocolError: what arrived is not what ``source`` sent.
+    """
+    if not own:
+        return
+    theirs = torch.empty(len(own), _CHECKSUM_BYTES, dtype=torch.uint8)
+    group.recv([theirs], source, _CHECKSUM_TAG).wait()
+    wrong = [index for index, checksum in enumerate(own) if not torch.equal(checksum, theirs[index])]
+    if wrong:
+        raise RemoteProtocolError(
+            f"{len(wrong)} of {len(own)} buckets from rank {source} arrived with a wrong checksum"
+        )
 
 
 def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[torch.Tensor]]:
@@ -169,45 +204,47 @@ def _plan(views: list[torch.Tensor], sources: Sequence[int]) -> tuple[Bucket, ..
     return plan_buckets([view.numel() for view in views], sources, DEFAULT_BUCKET_BYTES)
 
 
-class _Staging:
-    """A ring of message buffers, taken once: at most ``depth`` messages are under way."""
+class _Window:
+    """What is being sent: at most ``WINDOW`` buckets, whose memory must not change until they are through."""
 
-    depth = 4
+    def __init__(self) -> None:
+        self._works: deque[list[dist.Work]] = deque()
 
-    def __init__(self, plan: Sequence[Bucket]) -> None:
-        size = max((bucket.num_bytes for bucket in plan), default=0) + _CHECKSUM_BYTES
-        self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(min(self.depth, len(plan)))]
-        self._works: list[list[dist.Work]] = [[] for _ in self._buffers]
-        self._at = -1
-
-    def next(self, bucket: Bucket) -> torch.Tensor:
-        """A buffer for ``bucket`` and its checksum; waits until its last content has been sent."""
-        self._at = (self._at + 1) % len(self._buffers)
-        self._wait(self._at)
-        return self._buffers[self._at][: bucket.num_bytes + _CHECKSUM_BYTES]
-
-    def sent(self, works: list[dist.Work]) -> None:
-        """The buffer given last is being sent."""
-        self._works[self._at] = works
+    def add(self, works: list[dist.Work]) -> None:
+        """Notes one bucket on its way to all receivers; waits for the oldest where there are too many."""
+        self._works.append(works)
+        if len(self._works) > WINDOW:
+            self._wait_for_oldest()
 
     def drain(self) -> None:
         """Waits until everything has been sent."""
-        for index in range(len(self._buffers)):
-            self._wait(index)
+        while self._works:
+            self._wait_for_oldest()
 
-    def _wait(self, index: int) -> None:
-        for work in self._works[index]:
+    def _wait_for_oldest(self) -> None:
+        for work in self._works.popleft():
             work.wait()
-        self._works[index] = []
 
 
-def _checksum(content: torch.Tensor) -> bytes:
-    return xxhash.xxh3_64_digest(content.numpy().data)
+def _lone_view(views: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    """The tensor's own memory that is the bucket's whole content."""
+    (piece,) = bucket.pieces
+    return views[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+
+
+def _gather(views: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    """Several small tensors in one message."""
+    return torch.cat([views[p.tensor][p.tensor_offset : p.tensor_offset + p.num_bytes] for p in bucket.pieces])
+
+
+def _checksum(content: torch.Tensor) -> torch.Tensor:
+    """xxh3 of a flat uint8 tensor, shape [8]."""
+    return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(content.numpy().data)), dtype=torch.uint8)
 
 
 def _seal(message: torch.Tensor) -> None:
     end = message.numel() - _CHECKSUM_BYTES
-    message[end:] = torch.frombuffer(bytearray(_checksum(message[:end])), dtype=torch.uint8)
+    message[end:] = _checksum(message[:end])
 
 
 def _sealed(body: bytes) -> torch.Tensor:
@@ -215,13 +252,6 @@ def _sealed(body: bytes) -> torch.Tensor:
     message[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     _seal(message)
     return message
-
-
-def _check(message: torch.Tensor, bucket: Bucket | None) -> None:
-    end = message.numel() - _CHECKSUM_BYTES
-    if message[end:].numpy().tobytes() != _checksum(message[:end]):
-        what = "the header" if bucket is None else f"bucket {bucket.index} from rank {bucket.source}"
-        raise RemoteProtocolError(f"{what} arrived with a wrong checksum")
 
 
 def _receive_header(source: int, group: Communicator) -> StateHeader:
@@ -234,7 +264,8 @@ def _receive_header(source: int, group: Communicator) -> StateHeader:
         )
     message = torch.empty(num_bytes + _CHECKSUM_BYTES, dtype=torch.uint8)
     group.recv([message], source, _HEADER_TAG).wait()
-    _check(message, None)
+    if not torch.equal(message[num_bytes:], _checksum(message[:num_bytes])):
+        raise RemoteProtocolError(f"the header from rank {source} arrived with a wrong checksum")
     try:
         return msgspec.msgpack.decode(message[:num_bytes].numpy().data, type=StateHeader)
     except msgspec.MsgspecError as error:
