@@ -29,6 +29,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The worker's end of the socket to its agent; inherited, so nothing has to listen for it."""
     page_fd: int
     """The tag page."""
+    lifeline_fd: int
+    """The lock that tells the agent of this process's death."""
     digest: bool = False
     """Report a digest of all protected state after the last step."""
     observer: str | None = None

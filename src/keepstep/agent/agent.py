@@ -11,7 +11,7 @@ import socket
 import time
 from pathlib import Path
 
-from keepstep import tagpage
+from keepstep import lifeline, tagpage
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerClient
@@ -32,7 +32,9 @@ from keepstep.protocol.messages import (
     StepObserved,
     Stop,
     WorkerDone,
+    WorkerEnded,
     WorkerFenced,
+    WorkerJoined,
     WorkerLost,
     WorkerReport,
     WorkerStarted,
@@ -41,6 +43,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.transports.memory import MemoryChannel
 from keepstep.transports.spawning import (
+    LIFELINE_FD,
     LINK_FD,
     PAGE_FD,
     SpawnerReady,
@@ -69,7 +72,9 @@ class AgentWorker:
     output: WorkerOutput
     writer: asyncio.StreamWriter
     listener: asyncio.Task[None]
+    lifeline: lifeline.Lifeline
     pid: int | None = None
+    told_lost: bool = False
     fenced: bool = False
     kill_when_known: bool = False
     resume_step: int = 0
@@ -191,6 +196,7 @@ class Agent:
             local_rank = order.rank
         ours, theirs = socket.socketpair()
         page = tagpage.create(f"worker-{order.worker}")
+        line = lifeline.create(f"lifeline-{order.worker}")
         output = WorkerOutput(settings.output, order.worker, local_rank, lambda: self._label(order.worker))
         config = WorkerConfig(
             worker=order.worker,
@@ -200,13 +206,23 @@ class Agent:
             run_dir=str(settings.run_dir),
             link_fd=LINK_FD,
             page_fd=PAGE_FD,
+            lifeline_fd=LIFELINE_FD,
             digest=settings.digest,
             observer=settings.observer,
             checkpoint_root=settings.checkpoint_root,
         )
         reader, writer = await asyncio.open_connection(sock=ours)
         listener = asyncio.create_task(self._listen(order.worker, reader))
-        worker = AgentWorker(order.worker, order.rank, local_rank, tagpage.TagReader(page), output, writer, listener)
+        worker = AgentWorker(
+            order.worker,
+            order.rank,
+            local_rank,
+            tagpage.TagReader(page),
+            output,
+            writer,
+            listener,
+            lifeline.Lifeline(line),
+        )
         self.workers[order.worker] = worker
         self._liveness.watch(order.worker, order.rank, time.monotonic())
         request = SpawnWorker(
@@ -218,10 +234,11 @@ class Agent:
             bool(output.redirects[0]),
             bool(output.redirects[1]),
         )
-        self._spawner.spawn(request, [theirs.fileno(), page, *output.descriptors])
+        self._spawner.spawn(request, [theirs.fileno(), page, line, *output.descriptors])
         output.handed_over()
         theirs.close()
         os.close(page)
+        os.close(line)
 
     def _label(self, number: int) -> str:
         worker = self.workers.get(number)
@@ -259,14 +276,43 @@ class Agent:
         view = worker.page.read()
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._drop(worker)
-        if worker.fenced:
+        cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
+        if worker.told_lost:
+            self._channel.send(WorkerEnded(worker.worker, cause, _ending(report.status)))
+        elif worker.fenced:
             self._channel.send(WorkerFenced(worker.worker))
         elif report.status == 0 and view.tag.phase in (Phase.STARTING, Phase.UPDATED):
             self._channel.send(WorkerDone(worker.worker))
         else:
-            cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
             lost = WorkerLost(worker.worker, cause, _ending(report.status), True, view.tag, report.at_s)
             self._channel.send(lost)
+
+    def _watch_lifeline(self, number: int) -> None:
+        """From now on the death of the worker's training thread is told at once."""
+        loop = asyncio.get_running_loop()
+
+        def died() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
+                loop.call_soon_threadsafe(self._training_thread_died, number)
+
+        self.workers[number].lifeline.watch(died)
+
+    def _training_thread_died(self, number: int) -> None:
+        """In a step that is a loss, whatever the exit status: the process can touch nothing any more.
+
+        Outside of a step it may have ended well, which its exit status tells when the kernel is done with it.
+        """
+        worker = self.workers.get(number)
+        if worker is None or worker.fenced:
+            return
+        tag = worker.page.read().tag
+        if tag.phase in (Phase.STARTING, Phase.UPDATED):
+            return
+        worker.told_lost = True
+        self._liveness.forget(number)
+        self._kill(worker)
+        now_s = time.monotonic()
+        self._channel.send(WorkerLost(number, Cause.EXIT, "its process died", True, tag, now_s))
 
     def _drop(self, worker: AgentWorker) -> None:
         self.workers.pop(worker.worker, None)
@@ -307,6 +353,8 @@ class Agent:
     def _worker_said(self, number: int, message: AnyMessage) -> None:
         if not isinstance(message, WorkerReport) or message.worker != number:
             raise ProtocolError(f"worker {number} sent {type(message).__name__}, which is not for it to send")
+        if isinstance(message, WorkerJoined):
+            self._watch_lifeline(number)
         if isinstance(message, SafePointReached):
             self._liveness.safe(number)
         self._channel.send(message)

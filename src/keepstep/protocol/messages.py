@@ -184,6 +184,14 @@ class WorkerLost(Message, frozen=True):
     since_s: float
 
 
+class WorkerEnded(Message, frozen=True):
+    """How the process of a worker ended that has been reported lost before that was known."""
+
+    worker: int
+    cause: Cause
+    detail: str
+
+
 class WorkerDone(Message, frozen=True):
     """A worker ended with exit code 0 outside of any step: its script is through."""
 
@@ -320,7 +328,7 @@ WorkerReport: TypeAlias = (
     | StoreRequested
 )
 AgentReport: TypeAlias = (
-    AgentJoined | WorkerStarted | WorkerLost | WorkerDone | WorkerFenced | JobStalled | StepObserved
+    AgentJoined | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced | JobStalled | StepObserved
 )
 WorkerOrder: TypeAlias = Assign | Stop | Recover | Resume | Complete | Abandon | Rescue | StoreAnswered
 AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder

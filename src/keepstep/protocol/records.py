@@ -56,6 +56,14 @@ class RecoveryRecord(msgspec.Struct):
             self.cause, self.detail = cause, detail
         self.failures.append(failure)
 
+    def name_cause(self, rank: int, cause: str, detail: str) -> None:
+        """How a lost rank's process ended is known now."""
+        for failure in self.failures:
+            if failure.rank == rank:
+                if failure is self.failures[0]:
+                    self.cause, self.detail = cause, f"rank {rank} lost: {detail}"
+                failure.cause, failure.detail = cause, detail
+
     def observe_step(self, at_s: float, step_s: float) -> None:
         """A rank has completed its first step of the new generation; the last and the slowest count."""
         self.resumed_s = max(self.resumed_s or at_s, at_s)

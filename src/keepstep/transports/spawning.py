@@ -18,10 +18,7 @@ MAX_PACKET_BYTES = 180 * 1024
 
 
 class SpawnWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Make a worker. Three descriptors travel with it: link, tag page, and two more for stdout and stderr if set.
-
-    ``link_fd`` and ``page_fd`` are the numbers that the worker shall find them under.
-    """
+    """Make a worker. Its descriptors travel with it: link, tag page, lifeline, and stdout and stderr if redirected."""
 
     worker: int
     command: tuple[str, ...]
@@ -61,7 +58,8 @@ _requests = msgspec.json.Decoder(SpawnWorker)
 
 LINK_FD = 3
 PAGE_FD = 4
-"""The descriptors under which every worker finds its link and its tag page."""
+LIFELINE_FD = 5
+"""The descriptors under which every worker finds its link, its tag page and its lifeline."""
 
 
 def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: list[int]) -> None:
@@ -71,7 +69,7 @@ def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: lis
 
 def receive_request(endpoint: socket.socket) -> tuple[SpawnWorker, list[int]] | None:
     """The next request with descriptors that the caller owns, or None at the end of the stream."""
-    data, descriptors, _flags, _address = socket.recv_fds(endpoint, MAX_PACKET_BYTES, 4)
+    data, descriptors, _flags, _address = socket.recv_fds(endpoint, MAX_PACKET_BYTES, 5)
     return (_requests.decode(data), list(descriptors)) if data else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import socket
@@ -15,7 +16,7 @@ import torch
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep import config, tagpage
+from keepstep import config, lifeline, tagpage
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.messages import StepsFinished, WorkerReady
 from keepstep.protocol.phases import Phase, StepEvent
@@ -90,6 +91,9 @@ class Session:
         else:
             link = Link(socket.socket(fileno=settings.link_fd), settings.worker)
             page = tagpage.TagWriter(settings.page_fd)
+            line = lifeline.Lifeline(settings.lifeline_fd)
+            line.hold()
+            atexit.register(line.release)  # an orderly end is no death
             rank, world_size = settings.rank, settings.world_size
         coordination = Coordination(link, page, os.getpid(), rank)
         if settings is not None and settings.observer is not None:

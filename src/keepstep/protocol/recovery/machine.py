@@ -101,6 +101,9 @@ class RecoveryMachine:
                 self._failed(worker, message)
             case msg.WorkerLost():
                 self._lost(worker, message, now_s)
+            case msg.WorkerEnded():
+                if worker.rank is not None and self.records:
+                    self.records[-1].name_cause(worker.rank, message.cause, message.detail)
             case msg.WorkerFenced():
                 worker.gone = True
                 self._proceed(now_s)

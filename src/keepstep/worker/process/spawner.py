@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.transports.spawning import (
+    LIFELINE_FD,
     LINK_FD,
     PAGE_FD,
     SpawnerReady,
@@ -138,7 +139,7 @@ class Spawner:
 
 def _adopt(request: SpawnWorker, descriptors: list[int]) -> None:
     """Puts the received descriptors where the worker expects them."""
-    wanted = [LINK_FD, PAGE_FD]
+    wanted = [LINK_FD, PAGE_FD, LIFELINE_FD]
     wanted += [1] if request.redirect_stdout else []
     wanted += [2] if request.redirect_stderr else []
     aside = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(descriptors)]

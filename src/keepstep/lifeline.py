@@ -1,0 +1,82 @@
+"""A lock whose holder's death is noticed at once, before the kernel has taken its memory apart.
+
+When a process is killed its sockets close, and its parent is told, only after the kernel has freed its memory: 70 ms
+for a 10 M-parameter job (2 cores, November 2026), seconds for a large one. A robust mutex held by a thread is given up
+by the kernel before that, as the first thing it does for a dying thread (`man pthread_mutexattr_setrobust`). So the
+training thread holds one in shared memory, and a thread of its agent waits for it. Neither costs anything meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+from keepstep.errors import InternalError
+
+_PTHREAD_PROCESS_SHARED = 1
+_PTHREAD_MUTEX_ROBUST = 1
+_ATTRIBUTE_BYTES = 64
+"""More than any pthread_mutexattr_t of glibc; the mutex itself has a whole page."""
+_libc = ctypes.CDLL(None)
+
+
+class Lifeline:
+    """One side's mapping of the lock. ``descriptor`` is of an anonymous file made by `create`, and may be closed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._mutex = ctypes.byref(ctypes.c_char.from_buffer(self._map))
+
+    def hold(self) -> None:
+        """Takes the lock for the calling thread, which shall be the one whose death matters."""
+        self._check(_libc.pthread_mutex_lock(self._mutex), "lock")
+
+    def release(self) -> None:
+        """Gives the lock back in good order: the thread is about to end because its work is done."""
+        self._check(_libc.pthread_mutex_unlock(self._mutex), "unlock")
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Waits in a thread of its own until the holder is dead or has released the lock.
+
+        Args:
+            on_death: called in that thread if the holder died.
+        """
+        threading.Thread(target=self._wait, args=(on_death,), name="keepstep-lifeline", daemon=True).start()
+
+    def _wait(self, on_death: Callable[[], None]) -> None:
+        code = _libc.pthread_mutex_lock(self._mutex)
+        if code == errno.EOWNERDEAD:
+            on_death()
+        if code in (0, errno.EOWNERDEAD):
+            _libc.pthread_mutex_unlock(self._mutex)
+
+    @staticmethod
+    def _check(code: int, what: str) -> None:
+        if code:
+            raise InternalError(f"the lifeline could not {what}: {os.strerror(code)}")
+
+
+def create(name: str) -> int:
+    """Makes a lock that nobody holds and returns its file descriptor, which the caller owns.
+
+    Args:
+        name: shows in ``/proc/PID/fd`` only.
+    """
+    descriptor = os.memfd_create(f"keepstep-{name}", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
+        attributes = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
+        _libc.pthread_mutexattr_init(attributes)
+        _libc.pthread_mutexattr_setpshared(attributes, _PTHREAD_PROCESS_SHARED)
+        _libc.pthread_mutexattr_setrobust(attributes, _PTHREAD_MUTEX_ROBUST)
+        mutex = ctypes.c_char.from_buffer(memory)
+        code = _libc.pthread_mutex_init(ctypes.byref(mutex), attributes)
+        del mutex  # the mapping cannot be closed while it is looked at
+        _libc.pthread_mutexattr_destroy(attributes)
+    if code:
+        raise InternalError(f"the lifeline could not be made: {os.strerror(code)}")
+    return descriptor
