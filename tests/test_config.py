@@ -7,7 +7,9 @@ import pytest
 from keepstep.config import VARIABLE, WorkerConfig, worker_config, worker_environment
 from keepstep.errors import ConfigurationError
 
-CONFIG = WorkerConfig(worker=5, rank=2, local_rank=1, world_size=4, run_dir="/tmp/run", link_fd=3, page_fd=4)
+CONFIG = WorkerConfig(
+    worker=5, rank=2, local_rank=1, world_size=4, run_dir="/tmp/run", link_fd=3, page_fd=4, lifeline_fd=5
+)
 FULL = WorkerConfig(
     worker=0,
     rank=None,
@@ -16,6 +18,7 @@ FULL = WorkerConfig(
     run_dir="/tmp/a folder/ü",
     link_fd=3,
     page_fd=4,
+    lifeline_fd=5,
     digest=True,
     observer="module:function",
     checkpoint_root="/tmp/root",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep import tagpage
+from keepstep import lifeline, tagpage
 from keepstep.agent.spawner import SpawnerClient
 from keepstep.transports.spawning import SpawnerReady, SpawnerReport, SpawnWorker, WorkerExited, WorkerSpawned
 
@@ -85,10 +85,12 @@ class Crew:
         ours.settimeout(DEADLINE_S)
         worker = self.workers[number] = Worker(number, folder, ours)
         page = tagpage.create(f"test-{number}")
+        line = lifeline.create(f"test-{number}")
         files = [os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in ("stdout", "stderr")]
         request = SpawnWorker(number, command, module, raw, environment, True, True)
-        self._run(self._send(request, [theirs.fileno(), page, files[0] if stdout is None else stdout, files[1]]))
-        for descriptor in (page, *files):
+        streams = [files[0] if stdout is None else stdout, files[1]]
+        self._run(self._send(request, [theirs.fileno(), page, line, *streams]))
+        for descriptor in (page, line, *files):
             os.close(descriptor)
         theirs.close()
         return worker

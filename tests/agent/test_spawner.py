@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from tests.agent.crew import DEADLINE_S, PYTHON, Crew, Worker
 
+from keepstep.transports.spawning import LIFELINE_FD
+
 SCRIPT = str(Path(__file__).with_name("worker_script.py"))
 
 
@@ -180,7 +182,7 @@ def test_it_has_no_descriptor_that_is_not_its_own(seen: dict[str, object], reque
     )
     fds = seen["fds"]
     assert isinstance(fds, list)
-    assert [fd for fd in fds if fd > 4] == []
+    assert [fd for fd in fds if fd > LIFELINE_FD] == []
 
 
 def test_an_environment_is_one_workers_own(crew: Crew) -> None:

@@ -2,9 +2,10 @@
 
 The plan (`keepstep.protocol.transfer`) is the same on both sides; here it is carried out over the new generation's
 process group. The first source sends a header: names, dtypes, shapes and strides of all tensors, the host state, and
-which parameters have a gradient. Then all sources send their buckets at once, large tensors from their own memory into
-that of the receiver, and last the xxh3 checksums of what they sent. Raw bytes, nothing is unpickled. Until every
-checksum has been compared the receiver counts as holding nothing.
+which parameters have a gradient. On one machine the receiver then reads its buckets out of the sources' memory; over
+a network all sources send theirs at once, large tensors from where they are to where they belong. Last come the xxh3
+checksums of what they sent. Raw bytes, nothing is unpickled. Until every checksum has been compared the receiver counts
+as holding nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -21,7 +23,7 @@ from torch import distributed as dist
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.transfer import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
 from keepstep.worker.groups.communicator import Communicator
-from keepstep.worker.state import tree
+from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.bytes_of import byte_view
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, headers_of
 from keepstep.worker.state.protected import ProtectedState
@@ -30,10 +32,15 @@ _CHECKSUM_BYTES = 8
 _HEADER_TAG = 0x4B530
 _BUCKET_TAG = 0x4B531
 _CHECKSUM_TAG = 0x4B532
+_READS, _WAITS = b"reads", b"waits"
+"""A receiver's answer to an offer."""
 WINDOW = 8
 """Buckets under way at a time on each side, which bounds the memory for gathered ones to 16 MiB."""
 MAX_HEADER_BYTES = 1 << 30
 """A header is about 100 bytes a tensor; what claims to be larger is refused before memory is taken for it."""
+
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -74,24 +81,29 @@ def send_state(
     """
     header, tensors = describe(state, step)
     if rank == route.sources[0]:
-        body = msgspec.msgpack.encode(header)
-        size = torch.tensor([len(body)], dtype=torch.int64)
         for receiver in route.receivers:
-            group.send([size], receiver, _HEADER_TAG).wait()
-            group.send([_sealed(body)], receiver, _HEADER_TAG).wait()
+            _send_sealed(msgspec.msgpack.encode(header), receiver, group)
     views = [byte_view(tensor) for tensor in tensors]
+    distant = [receiver for receiver in route.receivers if not _is_read_by(receiver, views, group)]
     own = [bucket for bucket in _plan(views, route.sources) if bucket.source == rank]
     checksums = torch.empty(len(own), _CHECKSUM_BYTES, dtype=torch.uint8)
     window = _Window()
     for index, bucket in enumerate(own):
-        message = _lone_view(views, bucket) if bucket.is_lone else _gather(views, bucket)
-        window.add([group.send([message], receiver, _BUCKET_TAG) for receiver in route.receivers])
-        checksums[index] = _checksum(message)  # while it is being sent
+        message = _content(views, bucket)
+        window.add([group.send([message], receiver, _BUCKET_TAG) for receiver in distant])
+        checksums[index] = _checksum(message)  # while it is being sent, or read
         moved()
     window.drain()
     if own:
         window.add([group.send([checksums], receiver, _CHECKSUM_TAG) for receiver in route.receivers])
         window.drain()
+
+
+def _is_read_by(receiver: int, views: list[torch.Tensor], group: Communicator) -> bool:
+    """Offers this source's memory to a receiver; whether it reads from there by itself."""
+    reader = _decode(_receive_sealed(receiver, group), neighbour.Place, receiver)
+    _send_sealed(msgspec.msgpack.encode(neighbour.offer_to(reader, views)), receiver, group)
+    return _receive_sealed(receiver, group) == _READS
 
 
 def receive_state(
@@ -106,17 +118,22 @@ def receive_state(
         RemoteProtocolError: a checksum or header is wrong.
         RuntimeError: a source is gone, or the group was taken down.
     """
-    header = _receive_header(route.sources[0], group)
+    header = _decode(_receive_sealed(route.sources[0], group), StateHeader, route.sources[0])
     if header.step != step:
         raise RemoteProtocolError(f"rank {route.sources[0]} sends the state of step {header.step}, expected {step}")
     tensors, host_tensors = _targets(state, header)
     views = [byte_view(tensor) for tensor in tensors]
+    offers = {source: offer for source in route.sources if (offer := _accept_offer(source, views, group)) is not None}
     plan = _plan(views, route.sources)
     found: dict[int, list[torch.Tensor]] = {source: [] for source in route.sources}
     arriving: deque[tuple[Bucket, torch.Tensor, dist.Work]] = deque()
     for bucket in plan:
-        alone = bucket.is_lone
-        message = _lone_view(views, bucket) if alone else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        if bucket.source in offers:
+            neighbour.read_bucket(offers[bucket.source], bucket, views)
+            found[bucket.source].append(_checksum(_content(views, bucket)))
+            moved()
+            continue
+        message = _lone_view(views, bucket) if bucket.is_lone else torch.empty(bucket.num_bytes, dtype=torch.uint8)
         arriving.append((bucket, message, group.recv([message], bucket.source, _BUCKET_TAG)))
         if len(arriving) > WINDOW:
             _arrived(*arriving.popleft(), views, found, moved)
@@ -126,6 +143,15 @@ def receive_state(
         _compare_checksums(source, checksums, group)
     _finish(state, header, host_tensors)
     return sum(bucket.num_bytes for bucket in plan)
+
+
+def _accept_offer(source: int, views: list[torch.Tensor], group: Communicator) -> neighbour.Offer | None:
+    """Asks a source for its memory; None if it is to send instead."""
+    _send_sealed(msgspec.msgpack.encode(neighbour.here()), source, group)
+    offer = _decode(_receive_sealed(source, group), neighbour.Offer, source)
+    reads = neighbour.can_read(offer, views)
+    _send_sealed(_READS if reads else _WAITS, source, group)
+    return offer if reads else None
 
 
 def _arrived(
@@ -232,8 +258,10 @@ def _lone_view(views: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
     return views[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
 
 
-def _gather(views: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
-    """Several small tensors in one message."""
+def _content(views: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    """The bytes of a bucket as one flat tensor: a view where it is lone, else a copy."""
+    if bucket.is_lone:
+        return _lone_view(views, bucket)
     return torch.cat([views[p.tensor][p.tensor_offset : p.tensor_offset + p.num_bytes] for p in bucket.pieces])
 
 
@@ -242,19 +270,19 @@ def _checksum(content: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(content.numpy().data)), dtype=torch.uint8)
 
 
-def _seal(message: torch.Tensor) -> None:
-    end = message.numel() - _CHECKSUM_BYTES
-    message[end:] = _checksum(message[:end])
+def _send_sealed(body: bytes, receiver: int, group: Communicator) -> None:
+    """Sends a short message: its size, then its bytes and their checksum."""
+    content = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    group.send([torch.tensor([len(body)], dtype=torch.int64)], receiver, _HEADER_TAG).wait()
+    group.send([torch.cat([content, _checksum(content)])], receiver, _HEADER_TAG).wait()
 
 
-def _sealed(body: bytes) -> torch.Tensor:
-    message = torch.empty(len(body) + _CHECKSUM_BYTES, dtype=torch.uint8)
-    message[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    _seal(message)
-    return message
+def _receive_sealed(source: int, group: Communicator) -> bytes:
+    """Receives what `_send_sealed` sent.
 
-
-def _receive_header(source: int, group: Communicator) -> StateHeader:
+    Raises:
+        RemoteProtocolError: it is too large, or its checksum is wrong.
+    """
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], source, _HEADER_TAG).wait()
     num_bytes = int(size.item())
@@ -266,7 +294,11 @@ def _receive_header(source: int, group: Communicator) -> StateHeader:
     group.recv([message], source, _HEADER_TAG).wait()
     if not torch.equal(message[num_bytes:], _checksum(message[:num_bytes])):
         raise RemoteProtocolError(f"the header from rank {source} arrived with a wrong checksum")
+    return message[:num_bytes].numpy().tobytes()
+
+
+def _decode(body: bytes, kind: type[Struct], source: int) -> Struct:
     try:
-        return msgspec.msgpack.decode(message[:num_bytes].numpy().data, type=StateHeader)
+        return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
         raise RemoteProtocolError(f"rank {source} sent a header that does not parse: {error}") from error
