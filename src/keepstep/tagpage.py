@@ -150,8 +150,13 @@ class TagReader:
             before = self._words[_SEQUENCE]
             view = self._read()
             if before % 2 == 0 and before == self._words[_SEQUENCE]:
-                break
-        return view
+                return view
+        # Its writer died in the middle of a write: the ring still holds the last whole change.
+        last = self.events_since(view.events_written - 1)
+        if not last:
+            return view
+        tag = Tag(last[-1].generation, last[-1].step, last[-1].phase)
+        return dataclasses.replace(view, tag=tag, since_ns=last[-1].at_ns)
 
     def _read(self) -> TagView:
         words = self._words

@@ -99,7 +99,6 @@ def test_an_operation_that_does_not_exist_is_refused_by_name() -> None:
         Store().ask("pop", "key", worker=6)
 
 
-@pytest.mark.xfail(strict=True, reason="a ValueError or IndexError, which nobody expects from a peer's message")
 @pytest.mark.parametrize(
     ("operation", "keys", "value"),
     [("add", ("n",), b"many"), ("add", ("text",), b"1"), ("set", (), b"1"), ("add", (), b"1"), ("delete", (), b"")],

@@ -37,6 +37,8 @@ class Rendezvous:
         """
         if request.generation != self._generation:
             return [StoreAnswered(request.worker, request.request, None)]
+        if not request.keys and request.operation not in ("get", "check"):
+            raise RemoteProtocolError(f"worker {request.worker}: store operation {request.operation!r} names no key")
         match request.operation:
             case "get":
                 self._waiting.append(request)
@@ -45,7 +47,8 @@ class Rendezvous:
                 self._set(request.keys[0], request.value)
                 return [_answer(request), *self._served()]
             case "add":
-                total = int(self._values.get(request.keys[0], b"0")) + int(request.value)
+                total = self._number(request.keys[0], self._values.get(request.keys[0], b"0"))
+                total += self._number(request.keys[0], request.value)
                 self._set(request.keys[0], str(total).encode())
                 return [_answer(request, str(total).encode()), *self._served()]
             case "check":
@@ -58,6 +61,13 @@ class Rendezvous:
                 raise RemoteProtocolError(
                     f"worker {request.worker}: no store operation is called {request.operation!r}"
                 )
+
+    @staticmethod
+    def _number(key: str, value: bytes) -> int:
+        try:
+            return int(value)
+        except ValueError:
+            raise RemoteProtocolError(f"store key {key!r}: {value[:40]!r} is not a number to add") from None
 
     def _set(self, key: str, value: bytes) -> None:
         if len(self._values) >= MAX_KEYS and key not in self._values:

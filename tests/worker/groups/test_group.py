@@ -404,7 +404,6 @@ def taken_down_while_connecting(rank: int, size: int) -> str:
     return "down" if registry.world.is_down else "up"
 
 
-@pytest.mark.xfail(strict=True, reason="connect() forgets a take_down() that came while it was building the group")
 def test_taking_down_while_connecting_is_not_forgotten() -> None:
     assert run_ranks(1, taken_down_while_connecting) in (["raised"], ["down"])
 
@@ -424,6 +423,5 @@ def new_group_of_a_generation_that_ends(rank: int, size: int) -> str:
     return "down" if group.is_down else "up"
 
 
-@pytest.mark.xfail(strict=True, reason="a rank lost during new_group() is an exception in every survivor's script")
 def test_a_new_group_in_a_generation_that_ends_echoes() -> None:
     assert run_ranks(1, new_group_of_a_generation_that_ends) == ["down"]

@@ -254,7 +254,6 @@ def test_what_was_taken_shares_nothing_with_the_live_objects() -> None:
     assert (mine.state["list"], optimizer.param_groups[0]["own"]) == ([1], [1])
 
 
-@pytest.mark.xfail(strict=True, reason="what is new in a param group since the snapshot stays there")
 def test_a_hyperparameter_that_came_later_is_gone_again() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -97,6 +97,8 @@ class SurvivingGroup(dist.ProcessGroup):
         options._timeout = timeout
         with connections.recording():
             inner: Any = ProcessGroupGloo(store, rank, self._size, options)
+        if connections.is_cut:
+            raise RuntimeError(f"group {self.keepstep_name} was taken down while it was being connected")
         self._rank, self._inner = rank, inner
         self._down = False
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from keepstep.errors import InternalError
+from keepstep.errors import InternalError, PeerLost
 from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
 
 BACKEND = "keepstep"
@@ -66,7 +66,11 @@ class GroupRegistry:
         group = SurvivingGroup(name, options.group_rank, options.group_size, self._observer)
         self._groups.append((group, members))
         if self._generation is not None and not self.world.is_down:
-            group.connect(self._store(self._generation, name), members.index(self._rank), CONNECT_DEADLINE)
+            try:
+                group.connect(self._store(self._generation, name), members.index(self._rank), CONNECT_DEADLINE)
+            except (RuntimeError, PeerLost) as error:
+                if not self._observer.failed(name, error):
+                    raise
         return group
 
     def connect(self, generation: int, rank: int) -> None:

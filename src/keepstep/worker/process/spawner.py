@@ -168,6 +168,7 @@ def _exec_worker(request: SpawnWorker, descriptors: list[int]) -> int:
 
     def prepare() -> None:
         die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         _adopt(request, descriptors)
 
     process = subprocess.Popen(

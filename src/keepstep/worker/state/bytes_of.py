@@ -38,10 +38,10 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]], extra: bytes) -> str:
-    """A 128-bit digest (xxh3) of names, dtypes, shapes and bytes, and of ``extra``."""
+    """A 128-bit digest (xxh3) of names, dtypes, shapes, strides and bytes, and of ``extra``."""
     state = xxhash.xxh3_128()
     for name, tensor in tensors:
-        state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{tensor.stride()};".encode())
         state.update(byte_view(tensor.cpu()).numpy().data)
     state.update(extra)
     return state.hexdigest()

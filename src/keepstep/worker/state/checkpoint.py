@@ -102,18 +102,20 @@ class Checkpoints:
         for name, entry in metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise RemoteProtocolError(f"{path}: '{name}' is not a tensor")
-            if name in own and tuple(own[name].shape) == tuple(entry.size):
+            if name in own and (own[name].shape, own[name].dtype) == (entry.size, entry.properties.dtype):
                 target[name] = own[name]
             elif name.startswith(("host", "optimizer/", "gradients")):
                 target[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
             else:
-                raise RemoteProtocolError(f"{path}: '{name}' has shape {tuple(entry.size)}, which this model lacks")
+                form = f"shape {tuple(entry.size)}, which this model lacks, or type {entry.properties.dtype}"
+                raise RemoteProtocolError(f"{path}: '{name}' has {form}")
         if missing := [name for name in own if name.startswith("model/") and name not in target]:
             raise RemoteProtocolError(f"{path}: lacks {missing[:3]} of this model")
         load_checkpoint(target, checkpoint_id=path, no_dist=True)
         self._place(target)
 
     def _place(self, loaded: dict[str, torch.Tensor]) -> None:
+        self._state.drop_optimizer_state()
         for name, tensor in loaded.items():
             if name.startswith("optimizer/"):
                 self._state.place_optimizer_tensor(name.removeprefix("optimizer/"), tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import xxhash
@@ -19,6 +20,11 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def form(self, with_strides: bool) -> str:
+        """The tensor's form for a message, such as ``float32[2, 3]``."""
+        strides = f" with strides {self.strides}" if with_strides else ""
+        return f"{self.dtype}{list(self.shape)}{strides}"
 
 
 def headers_of(named: Named) -> tuple[TensorHeader, ...]:
@@ -42,9 +48,10 @@ def check_same_layout(own: Sequence[TensorHeader], theirs: Sequence[TensorHeader
         if header.name not in mine:
             raise StateMismatch(f"{who} has '{header.name}', which this rank's model lacks: replicas must be equal")
         if mine[header.name] != header:
+            with_strides = (mine[header.name].dtype, mine[header.name].shape) == (header.dtype, header.shape)
+            own_form, their_form = mine[header.name].form(with_strides), header.form(with_strides)
             raise StateMismatch(
-                f"'{header.name}' is {mine[header.name].dtype}{list(mine[header.name].shape)} on this rank and "
-                f"{header.dtype}{list(header.shape)} on {who}: replicas must be equal"
+                f"'{header.name}' is {own_form} on this rank and {their_form} on {who}: replicas must be equal"
             )
     extra = sorted(set(mine) - {header.name for header in theirs})
     raise StateMismatch(f"this rank's model has {extra[:3]}, which {who} lacks (or in another order)")
@@ -71,3 +78,26 @@ def compare_with_rank_0(state: ProtectedState, rank: int, store: LinkStore) -> N
     elif store.get("digest") != digest:
         theirs = msgspec.msgpack.decode(store.get("tensors"), type=tuple[TensorHeader, ...])
         check_same_layout(own, theirs, "rank 0")
+
+
+def check_same_objects(state: ProtectedState, host: dict[str, Any], who: str) -> None:
+    """Compares the protected objects themselves: their names, and the parameter groups of the optimizers.
+
+    Args:
+        state: this rank's.
+        host: the other rank's `ProtectedState.host_state`.
+        who: the other rank, for the message.
+
+    Raises:
+        StateMismatch: names what differs.
+    """
+    own = state.host_state()
+    for kind, what in (("groups", "optimizer"), ("others", "object")):
+        different = sorted(set(own[kind]) ^ set(host[kind]))
+        if different:
+            raise StateMismatch(f"{what} '{different[0]}' is protected on one of this rank and {who} only")
+    for name, groups in own["groups"].items():
+        if len(groups) != len(host["groups"][name]):
+            raise StateMismatch(
+                f"optimizer '{name}' has {len(groups)} parameter groups here and {len(host['groups'][name])} on {who}"
+            )

@@ -137,6 +137,8 @@ class ProtectedState:
         """Puts back what `step_state` or `host_state` gave, here or on another rank."""
         for name, groups in state["groups"].items():
             for group, values in zip(self.optimizers[name].param_groups, groups, strict=True):
+                for key in set(group) - set(values) - {"params"}:
+                    del group[key]
                 group.update(copy.deepcopy(values))
         for name, scalars in state.get("scalars", {}).items():
             parameters = _parameters_of(self.optimizers[name])

@@ -25,7 +25,7 @@ from keepstep.protocol.transfer import DEFAULT_BUCKET_BYTES, Bucket, plan_bucket
 from keepstep.worker.groups.communicator import Communicator
 from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.bytes_of import byte_view
-from keepstep.worker.state.layout import TensorHeader, check_same_layout, headers_of
+from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
 from keepstep.worker.state.protected import ProtectedState
 
 _CHECKSUM_BYTES = 8
@@ -200,6 +200,8 @@ def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[torch.
 def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors to write into, in the header's order; optimizer state that is not there yet is made."""
     parameters, buffers = state.parameters(), state.buffers()
+    forms = [torch.empty(0) for _ in header.host_tensors]
+    check_same_objects(state, tree.unpack(msgspec.msgpack.decode(header.host), forms), "the source")
     check_same_layout(headers_of(parameters), header.parameters, "the source")
     check_same_layout(headers_of(buffers), header.buffers, "the source")
     existing = dict(state.optimizer_tensors())

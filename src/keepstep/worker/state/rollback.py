@@ -9,6 +9,34 @@ import torch
 from keepstep.worker.state.protected import ProtectedState
 
 
+class _ModuleBuffers:
+    """The buffers of one module: which tensors they are, and what was in them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._live = module._buffers
+        self._were: dict[str, torch.Tensor | None] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def take(self) -> None:
+        """Remembers every buffer; the copies are allocated once, for as long as a buffer keeps its layout."""
+        self._were = dict(self._live)
+        for name, buffer in self._were.items():
+            if buffer is None:
+                continue
+            copy = self._copies.get(name)
+            if copy is None or (copy.shape, copy.dtype, copy.stride()) != (buffer.shape, buffer.dtype, buffer.stride()):
+                copy = self._copies[name] = torch.empty_like(buffer)
+            copy.copy_(buffer.detach())
+
+    def put_back(self) -> None:
+        """The same tensors with the same content, whatever a forward assigned, added or took away."""
+        self._live.clear()
+        self._live.update(self._were)
+        for name, buffer in self._were.items():
+            if buffer is not None:
+                buffer.copy_(self._copies[name])
+
+
 class StepSnapshot:
     """What a step can change before its update: module buffers, host state, and which gradients there are.
 
@@ -19,18 +47,16 @@ class StepSnapshot:
     def __init__(self, state: ProtectedState) -> None:
         self._state = state
         self._parameters = [tensor for _name, tensor in state.parameters()]
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers: list[_ModuleBuffers] = [
+            _ModuleBuffers(part) for module in state.modules.values() for part in module.modules()
+        ]
         self._host: dict[str, Any] = {}
         self._with_gradient: list[torch.Tensor] = []
 
     def take(self) -> None:
         """Remembers the state at the start of a step."""
-        buffers = [tensor for _name, tensor in self._state.buffers()]
-        if [id(buffer) for buffer in buffers] != [id(buffer) for buffer, _copy in self._buffers]:
-            self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
-        with torch.no_grad():
-            for buffer, copy in self._buffers:
-                copy.copy_(buffer)
+        for buffers in self._buffers:
+            buffers.take()
         self._host = self._state.step_state()
         self._with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
 
@@ -42,8 +68,8 @@ class StepSnapshot:
         """
         kept = {id(tensor) for tensor in self._with_gradient}
         with torch.no_grad():
-            for buffer, copy in self._buffers:
-                buffer.copy_(copy)
+            for buffers in self._buffers:
+                buffers.put_back()
             for parameter in self._parameters:
                 if parameter.grad is not None and id(parameter) in kept:
                     parameter.grad.zero_()
