@@ -155,6 +155,9 @@ def test_every_history_ends_in_the_same_layout(mode: str, seed: int) -> None:
     assert len(found) == 7 + 2 * NUM_TRAINED
     assert len(expected_layout) >= 2, "with a single bucket every layout is the same"
     assert all(any(gradient) for gradient in expected_steps[0] if gradient)
+    if mode != "find unused":
+        order = [number for bucket in expected_layout for number in bucket]
+        assert order == sorted(order, reverse=True), "the last layer's gradients are ready first"
     for name, (settled, steps, after) in found.items():
         assert settled == expected_layout, name
         assert after == expected_layout, f"{name}: the layout changed later on"
