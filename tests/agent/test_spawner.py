@@ -208,8 +208,8 @@ def test_what_is_left_at_the_end_is_done(forker: Crew, tmp_path: Path) -> None:
         threading.Thread(target=lambda: (gate.wait(), print("thread", end=";"))).start()
         executor = ThreadPoolExecutor(1)
         executor.submit(print, "executor", end=";").result()
-        executor.submit(gate.set)
         print("script", end=";")
+        executor.submit(gate.set)
         """,
     )
     worker = forker.spawn(script)
