@@ -91,9 +91,9 @@ class SimulatedJob:
 
     def holder(self, rank: int) -> SimulatedWorker:
         """The process that holds a rank, as the machine sees it."""
-        worker = self.machine.roster.holder(rank)
-        assert worker is not None, f"nobody holds rank {rank}"
-        return self.workers[worker.worker]
+        holders = {worker.rank: worker.worker for worker in self.machine.roster.holders()}
+        assert rank in holders, f"nobody holds rank {rank}"
+        return self.workers[holders[rank]]
 
     @property
     def where(self) -> tuple[Stage, int]:

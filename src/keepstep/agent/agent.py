@@ -76,7 +76,6 @@ class AgentWorker:
     pid: int | None = None
     told_lost: bool = False
     fenced: bool = False
-    kill_when_known: bool = False
     resume_step: int = 0
     watched_generation: int | None = None
     events_read: int = 0

@@ -32,7 +32,7 @@ class Run:
     report: dict[str, Any]
     records: list[RecoveryRecord]
     step_ms: float | None
-    injector: OutsideInjector | None = None
+    injector: OutsideInjector
 
     @property
     def digest(self) -> str:
@@ -81,7 +81,6 @@ def _run(options: JobOptions, directory: Path, faults: list[Fault], on_progress:
 
 
 def _compare(reference: Run, struck: Run, faults: list[Fault], directory: Path) -> dict[str, Any]:
-    assert struck.injector is not None
     outside = struck.injector.fired
     rows = [_row(fault, at_s, rank, struck.records) for fault, at_s, rank in outside]
     missed = []

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ class Job:
 
     controller: Controller
     agent: Agent
-    started_s: float
 
     def describe(self) -> dict[str, Any]:
         """The report so far, with every worker's place."""
@@ -93,7 +91,7 @@ async def _run(options: JobOptions, companion: Companion | None) -> dict[str, An
     run_dir = options.agent.run_dir
     controller = Controller(options.recovery, ours, run_dir / "journal.jsonl")
     agent = Agent(options.agent, theirs)
-    job = Job(controller, agent, time.monotonic())
+    job = Job(controller, agent)
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

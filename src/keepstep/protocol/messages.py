@@ -34,7 +34,6 @@ class Cause(enum.StrEnum):
     STOPPED = "stopped process"
     COLLECTIVE = "collective failed"
     STUCK = "stuck collective"
-    START = "start"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):

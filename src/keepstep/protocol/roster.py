@@ -73,10 +73,6 @@ class Roster:
             (worker for worker in self.live() if worker.rank is not None), key=lambda worker: worker.rank or 0
         )
 
-    def holder(self, rank: int) -> Worker | None:
-        """The live worker that holds ``rank``."""
-        return next((worker for worker in self.holders() if worker.rank == rank), None)
-
     def spares(self) -> list[Worker]:
         """The live workers without a rank, warm or still starting."""
         return [worker for worker in self.live() if worker.rank is None]

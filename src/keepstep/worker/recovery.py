@@ -9,15 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 from keepstep.errors import NothingToRecoverFrom, RemoteProtocolError
 from keepstep.protocol.messages import Recover, Rescue, StateRecovered, StateRescued, text
 from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.resume import Action
 from keepstep.worker.coordination import Coordination, Superseded
+from keepstep.worker.groups.communicator import Communicator
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.ddp import settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Route, receive_state, send_state
 from keepstep.worker.state.rollback import StepSnapshot
-
-EXIT_RESCUED = 76
 
 
 class Recovery:
@@ -153,12 +153,8 @@ class Recovery:
                 case Action.STAY | Action.ADVANCE:
                     pass
             if route.receivers and rank in route.sources:
-                assert coordination.groups is not None
                 assert rank is not None
-                inner = coordination.groups.world.inner
-                if inner is None:
-                    raise RuntimeError("the group was taken down before the transfer began")
-                send_state(self._state, order.resume_step, rank, route, inner, self._moved)
+                send_state(self._state, order.resume_step, rank, route, self._world(), self._moved)
         except (RuntimeError, RemoteProtocolError) as error:
             raise coordination.lost_in(order.generation, "restore", error) from error
         finally:
@@ -166,15 +162,19 @@ class Recovery:
         return 0
 
     def _receive(self, step: int, route: Route) -> int:
-        coordination = self._coordination
-        assert coordination.groups is not None
-        inner = coordination.groups.world.inner
-        if inner is None:
-            raise RuntimeError("the group was taken down before the transfer began")
-        coordination.torn = True
-        received = receive_state(self._state, step, route, inner, self._moved)
+        world = self._world()
+        self._coordination.torn = True
+        received = receive_state(self._state, step, route, world, self._moved)
         self._stand_at(step)
         return received
+
+    def _world(self) -> Communicator:
+        """The communicator that carries the state. Raises RuntimeError if it was taken down already."""
+        assert self._coordination.groups is not None
+        inner = self._coordination.groups.world.inner
+        if inner is None:
+            raise RuntimeError("the group was taken down before the transfer began")
+        return inner
 
     def _rewind(self, step: int) -> None:
         assert self._checkpoints is not None
@@ -203,11 +203,10 @@ class Recovery:
         try:
             if coordination.torn or at is None:
                 raise NothingToRecoverFrom("its copy is not whole")
-            if coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
-                self._undo()
+            self._undo()
             path = rescue(self._state, at, coordination.rank or 0)
         except (OSError, RuntimeError, NothingToRecoverFrom) as error:
             problem = text(error)
         coordination.link.send(StateRescued(coordination.link.worker, path, problem))
         print(f"keepstep: rank {coordination.rank} ends: {order.reason}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_RESCUED)
+        raise SystemExit(EXIT_TOO_FEW_RANKS)
