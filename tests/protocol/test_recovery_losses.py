@@ -42,6 +42,17 @@ def test_two_ranks_lost_at_once_are_both_replaced(phase: Phase, num_spares: int)
     job.finish_well()
 
 
+@pytest.mark.parametrize("phase", IN_A_STEP)
+def test_survivors_are_told_when_the_lost_rank_was_synced(phase: Phase) -> None:
+    """What they still need for their own gradients was sent then, so they may end their backward."""
+    job = SimulatedJob(world_size=2).bring_all(3, min(phase, Phase.SYNCED, key=IN_A_STEP.index)).bring(rank1=(3, phase))
+    job.kill(job.holder(1))
+    job.settle()
+    (stop,) = job.orders(Stop)
+    assert isinstance(stop, Stop)
+    assert stop.synced_step == (3 if phase is Phase.SYNCED else None)
+
+
 @pytest.mark.parametrize("fault", ["kill", "hang", "throw"])
 def test_a_loss_during_stopping_belongs_to_the_same_generation(fault: str) -> None:
     job = SimulatedJob(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)

@@ -248,11 +248,16 @@ class Assign(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Generation ``generation - 1`` is over: break the communicators, drain to a safe point, report it."""
+    """Generation ``generation - 1`` is over: break the communicators, drain to a safe point, report it.
+
+    ``synced_step`` is the step whose gradients a lost rank had complete. A rank that is in the backward of that step
+    has all it needs in its own sockets, and ends the backward before it breaks anything.
+    """
 
     workers: tuple[int, ...]
     generation: int
     reason: str
+    synced_step: int | None
 
 
 class Recover(Message, frozen=True):

@@ -22,6 +22,7 @@ def pass_gradient_barrier(coordination: Coordination, recovery: Recovery) -> Non
     if coordination.interrupted or coordination.tainted:
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
+    coordination.settled()
     if not _everybody_came(coordination):
         order = recovery.decide_at_barrier()
         if order.action is not Action.ADVANCE:

@@ -36,6 +36,9 @@ from keepstep.worker.link import Link
 
 ORDER_DEADLINE_S = 3600.0
 """The controller has deadlines of its own for everything it waits for; this one only ends a wait on a lost one."""
+SETTLE_S = 0.25
+"""How long a backward may go on whose step a lost rank was synced in. It ends in milliseconds: what it still waits for
+was sent before. Only where another loss comes on top does it wait in vain."""
 
 
 class StepInterrupted(BaseException):
@@ -75,6 +78,8 @@ class Coordination:
         self._failed_generation = -1
         self._warned: set[str] = set()
         self._flag_lock = threading.Lock()
+        self._settling: int | None = None
+        """The generation of a `Stop` that waits for the end of the backward."""
         self._flagged = threading.Event()
 
     # ---- other threads --------------------------------------------------------------------------------------------
@@ -86,13 +91,33 @@ class Coordination:
                 self._assignment, self.rank = order, order.rank
                 self._assigned.set()
             case Stop():
-                self._stop_generation = order.generation
-                self._break()
+                self._stop(order)
                 self.observe("stop")
             case Abandon():
                 self._break()
             case _:
                 pass
+
+    def _stop(self, order: Stop) -> None:
+        machine = self.machine
+        with self._flag_lock:
+            settles = machine.phase is Phase.BACKWARD and machine.step == order.synced_step
+            self._settling = order.generation if settles else None
+            self._stop_generation = order.generation
+        if not settles:
+            self._break()
+            return
+        timer = threading.Timer(SETTLE_S, self.settled, [order.generation])
+        timer.daemon = True
+        timer.start()
+
+    def settled(self, generation: int | None = None) -> None:
+        """The backward has ended, or has had its time (for the `Stop` of ``generation``): now everything is broken."""
+        with self._flag_lock:
+            if self._settling is None or generation not in (None, self._settling):
+                return
+            self._settling = None
+        self._break()
 
     def _break(self) -> None:
         self._flagged.set()
@@ -118,6 +143,7 @@ class Coordination:
         """A collective ended in an error: echo, report it once, stop at the next safe point."""
         if self.completed:
             return False
+        self.settled()
         with self._flag_lock:
             first = self._failed_generation != self.generation and not self._stopping
             self._failed_generation = self.generation
@@ -167,7 +193,8 @@ class Coordination:
     @property
     def interrupted(self) -> bool:
         """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
-        return self._stop_generation > self.generation or self._failed_generation == self.generation
+        stopped = self._stop_generation > self.generation and self._settling is None
+        return stopped or self._failed_generation == self.generation
 
     # ---- the training thread --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from keepstep.errors import InternalError
 from keepstep.protocol import invariants
 from keepstep.protocol import messages as msg
+from keepstep.protocol.phases import Phase
 from keepstep.protocol.records import Failure, RecoveryRecord
 from keepstep.protocol.recovery import ending
 from keepstep.protocol.recovery.decision import reachable_step, ready_now, recovery_orders
@@ -247,7 +248,8 @@ class RecoveryMachine:
             self._deadline_s = now_s + self.settings.stop_deadline_s
             for worker in self.roster.workers.values():
                 worker.begin_generation()
-            self._orders.to_holders(lambda holders: msg.Stop(holders, self.generation, detail), detail)
+            synced_step = failure.step if failure is not None and failure.phase == Phase.SYNCED else None
+            self._orders.to_holders(lambda holders: msg.Stop(holders, self.generation, detail, synced_step), detail)
         if failure is not None:
             record.add_failure(failure, cause, detail)
         self._proceed(now_s)
