@@ -201,6 +201,8 @@ class RecoveryMachine:
             return
         in_start_up = message.cause is msg.Cause.EXIT and self._fails_in_start_up(worker)
         worker.lost, worker.gone = True, message.gone
+        if worker.rank is not None and message.tag is not None:
+            self.trained_to = max(self.trained_to, message.tag.step)
         detail = message.detail if worker.error is None else f"{message.detail}: {worker.error}"
         if not worker.gone:
             self._orders.fence(worker, detail)
