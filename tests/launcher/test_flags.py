@@ -79,16 +79,31 @@ def test_a_module_or_any_program_may_stand_for_the_script() -> None:
         (["--spares", "-1"], "--spares -1: allowed are 0 and more"),
         (["--max-restarts", "-1"], "--max-restarts -1: allowed are 0 and more"),
         (["--hang-floor", "0"], "--hang-floor 0.0: must be positive"),
+        (["--hang-floor", "nan"], "--hang-floor nan: must be positive"),
         (["--hang-floor", "-3"], "--hang-floor -3.0: must be positive"),
         (["--hang-factor", "0"], "--hang-factor 0.0: must be positive"),
+        (["--hang-factor", "nan"], "--hang-factor nan: must be positive"),
         (["--between-steps", "-0.5"], "--between-steps -0.5: must be positive"),
+        (["--between-steps", "nan"], "--between-steps nan: must be positive"),
         (["--nnodes", "2"], "--nnodes 2: only one node is supported yet"),
         (["--nnodes", "1:4"], "--nnodes 1:4: only one node is supported yet"),
         (["--node-rank", "1"], "--node-rank 1: only one node is supported yet"),
         (["--master-port", "70000"], "--master-port 70000: allowed are 1 to 65535"),
         (["--master-port", "-1"], "--master-port -1: allowed are 1 to 65535"),
+        (["--master-port", "0"], "--master-port 0: allowed are 1 to 65535"),
         (["--local-ranks-filter", "0,x"], "--local-ranks-filter 0,x: must be numbers"),
         (["--local-ranks-filter", "0,,1"], "--local-ranks-filter 0,,1: must be numbers"),
+        (["--local-ranks-filter", "7"], "--local-ranks-filter 7: local rank 7 is not there; allowed are 0 to 1"),
+        (["--local-ranks-filter", "0,-1"], "--local-ranks-filter 0,-1: local rank -1 is not there; allowed are 0 to 1"),
+        (["--local-ranks-filter", "-1"], "--local-ranks-filter -1: local rank -1 is not there"),
+        (["--redirects", "9"], "--redirects 9: allowed are 0 (none), 1 (stdout), 2 (stderr), 3 (both), or one of"),
+        (["--redirects", "x"], "--redirects x: allowed are 0 (none)"),
+        (["--redirects", ""], "--redirects : allowed are 0 (none)"),
+        (["--redirects", "2:3"], "--redirects 2:3: local rank 2 is not there; allowed are 0 to 1"),
+        (["--tee", "0:3,1"], "--tee 0:3,1: allowed are 0 (none), 1 (stdout), 2 (stderr), 3 (both), or one of"),
+        (["--tee", "0:4"], "--tee 0:4: allowed are 0 (none)"),
+        (["--tee", "1", "--log-dir", "/dev/null"], "--log-dir /dev/null/none: Not a directory"),
+        (["--report", "/"], "--report /: is a folder; name a file"),
         (
             ["--report", "/no/such/folder/r.json"],
             "--report /no/such/folder/r.json: the folder /no/such/folder d",
@@ -103,26 +118,6 @@ def test_a_bad_value_is_named_with_what_is_allowed(flags: list[str], text: str, 
     with pytest.raises(ConfigurationError) as caught:
         options(*flags, script)
     assert str(caught.value).startswith(text)
-
-
-@pytest.mark.xfail(strict=True, reason="accepted, or the error of another layer")
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        (["--hang-floor", "nan"], "--hang-floor"),
-        (["--between-steps", "nan"], "--between-steps"),
-        (["--master-port", "0"], "--master-port"),
-        (["--local-ranks-filter", "7"], "--local-ranks-filter"),
-        (["--local-ranks-filter", "-1"], "--local-ranks-filter"),
-        (["--redirects", "9"], "--redirects"),
-        (["--redirects", "x"], "--redirects"),
-        (["--tee", "0:3,1"], "--tee"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_value_that_slips_through(flags: list[str], name: str, script: str) -> None:
-    with pytest.raises(ConfigurationError, match=name):
-        options(*flags, script)
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +137,30 @@ def test_what_the_parser_itself_refuses(flag: str, script: str, capsys: pytest.C
     assert flag.partition("=")[0] in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="the fresh run folder is made before the last flags are looked at, and stays")
-def test_a_refused_job_leaves_no_folder(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--local-ranks-filter", "x"],
+        ["--tee", "9"],
+        ["--master-port", "0"],
+        ["--log-dir", "logs", "--redirects", "3", "--local-ranks-filter", "9"],
+        ["--log-dir", "logs", "--redirects", "3", "--master-port", "0"],
+    ],
+    ids=" ".join,
+)
+def test_a_refused_job_leaves_no_folder(
+    flags: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError):
-        options("--local-ranks-filter", "x", script)
+        options(*flags, script)
     assert list((tmp_path / "temporary").iterdir()) == []
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_module_is_run_by_python() -> None:
+    with pytest.raises(ConfigurationError, match="--no-python and --module cannot go together"):
+        options("--no-python", "-m", "package.train")
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -161,6 +175,7 @@ def test_a_refused_job_leaves_no_folder(script: str, tmp_path: Path) -> None:
         (["-r", "3"], ({0, 1, 2}, {0, 1, 2}, set(), set())),
         (["--redirects", "0:3,1:1"], ({0, 1}, {0}, set(), set())),
         (["--tee", "3"], (set(), set(), {0, 1, 2}, {0, 1, 2})),
+        (["--redirects", "0:1,1:0"], ({0}, set(), set(), set())),
         (["-t", "2:2"], (set(), set(), set(), {2})),
         (["-r", "1", "-t", "1:2"], ({0, 1, 2}, set(), set(), {1})),
     ],
@@ -178,16 +193,10 @@ def test_logs_lie_in_the_run_folder_or_where_it_is_said(script: str, tmp_path: P
     assert said.agent.output.log_dir == tmp_path / "logs" / "7"
 
 
-@pytest.mark.parametrize(
-    ("flags", "kept"),
-    [([], False), (["-r", "3"], True), (["-t", "1"], True), (["-r", "3", "--log-dir", "logs"], False)],
-    ids=str,
-)
-def test_a_fresh_folder_is_kept_for_what_lies_in_it(
-    flags: list[str], kept: bool, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert options(*flags, script).keep_run_dir is kept
+def test_a_folder_for_logs_is_made_only_for_logs(script: str, tmp_path: Path) -> None:
+    options("--log-dir", tmp_path / "a", script)
+    options("--log-dir", tmp_path / "b", "--tee", "0:1", script)
+    assert [(tmp_path / name / "none").is_dir() for name in "ab"] == [False, True]
 
 
 def test_only_some_ranks_are_shown(script: str) -> None:
@@ -217,4 +226,13 @@ def test_a_port_that_is_promised_is_free(script: str) -> None:
         port: Any = server.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"--master-port {port}: Address already in use; choose another"):
             options("--master-port", port, script)
+    assert options("--master-port", port, script).agent.environment["MASTER_PORT"] == str(port)
+
+
+def test_a_port_whose_connections_have_just_ended_is_free(script: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()  # who closes first keeps the port in TIME_WAIT
+            assert client.recv(1) == b""
     assert options("--master-port", port, script).agent.environment["MASTER_PORT"] == str(port)

@@ -6,8 +6,10 @@ The parser is torchrun's own, so every habit of its users holds; what keepstep d
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -15,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import Std
 
 from keepstep.agent.settings import AgentSettings, OutputSettings
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.job import JobOptions, make_run_dir
+from keepstep.launcher.job import LOGS, JobOptions, fresh_run_dir, make_folder
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.recovery import RecoverySettings
 
@@ -57,41 +59,63 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
     Raises:
         ConfigurationError: a flag names something that cannot be; the message names the value and what is allowed.
     """
-    world_size = _world_size(arguments)
-    if arguments.spares < 0:
-        raise ConfigurationError(f"--spares {arguments.spares}: allowed are 0 and more")
-    if arguments.max_restarts is not None and arguments.max_restarts < 0:
-        raise ConfigurationError(f"--max-restarts {arguments.max_restarts}: allowed are 0 and more")
-    for name in ("hang_floor", "hang_factor", "between_steps"):
-        if getattr(arguments, name) <= 0:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be positive")
+    _refuse_what_cannot_be(arguments)
     _refuse_what_is_not_done_yet(arguments)
-    script = arguments.training_script
-    if not arguments.module and not arguments.no_python and not Path(script).is_file():
-        raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")
-    report = Path(arguments.report) if arguments.report else None
-    if report is not None and not report.absolute().parent.is_dir():
-        raise ConfigurationError(f"--report {report}: the folder {report.absolute().parent} does not exist")
-    run_dir = run_dir or make_run_dir(arguments.run_dir)
-    output = _output(arguments, world_size, run_dir)
+    world_size = _world_size(arguments)
+    environment = _environment(arguments, world_size)
+    report = _report(arguments)
+    # Folders are made last of all, so that a job that is refused leaves none behind.
+    output = _output(arguments, range(world_size + arguments.spares))
+    named = arguments.run_dir is not None
+    if run_dir is None:
+        run_dir = make_folder("--run-dir", Path(arguments.run_dir), 0o700) if named else fresh_run_dir()
     agent = AgentSettings(
         node=socket.gethostname(),
-        command=(script, *arguments.training_script_args),
+        command=(arguments.training_script, *arguments.training_script_args),
         module=arguments.module,
         raw=arguments.no_python,
         fork=arguments.start_method != "spawn",
         world_size=world_size,
         num_spares=arguments.spares,
         run_dir=run_dir,
-        environment=_environment(arguments, world_size),
+        environment=environment,
         liveness=LivenessSettings(
             floor_s=arguments.hang_floor, factor=arguments.hang_factor, between_steps_s=arguments.between_steps
         ),
-        output=output,
+        output=dataclasses.replace(output, log_dir=output.log_dir or run_dir / LOGS),
     )
     recovery = RecoverySettings(world_size, arguments.spares, arguments.max_restarts)
-    keep = arguments.run_dir is not None or (output.writes_files and arguments.log_dir is None)
-    return JobOptions(agent, recovery, report, keep_run_dir=keep)
+    return JobOptions(agent, recovery, report, keep_run_dir=named)
+
+
+def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
+    if arguments.spares < 0:
+        raise ConfigurationError(f"--spares {arguments.spares}: allowed are 0 and more")
+    if arguments.max_restarts is not None and arguments.max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts {arguments.max_restarts}: allowed are 0 and more")
+    for name in ("hang_floor", "hang_factor", "between_steps"):
+        value = getattr(arguments, name)
+        if not value > 0:  # nan is not, either
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: must be positive")
+    if arguments.module and arguments.no_python:
+        raise ConfigurationError("--no-python and --module cannot go together: leave one of them out")
+    script = arguments.training_script
+    if not arguments.module and not arguments.no_python and not Path(script).is_file():
+        raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")
+
+
+def _report(arguments: argparse.Namespace) -> Path | None:
+    if not arguments.report:
+        return None
+    path = Path(arguments.report)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"--report {path}: the folder {folder} does not exist")
+    if path.is_dir():
+        raise ConfigurationError(f"--report {path}: is a folder; name a file")
+    if not os.access(folder, os.W_OK):
+        raise ConfigurationError(f"--report {path}: the folder {folder} is not writable")
+    return path
 
 
 def _world_size(arguments: argparse.Namespace) -> int:
@@ -132,36 +156,61 @@ def _environment(arguments: argparse.Namespace, world_size: int) -> dict[str, st
 
 def _check_port(port: int) -> None:
     """keepstep itself opens no port; a script that was promised one shall find it free."""
+    if not 1 <= port <= 65535:
+        raise ConfigurationError(f"--master-port {port}: allowed are 1 to 65535")
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended are no obstacle
         try:
             probe.bind(("127.0.0.1", port))
-        except OverflowError:
-            raise ConfigurationError(f"--master-port {port}: allowed are 1 to 65535") from None
         except OSError as error:
             raise ConfigurationError(f"--master-port {port}: {error.strerror}; choose another") from error
 
 
-def _output(arguments: argparse.Namespace, world_size: int, run_dir: Path) -> OutputSettings:
-    redirects, tees = Std.from_str(arguments.redirects), Std.from_str(arguments.tee)
-    everyone = range(world_size + arguments.spares)
-    shown = None
-    if arguments.local_ranks_filter:
-        try:
-            shown = frozenset(int(rank) for rank in arguments.local_ranks_filter.split(","))
-        except ValueError as error:
-            raise ConfigurationError(f"--local-ranks-filter {arguments.local_ranks_filter}: must be numbers") from error
-
-    def having(choice: Std | dict[int, Std], stream: Std) -> frozenset[int]:
-        of = choice if isinstance(choice, dict) else dict.fromkeys(everyone, choice)
-        return frozenset(rank for rank in everyone if of.get(rank, Std.NONE) & stream == stream)
-
-    log_dir = Path(arguments.log_dir) / arguments.rdzv_id if arguments.log_dir else run_dir / "logs"
-    return OutputSettings(
-        log_dir=log_dir,
-        redirect_stdout=having(redirects, Std.OUT),
-        redirect_stderr=having(redirects, Std.ERR),
-        tee_stdout=having(tees, Std.OUT),
-        tee_stderr=having(tees, Std.ERR),
-        shown=shown,
+def _output(arguments: argparse.Namespace, everyone: range) -> OutputSettings:
+    """Where streams go. ``log_dir`` is None unless the flags name it; it is made only if something goes there."""
+    redirect_stdout, redirect_stderr = _streams("--redirects", arguments.redirects, everyone)
+    tee_stdout, tee_stderr = _streams("--tee", arguments.tee, everyone)
+    output = OutputSettings(
+        log_dir=Path(arguments.log_dir) / arguments.rdzv_id if arguments.log_dir else None,
+        redirect_stdout=redirect_stdout,
+        redirect_stderr=redirect_stderr,
+        tee_stdout=tee_stdout,
+        tee_stderr=tee_stderr,
+        shown=_shown(arguments.local_ranks_filter, everyone),
         role=arguments.role,
     )
+    if output.writes_files and output.log_dir is not None:
+        make_folder("--log-dir", output.log_dir)
+    return output
+
+
+def _streams(flag: str, text: str, everyone: range) -> tuple[frozenset[int], frozenset[int]]:
+    """The local ranks whose stdout, and whose stderr, a flag of torchrun's names."""
+    try:
+        choice = Std.from_str(text)
+    except ValueError:
+        raise ConfigurationError(
+            f"{flag} {text}: allowed are 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
+            f"or one of them for each of some local ranks, as in 0:3,1:2"
+        ) from None
+    by_rank = choice if isinstance(choice, dict) else dict.fromkeys(everyone, choice)
+    _check_local_ranks(f"{flag} {text}", by_rank, everyone)
+    stdout = frozenset(rank for rank, streams in by_rank.items() if Std.OUT in streams)
+    return stdout, frozenset(rank for rank, streams in by_rank.items() if Std.ERR in streams)
+
+
+def _shown(text: str, everyone: range) -> frozenset[int] | None:
+    if not text:
+        return None
+    try:
+        ranks = frozenset(int(rank) for rank in text.split(","))
+    except ValueError:
+        raise ConfigurationError(f"--local-ranks-filter {text}: must be numbers, separated by commas") from None
+    _check_local_ranks(f"--local-ranks-filter {text}", ranks, everyone)
+    return ranks
+
+
+def _check_local_ranks(said: str, ranks: Iterable[int], everyone: range) -> None:
+    for rank in ranks:
+        if rank not in everyone:
+            raise ConfigurationError(f"{said}: local rank {rank} is not there; allowed are 0 to {everyone[-1]}")

@@ -24,6 +24,9 @@ from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
 from keepstep.transports.memory import channel_pair
 
+LOGS = "logs"
+"""Folder of the workers' streams in the run folder, unless another one is named."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobOptions:
@@ -33,6 +36,7 @@ class JobOptions:
     recovery: RecoverySettings
     report: Path | None = None
     keep_run_dir: bool = True
+    """False for a folder that was made for this job alone; `clear_up` removes it."""
 
 
 @dataclasses.dataclass
@@ -50,21 +54,23 @@ class Job:
 Companion = Callable[[Job], Awaitable[None]]
 
 
-def make_run_dir(requested: str | None) -> Path:
-    """The folder of this run: the one asked for, or a fresh one below the system's temporary folder.
+def fresh_run_dir() -> Path:
+    """A folder for this run alone, below the system's temporary folder."""
+    return Path(tempfile.mkdtemp(prefix="keepstep-"))
+
+
+def make_folder(flag: str, path: Path, mode: int = 0o777) -> Path:
+    """Makes the folder that ``flag`` names, unless it is there, and returns it.
 
     Raises:
         ConfigurationError: it cannot be made or written.
     """
-    if requested is None:
-        return Path(tempfile.mkdtemp(prefix="keepstep-"))
-    path = Path(requested)
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"--run-dir {requested}: {error.strerror}") from error
+        raise ConfigurationError(f"{flag} {path}: {error.strerror}") from error
     if not os.access(path, os.W_OK):
-        raise ConfigurationError(f"--run-dir {requested}: not writable")
+        raise ConfigurationError(f"{flag} {path}: not writable")
     return path
 
 
@@ -79,11 +85,17 @@ def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str
     try:
         result = asyncio.run(_run(options, companion))
     finally:
-        if not options.keep_run_dir:
-            shutil.rmtree(options.agent.run_dir, ignore_errors=True)
+        clear_up(options)
     if options.report is not None:
         report.write(options.report, result)
     return result
+
+
+def clear_up(options: JobOptions) -> None:
+    """Removes a run folder that is not to be kept, unless logs of its workers lie in it."""
+    run_dir = options.agent.run_dir
+    if not options.keep_run_dir and not (run_dir / LOGS).exists():
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 async def _run(options: JobOptions, companion: Companion | None) -> dict[str, Any]:
