@@ -20,8 +20,10 @@ import msgspec
 from keepstep.errors import ConfigurationError
 
 KINDS = ("kill", "hang", "segv", "exit", "raise", "spare-kill")
-PHASES = ("forward", "backward", "synced", "barrier", "optimizer", "updated", "random")
+IN_A_STEP = ("forward", "backward", "synced", "barrier", "optimizer", "updated")
+PHASES = (*IN_A_STEP, "random")
 MOMENTS = ("stop", "reset", "restore")
+KEYS = ("step", "phase", "during", "rank", "count", "seed")
 PLAN_FILE = "faults.json"
 
 
@@ -67,10 +69,9 @@ def parse(text: str, world_size: int) -> list[Fault]:
 
 def default_faults(world_size: int, first_step: int = 3, spacing: int = 8) -> list[Fault]:
     """One kill in every phase of a step, on ranks in turn."""
-    phases = [phase for phase in PHASES if phase != "random"]
     return [
         Fault(number=n, kind="kill", step=first_step + n * spacing, phase=phase, rank=(n + 1) % world_size)
-        for n, phase in enumerate(phases)
+        for n, phase in enumerate(IN_A_STEP)
     ]
 
 
@@ -78,32 +79,40 @@ def _parse_one(text: str, number: int, world_size: int) -> Fault:
     kind, _, rest = text.partition("@")
     if kind not in KINDS:
         raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}; allowed are {', '.join(KINDS)}")
-    values: dict[str, str] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals or key not in ("step", "phase", "during", "rank", "count", "seed"):
-            raise ConfigurationError(
-                f"fault {text!r}: {part!r} is not understood; allowed are step=, phase=, during=, rank=, count=, seed="
-            )
-        values[key] = value
+    values = _values(text, rest)
     _check_choice(text, values, "phase", PHASES)
     _check_choice(text, values, "during", MOMENTS)
     numbers = {key: _number(text, key, values[key]) for key in ("step", "rank", "count", "seed") if key in values}
-    rank = numbers.get("rank")
-    if rank is not None and rank >= world_size:
-        raise ConfigurationError(f"fault {text!r}: rank {rank} is not there; allowed are 0 to {world_size - 1}")
-    fault = Fault(
+    _check_whole(text, kind, values, numbers)
+    if numbers.get("rank", 0) >= world_size:
+        raise ConfigurationError(
+            f"fault {text!r}: rank {numbers['rank']} is not there; allowed are 0 to {world_size - 1}"
+        )
+    chosen_late = kind == "spare-kill" or values.get("phase") == "random"
+    return Fault(
         number=number,
         kind=kind,
         step=numbers.get("step"),
         phase=values.get("phase"),
         during=values.get("during"),
-        rank=(number + 1) % world_size if rank is None and values.get("phase") != "random" else rank,
+        rank=numbers.get("rank", None if chosen_late else (number + 1) % world_size),
         count=numbers.get("count", 1),
         seed=numbers.get("seed", 0),
     )
-    _check_whole(text, fault)
-    return fault
+
+
+def _values(text: str, rest: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key not in KEYS:
+            raise ConfigurationError(
+                f"fault {text!r}: {part!r} is not understood; allowed are {', '.join(key + '=' for key in KEYS)}"
+            )
+        if key in values:
+            raise ConfigurationError(f"fault {text!r}: {key}= is given twice; allowed is once")
+        values[key] = value
+    return values
 
 
 def _check_choice(text: str, values: dict[str, str], key: str, allowed: tuple[str, ...]) -> None:
@@ -117,25 +126,29 @@ def _number(text: str, key: str, value: str) -> int:
     return int(value)
 
 
-def _check_whole(text: str, fault: Fault) -> None:
-    problem = None
-    if fault.kind == "spare-kill":
-        if fault.step is None or fault.phase or fault.during:
-            problem = "a spare-kill needs step= and nothing else"
-    elif fault.phase == "random":
-        if fault.kind not in ("kill", "hang", "segv"):
-            problem = "a fault at a random instant comes from outside: kill, hang or segv"
-        elif fault.count < 1:
-            problem = "count must be 1 or more"
-    elif fault.during is not None:
-        if fault.phase is not None or fault.step is not None:
-            problem = "during= stands in place of step= and phase="
-        elif fault.kind == "raise" and fault.during == "stop":
-            problem = "nothing can be raised during=stop; use kill, hang, segv or exit"
-    elif fault.phase is None or fault.step is None:
-        problem = "step= and phase= are needed, or during="
-    if problem is not None:
-        raise ConfigurationError(f"fault {text!r}: {problem}")
+def _check_whole(text: str, kind: str, values: dict[str, str], numbers: dict[str, int]) -> None:
+    """Each kind of moment takes keys of its own; none is left out, and none would be ignored."""
+    needed, rule = {"step", "phase"}, "step= and phase= are needed, or during=; rank= may follow"
+    allowed = needed | {"rank"}
+    if kind == "spare-kill":
+        needed, rule = {"step"}, "a spare-kill needs step= and nothing else"
+        allowed = needed
+    elif values.get("phase") == "random":
+        needed, rule = {"phase"}, "phase=random takes rank=, count= and seed= and nothing else"
+        allowed = needed | {"rank", "count", "seed"}
+    elif "during" in values:
+        needed, rule = {"during"}, "during= stands in place of step= and phase=; rank= may follow"
+        allowed = needed | {"rank"}
+    if surplus := [f"{key}=" for key in values if key not in allowed]:
+        raise ConfigurationError(f"fault {text!r}: {rule}; {', '.join(surplus)} would be ignored")
+    if needed - values.keys():
+        raise ConfigurationError(f"fault {text!r}: {rule}")
+    if values.get("phase") == "random" and kind not in ("kill", "hang", "segv"):
+        raise ConfigurationError(f"fault {text!r}: a fault at a random instant comes from outside: kill, hang or segv")
+    if numbers.get("count", 1) < 1:
+        raise ConfigurationError(f"fault {text!r}: count must be 1 or more")
+    if kind == "raise" and values.get("during") == "stop":
+        raise ConfigurationError(f"fault {text!r}: nothing can be raised during=stop; use kill, hang, segv or exit")
 
 
 def write_plan(run_dir: Path, faults: list[Fault]) -> None:
