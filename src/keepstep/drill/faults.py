@@ -82,7 +82,7 @@ def _parse_one(text: str, number: int, world_size: int) -> Fault:
     values = _values(text, rest)
     _check_choice(text, values, "phase", PHASES)
     _check_choice(text, values, "during", MOMENTS)
-    numbers = {key: _number(text, key, values[key]) for key in ("step", "rank", "count", "seed") if key in values}
+    numbers = {key: _number(text, key, value) for key, value in values.items() if key not in ("phase", "during")}
     _check_whole(text, kind, values, numbers)
     if numbers.get("rank", 0) >= world_size:
         raise ConfigurationError(
