@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.agent.crew import DEADLINE_S, PYTHON, Crew, Worker
 
-from keepstep.transports.spawning import LIFELINE_FD
+from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD
 
 SCRIPT = str(Path(__file__).with_name("worker_script.py"))
 
@@ -172,13 +172,18 @@ def test_it_can_be_interrupted(seen: dict[str, object]) -> None:
     assert seen["interrupt"]
 
 
-def test_it_has_no_descriptor_that_is_not_its_own(seen: dict[str, object], request: pytest.FixtureRequest) -> None:
-    request.applymarker(
-        pytest.mark.xfail(strict=True, reason="workers inherit the spawner's own ends: its socket, its pipe, copies")
-    )
-    fds = seen["fds"]
-    assert isinstance(fds, list)
-    assert [fd for fd in fds if fd > LIFELINE_FD] == []
+def test_it_has_no_descriptor_that_is_not_its_own(seen: dict[str, object]) -> None:
+    assert seen["fds"] == [0, 1, 2, LINK_FD, PAGE_FD, LIFELINE_FD]
+
+
+def test_the_spawner_keeps_no_descriptor_of_a_worker(own_crew: Crew) -> None:
+    def count() -> int:
+        return len(os.listdir(f"/proc/{own_crew.spawner_pid}/fd"))
+
+    assert run(own_crew, "exit", "0").status == 0
+    before = count()
+    assert [run(own_crew, "exit", "0").status for _ in range(3)] == [0] * 3
+    assert count() == before
 
 
 def test_an_environment_is_one_workers_own(crew: Crew) -> None:
@@ -258,9 +263,16 @@ def test_a_stopped_worker_is_ended_too(own_crew: Crew) -> None:
 
 
 def test_the_workers_of_a_killed_spawner_die(own_crew: Crew) -> None:
-    worker = holding(own_crew, "hold")
+    """And what they have started; each holds its end of the worker's link."""
+    workers = [holding(own_crew, "hold"), holding(own_crew, "hold-with-child")]
     os.kill(own_crew.spawner_pid, signal.SIGKILL)
     own_crew.lost.result(DEADLINE_S)
+    assert all(ended(worker.link) for worker in workers)
+
+
+def test_the_children_of_workers_end_with_the_spawner(own_crew: Crew) -> None:
+    worker = holding(own_crew, "hold-with-child")
+    own_crew.stop()
     assert ended(worker.link)
 
 
@@ -268,29 +280,20 @@ AGENT = """
     import signal, sys
     from tests.agent.crew import Crew
     crew = Crew(fork=False)
-    worker = crew.spawn(sys.executable, sys.argv[1], sys.argv[2], raw=True, stdout=int(sys.argv[3]))
+    worker = crew.spawn(sys.executable, sys.argv[1], "hold-with-child", raw=True, stdout=int(sys.argv[2]))
     assert worker.link.recv(1) == b"x"
-    print(worker.pid, flush=True)
+    print(crew.spawner_pid, worker.pid, flush=True)
     while True:
         signal.pause()
 """
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "hold",
-        pytest.param(
-            "hold-with-child",
-            marks=pytest.mark.xfail(strict=True, reason="a worker's own children outlive the agent"),
-        ),
-    ],
-)
-def test_nothing_outlives_an_agent_that_was_killed(what: str) -> None:
-    """A pipe tells: it ends when all who hold its other end are gone, here the worker and its children."""
+@pytest.mark.parametrize("what_else", ["nothing", "kill the spawner", "stop the spawner", "stop the worker"])
+def test_nothing_outlives_an_agent_that_was_killed(what_else: str) -> None:
+    """A pipe tells: it ends when all who hold its other end are gone, here the worker and its child."""
     read, write_end = os.pipe()
     agent = subprocess.Popen(
-        [PYTHON, "-c", textwrap.dedent(AGENT), SCRIPT, what, str(write_end)],
+        [PYTHON, "-c", textwrap.dedent(AGENT), SCRIPT, str(write_end)],
         stdout=subprocess.PIPE,
         pass_fds=[write_end],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -298,32 +301,71 @@ def test_nothing_outlives_an_agent_that_was_killed(what: str) -> None:
     )
     os.close(write_end)
     assert agent.stdout is not None
-    pid = int(agent.stdout.readline())
+    spawner, worker = map(int, agent.stdout.readline().split())
+    match what_else:
+        case "kill the spawner":
+            os.kill(spawner, signal.SIGKILL)
+        case "stop the spawner":
+            os.kill(spawner, signal.SIGSTOP)
+        case "stop the worker":
+            os.killpg(worker, signal.SIGSTOP)
     os.kill(agent.pid, signal.SIGKILL)
     agent.wait()
     agent.stdout.close()
     try:
-        deadline_s = DEADLINE_S if what == "hold" else 3.0
-        readable, _, _ = select.select([read], [], [], deadline_s)
+        readable, _, _ = select.select([read], [], [], DEADLINE_S)
         assert readable
         assert os.read(read, 1) == b""
     finally:
         os.close(read)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        for group in (worker, spawner):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def test_a_killed_sweeper_disturbs_nobody(own_crew: Crew) -> None:
+    spawner = own_crew.spawner_pid
+    (sweeper,) = Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split()
+    worker = holding(own_crew, "hold")
+    os.kill(int(sweeper), signal.SIGKILL)
+    assert run(own_crew, "exit", "3").status == 3
+    assert not worker.exited.done()
+    own_crew.stop()
+    assert ended(worker.link)
 
 
 # ---- what cannot be started -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="a command that cannot be executed ends the spawner, and all workers with it")
-def test_a_command_that_is_not_there_is_that_workers_end(own_crew: Crew) -> None:
-    other = holding(own_crew, "hold")
-    worker = own_crew.spawn("/no/such/command", raw=True)
-    wait([worker.exited, own_crew.lost], DEADLINE_S, FIRST_COMPLETED)
-    assert worker.exited.done()
-    assert worker.exited.result().status != 0
+@pytest.mark.parametrize(
+    ("name", "status", "reason"),
+    [
+        ("nowhere", 127, "No such file or directory"),
+        ("text", 126, "Permission denied"),
+        ("damaged", 126, "Exec format error"),
+        (".", 126, "Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_be_executed_is_that_workers_end(
+    crew: Crew, name: str, status: int, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "damaged").write_bytes(b"\0")
+    (tmp_path / "damaged").chmod(0o700)
+    other = holding(crew, "hold")
+    command = str(tmp_path / name)
+    worker = crew.spawn(command, raw=True)
+    wait([worker.exited, crew.lost], DEADLINE_S, FIRST_COMPLETED)
+    assert worker.status == status
+    assert worker.stderr == f"keepstep: cannot run {command!r}: {reason}\n"
     assert not other.exited.done()
+
+
+def test_a_command_is_looked_for_where_a_shell_would(crew: Crew, tmp_path: Path) -> None:
+    (tmp_path / "program").write_text("#!/bin/sh\necho it is there")
+    (tmp_path / "program").chmod(0o700)
+    assert crew.spawn("program", raw=True, PATH=f"{tmp_path}:/bin").stdout == "it is there\n"
+    assert crew.spawn("program", raw=True).status == 127
 
 
 def test_a_script_that_is_not_there_is_that_workers_end(forker: Crew) -> None:

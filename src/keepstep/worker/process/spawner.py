@@ -2,8 +2,8 @@
 
 With ``fork`` it imports torch once and forks: a worker is there in about ten milliseconds instead of seconds. With
 ``spawn`` it starts a fresh interpreter each time and imports nothing. It has a single thread, so forking is safe, and
-the workers are its children: it collects their exit status. If it dies, the kernel kills its workers; if the agent
-dies, the kernel kills it.
+the workers are its children: it collects their exit status. If it dies, the kernel kills its workers, and its sweeper
+what they have started; if the agent dies, the kernel kills it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import argparse
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import os
 import resource
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -39,8 +40,12 @@ from keepstep.transports.spawning import (
     WorkerSpawned,
     receive_request,
 )
+from keepstep.worker.process.sweeper import Sweeper
 
 _PR_SET_PDEATHSIG = 1
+EXIT_NOT_FOUND = 127
+EXIT_NOT_EXECUTABLE = 126
+"""Of a command that could not be executed, as a shell has it."""
 RunScript = Callable[[tuple[str, ...], bool], int]
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,80 +60,84 @@ def die_with_parent(parent: int) -> None:
 class Spawner:
     """Answers requests on ``endpoint`` until its other end closes."""
 
-    def __init__(self, endpoint: socket.socket, run_script: RunScript | None) -> None:
+    def __init__(self, endpoint: socket.socket, sweeper: Sweeper, run_script: RunScript | None) -> None:
         """Args:
         endpoint: the socket to the agent.
+        sweeper: ends what the workers have started, should this process be killed.
         run_script: what a forked worker runs; None to start fresh interpreters.
         """
         self._endpoint = endpoint
+        self._sweeper = sweeper
         self._run_script = run_script
+        self._wake_read, self._wake_write = os.pipe()
         self._children: dict[int, int] = {}
         """pid -> worker"""
 
     def serve(self) -> None:
         """Runs until the agent is gone; then every worker is killed."""
-        wake_read, wake_write = os.pipe()
-        os.set_blocking(wake_write, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        os.set_blocking(self._wake_write, False)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._report(SpawnerReady(measure_worker_bytes() if self._run_script else 0))
         while True:
-            readable, _, _ = select.select([self._endpoint.fileno(), wake_read], [], [])
-            if wake_read in readable:
-                os.read(wake_read, 4096)
+            readable, _, _ = select.select([self._endpoint.fileno(), self._wake_read], [], [])
+            if self._wake_read in readable:
+                os.read(self._wake_read, 4096)
                 self._reap()
             if self._endpoint.fileno() in readable and not self._answer():
                 break
         for pid in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill_group(pid)
 
     def _answer(self) -> bool:
         received = receive_request(self._endpoint)
         if received is None:
             return False
         request, descriptors = received
-        if self._run_script is None or request.raw:
-            pid = _exec_worker(request, descriptors)
-        else:
-            pid = self._fork_worker(request, descriptors, self._run_script)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(request, descriptors, parent)
         for descriptor in descriptors:
             os.close(descriptor)
         self._children[pid] = request.worker
         self._report(WorkerSpawned(request.worker, pid))
         return True
 
-    def _fork_worker(self, request: SpawnWorker, descriptors: list[int], run_script: RunScript) -> int:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid:
-            return pid
+    def _become_worker(self, request: SpawnWorker, descriptors: list[int], parent: int) -> NoReturn:
+        """The life of a worker, in the fork."""
         code = 1
         try:
             os.setsid()
+            self._sweeper.group_began(os.getpid())
             die_with_parent(parent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             self._endpoint.close()
+            for descriptor in (self._wake_read, self._wake_write, self._sweeper.descriptor):
+                os.close(descriptor)
             _adopt(request, descriptors)
             os.environ.update(request.environment)  # environ: the worker's own settings, into the fork
-            code = run_script(request.command, request.module)
+            if self._run_script is None or request.raw:
+                _execute(request)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            code = self._run_script(request.command, request.module)
         except BaseException:  # a fork must never return into the spawner's loop
             traceback.print_exc()
         finally:
             _leave(code)
-        return pid  # not reached
 
     def _reap(self) -> None:
         while self._children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
                 return
             at_s = time.monotonic()
+            pid = ended.si_pid
+            _kill_group(pid)  # what the worker started: loader processes; while it is not reaped, the number is its own
+            self._sweeper.group_ended(pid)
+            _, status = os.waitpid(pid, 0)
             worker = self._children.pop(pid, None)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what the worker started: loader processes
             if worker is not None:
                 self._report(WorkerExited(worker, pid, os.waitstatus_to_exitcode(status), at_s))
 
@@ -137,19 +146,40 @@ class Spawner:
             self._endpoint.send(msgspec.json.encode(report))
 
 
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def _adopt(request: SpawnWorker, descriptors: list[int]) -> None:
     """Puts the received descriptors where the worker expects them."""
     wanted = [LINK_FD, PAGE_FD, LIFELINE_FD]
     wanted += [1] if request.redirect_stdout else []
     wanted += [2] if request.redirect_stderr else []
-    aside = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(descriptors)]
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
     for source, target in zip(aside, wanted, strict=True):
         os.dup2(source, target, inheritable=True)
-    for descriptor in aside:
-        os.close(descriptor)
+        os.close(source)
 
 
-def _leave(code: int) -> None:
+def _execute(request: SpawnWorker) -> NoReturn:
+    """Turns this fork into a fresh interpreter, or into the user's own command."""
+    command = list(request.command)
+    if not request.raw:
+        flag = ["-m"] if request.module else []
+        command = [sys.executable, "-u", "-m", "keepstep.worker.process.bootstrap", *flag, *command]
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # ignored here, and what is ignored is inherited
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"keepstep: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE)
+
+
+def _leave(code: int) -> NoReturn:
     """Ends a forked worker as an interpreter would: exit handlers, buffers, then out without the spawner's stack."""
     threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter itself calls; joins executors, too
     atexit._run_exitfuncs()
@@ -157,29 +187,6 @@ def _leave(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _exec_worker(request: SpawnWorker, descriptors: list[int]) -> int:
-    command = list(request.command)
-    if not request.raw:
-        flag = ["-m"] if request.module else []
-        command = [sys.executable, "-u", "-m", "keepstep.worker.process.bootstrap", *flag, *command]
-    parent = os.getpid()
-
-    def prepare() -> None:
-        die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _adopt(request, descriptors)
-
-    process = subprocess.Popen(
-        command,
-        env=os.environ | request.environment,  # environ: the worker's is the launcher's and its own settings
-        start_new_session=True,
-        close_fds=False,
-        preexec_fn=prepare,
-    )
-    process.returncode = 0  # it is reaped by this loop, not by subprocess
-    return process.pid
 
 
 def measure_worker_bytes() -> int:
@@ -222,11 +229,12 @@ def main() -> None:
     os.setsid()
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sweeper = Sweeper()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     run_script = preload() if arguments.fork else None
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
-    Spawner(socket.socket(fileno=arguments.fd), run_script).serve()
+    Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script).serve()
 
 
 if __name__ == "__main__":

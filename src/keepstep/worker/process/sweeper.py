@@ -1,0 +1,59 @@
+"""The process that ends what workers have started, when nobody else is left to do it.
+
+The kernel kills a worker when its spawner dies, and the spawner when the agent dies. It does not go on from there: what
+a worker has started, such as its data loader's processes, would live. A worker leads a process group, and what it
+starts is in that group; so there is one process that knows the groups and outlives all others by a moment.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import signal
+
+_NUMBER = "i"
+"""A process number as C has it. A few bytes pass through a pipe in one piece (`man 7 pipe`)."""
+
+
+class Sweeper:
+    """The spawner's end of the pipe to the sweeper. When all copies of this end are closed, the sweeper sweeps."""
+
+    def __init__(self) -> None:
+        """Starts the sweeper by forking this process."""
+        read, self.descriptor = os.pipe()
+        if os.fork():
+            os.close(read)
+            return
+        try:
+            os.setsid()
+            os.dup2(read, 0)
+            os.closerange(1, max(read, self.descriptor) + 1)  # among them this process's own copy of the other end
+            _sweep(0)
+        finally:
+            os._exit(0)
+
+    def group_began(self, group: int) -> None:
+        """Told by the worker that leads the group, before it runs anything."""
+        self._tell(group)
+
+    def group_ended(self, group: int) -> None:
+        """Told by the spawner, when the group's processes have been killed: its number may soon be another's."""
+        self._tell(-group)
+
+    def _tell(self, number: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the sweeper
+            os.write(self.descriptor, array.array(_NUMBER, [number]).tobytes())
+
+
+def _sweep(line: int) -> None:
+    groups: set[int] = set()
+    while data := os.read(line, 4096):
+        for number in array.array(_NUMBER, data):
+            if number > 0:
+                groups.add(number)
+            else:
+                groups.discard(-number)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
