@@ -168,6 +168,12 @@ def test_a_forked_worker_has_torch_already(seen: dict[str, object], crew: Crew) 
         assert crew.ready.worker_bytes == 0
 
 
+def test_what_it_prints_is_out_at_once(crew: Crew, tmp_path: Path) -> None:
+    """As under torchrun: the last words of a worker that is killed would be lost in a buffer."""
+    worker = crew.spawn(write(tmp_path, "import os; print('last words'); os.kill(os.getpid(), 9)"))
+    assert (worker.status, worker.stdout) == (-signal.SIGKILL, "last words\n")
+
+
 def test_it_can_be_interrupted(seen: dict[str, object]) -> None:
     assert seen["interrupt"]
 
@@ -325,9 +331,9 @@ def test_nothing_outlives_an_agent_that_was_killed(what_else: str) -> None:
 
 def test_a_killed_sweeper_disturbs_nobody(own_crew: Crew) -> None:
     spawner = own_crew.spawner_pid
-    (sweeper,) = Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split()
+    (sweeper,) = map(int, Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split())
     worker = holding(own_crew, "hold")
-    os.kill(int(sweeper), signal.SIGKILL)
+    os.kill(sweeper, signal.SIGKILL)
     assert run(own_crew, "exit", "3").status == 3
     assert not worker.exited.done()
     own_crew.stop()

@@ -28,7 +28,7 @@ class Sweeper:
         try:
             os.setsid()
             os.dup2(read, 0)
-            os.closerange(1, max(read, self.descriptor) + 1)  # among them this process's own copy of the other end
+            _close_all_above(0)  # among them this process's own copy of the other end
             _sweep(0)
         finally:
             os._exit(0)
@@ -44,6 +44,13 @@ class Sweeper:
     def _tell(self, number: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody has killed the sweeper
             os.write(self.descriptor, array.array(_NUMBER, [number]).tobytes())
+
+
+def _close_all_above(highest: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > highest:
+            with contextlib.suppress(OSError):  # the listing's own is closed already
+                os.close(int(name))
 
 
 def _sweep(line: int) -> None:
