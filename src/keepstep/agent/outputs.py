@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import IO
 
 from keepstep.agent.settings import OutputSettings
+
+PIPE_BYTES = 16 * mmap.PAGESIZE
+"""What a pipe holds (`man 7 pipe`): one read of a dead worker's pipe takes all that is left."""
 
 
 class WorkerOutput:
@@ -29,33 +33,34 @@ class WorkerOutput:
             self._mode(local_rank, settings.tee_stderr, settings.redirect_stderr),
         ]
         self.descriptors: list[int] = []
-        self._tees: list[tuple[int, IO[bytes], IO[str]]] = []
+        self._tees: list[_Tee] = []
         for name, mode, console in zip(("stdout", "stderr"), self.redirects, (sys.stdout, sys.stderr), strict=True):
             if mode:
                 self._open(name, mode, console, worker)
 
     def _mode(self, local_rank: int, tees: frozenset[int], redirects: frozenset[int]) -> str:
+        """As torchrun has it: who is not to be shown writes into its file, if it has one, and else nowhere."""
         hidden = self._settings.shown is not None and local_rank not in self._settings.shown
         if local_rank in tees and not hidden:
             return "tee"
-        return "file" if hidden or local_rank in tees or local_rank in redirects else ""
+        if local_rank in tees or local_rank in redirects:
+            return "file"
+        return "nowhere" if hidden else ""
 
     def _open(self, name: str, mode: str, console: IO[str], worker: int) -> None:
         path = Path(os.devnull)
-        if self._settings.log_dir is not None:
+        if self._settings.log_dir is not None and mode != "nowhere":
             folder = self._settings.log_dir / f"worker_{worker}"
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{name}.log"
         file = path.open("wb", buffering=0)
-        if mode == "file":
+        if mode == "tee":
+            read, write = os.pipe()
+            self.descriptors.append(write)
+            self._tees.append(_Tee(read, file, console, self._label))
+        else:
             self.descriptors.append(os.dup(file.fileno()))
             file.close()
-            return
-        read, write = os.pipe()
-        self.descriptors.append(write)
-        os.set_blocking(read, False)
-        self._tees.append((read, file, console))
-        asyncio.get_running_loop().add_reader(read, self._copy, read, file, console, bytearray())
 
     def handed_over(self) -> None:
         """The worker has its own copies of the descriptors."""
@@ -65,25 +70,42 @@ class WorkerOutput:
 
     def close(self) -> None:
         """The worker is gone: copies what is left and closes everything."""
-        for read, file, console in self._tees:
-            self._copy(read, file, console, bytearray())
-            asyncio.get_running_loop().remove_reader(read)
-            os.close(read)
-            file.close()
+        for tee in self._tees:
+            tee.close()
         self._tees.clear()
 
-    def _copy(self, read: int, file: IO[bytes], console: IO[str], rest: bytearray) -> None:
+
+class _Tee:
+    """Copies one stream from its pipe into its file, and line by line to the console."""
+
+    def __init__(self, read: int, file: IO[bytes], console: IO[str], label: Callable[[], str]) -> None:
+        self._read, self._file, self._console, self._label = read, file, console, label
+        self._rest = b""
+        """The line that has no end yet."""
+        os.set_blocking(read, False)
+        asyncio.get_running_loop().add_reader(read, self._copy)
+
+    def _copy(self) -> None:
         try:
-            data = os.read(read, 1 << 16)
+            data = os.read(self._read, PIPE_BYTES)
         except BlockingIOError:
             return
         if not data:
-            asyncio.get_running_loop().remove_reader(read)
-        file.write(data)
-        rest += data
-        *lines, last = rest.split(b"\n")
-        rest[:] = last if data else b""
-        if not data and last:
-            lines.append(last)
+            asyncio.get_running_loop().remove_reader(self._read)
+        self._file.write(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) >= PIPE_BYTES:  # a progress bar may go on for days without the end of a line
+            lines, self._rest = [*lines, self._rest], b""
         for line in lines:
-            print(f"{self._label()}{line.decode(errors='replace')}", file=console, flush=True)
+            self._show(line)
+
+    def _show(self, line: bytes) -> None:
+        print(f"{self._label()}{line.decode(errors='replace')}", file=self._console, flush=True)
+
+    def close(self) -> None:
+        self._copy()
+        if self._rest:
+            self._show(self._rest)
+        asyncio.get_running_loop().remove_reader(self._read)
+        os.close(self._read)
+        self._file.close()
