@@ -118,6 +118,18 @@ def test_many_at_once_are_all_reported(crew: Crew) -> None:
     assert len({worker.pid for worker in workers}) == 12
 
 
+def test_more_than_a_socket_holds_may_be_asked_for_at_once(own_crew: Crew) -> None:
+    os.kill(own_crew.spawner_pid, signal.SIGSTOP)
+    workers = [own_crew.spawn("/bin/sh", "-c", f"exit {number}", "x" * 4000, raw=True) for number in range(60)]
+    os.kill(own_crew.spawner_pid, signal.SIGCONT)
+    assert [worker.status for worker in workers] == list(range(60))
+
+
+def test_arguments_may_be_long(crew: Crew) -> None:
+    """A shell's ``data/*`` with thousands of files; longer than any packet."""
+    assert run(crew, "exit", "4", *(f"data/{'part' * 10}-{number}" for number in range(6000))).status == 4
+
+
 # ---- how it begins --------------------------------------------------------------------------------------------------
 
 LOOK_AROUND = """
@@ -274,6 +286,16 @@ def test_the_workers_of_a_killed_spawner_die(own_crew: Crew) -> None:
     os.kill(own_crew.spawner_pid, signal.SIGKILL)
     own_crew.lost.result(DEADLINE_S)
     assert all(ended(worker.link) for worker in workers)
+
+
+def test_what_was_asked_of_a_dead_spawner_is_forgotten(own_crew: Crew) -> None:
+    os.kill(own_crew.spawner_pid, signal.SIGSTOP)
+    workers = [run(own_crew, "exit", "0") for _ in range(3)]
+    os.kill(own_crew.spawner_pid, signal.SIGKILL)
+    own_crew.lost.result(DEADLINE_S)
+    late = run(own_crew, "exit", "0")
+    own_crew.stop()
+    assert all(ended(worker.link) for worker in (*workers, late)), "their descriptors are closed"
 
 
 def test_the_children_of_workers_end_with_the_spawner(own_crew: Crew) -> None:

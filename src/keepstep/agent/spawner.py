@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 
 from keepstep.errors import PeerLost
@@ -16,6 +18,7 @@ from keepstep.transports.spawning import (
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
+    WorkerSpawned,
     decode_report,
     send_request,
 )
@@ -34,6 +37,8 @@ class SpawnerClient:
         self._endpoint: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: asyncio.Future[SpawnerReady] | None = None
+        self._unsent: deque[tuple[SpawnWorker, list[int]]] = deque()
+        self._answered = True
 
     async def start(self, fork: bool, environment: dict[str, str]) -> SpawnerReady:
         """Starts the process and waits until it can make workers.
@@ -65,8 +70,18 @@ class SpawnerClient:
 
     def spawn(self, request: SpawnWorker, descriptors: list[int]) -> None:
         """Asks for a worker; the report comes later. The caller closes its descriptors."""
-        assert self._endpoint is not None
-        send_request(self._endpoint, request, descriptors)
+        self._unsent.append((request, [os.dup(descriptor) for descriptor in descriptors]))
+        self._send_next()
+
+    def _send_next(self) -> None:
+        """One request at a time: the spawner takes no more, and what waits in a socket is bounded."""
+        if self._unsent and self._answered and self._endpoint is not None:
+            request, descriptors = self._unsent.popleft()
+            with contextlib.suppress(ConnectionError):  # the spawner is dead, as the end of its reports will tell
+                send_request(self._endpoint, request, descriptors)
+            self._answered = False
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     async def stop(self) -> None:
         """Ends the spawner, which kills every worker that is left, and waits for it."""
@@ -74,6 +89,9 @@ class SpawnerClient:
             asyncio.get_running_loop().remove_reader(self._endpoint.fileno())
             self._endpoint.close()
             self._endpoint = None
+        for descriptor in (number for _, descriptors in self._unsent for number in descriptors):
+            os.close(descriptor)
+        self._unsent.clear()
         if self._process is not None:
             try:
                 await asyncio.to_thread(self._process.wait, 5.0)
@@ -100,3 +118,6 @@ class SpawnerClient:
         if isinstance(report, SpawnerReady) and not self._ready.done():
             self._ready.set_result(report)
         self._on_report(report)
+        if isinstance(report, WorkerSpawned):
+            self._answered = True
+            self._send_next()

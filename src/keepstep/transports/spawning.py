@@ -6,6 +6,7 @@ fresh interpreter, and reports how they ended.
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import TypeAlias
 
@@ -13,8 +14,8 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 
-MAX_PACKET_BYTES = 180 * 1024
-"""Linux bounds a sequenced packet by the socket's buffer; a worker's command line and environment stay below."""
+MAX_PACKET_BYTES = 4096
+"""Of a report. A request travels in a file of its own, for a script's arguments may be longer than any packet."""
 
 
 class SpawnWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -64,13 +65,19 @@ LIFELINE_FD = 5
 
 def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: list[int]) -> None:
     """Sends a request with its descriptors; the caller keeps and closes its own copies."""
-    socket.send_fds(endpoint, [msgspec.json.encode(request)], descriptors)
+    with open(os.memfd_create("keepstep-request"), "wb", buffering=0) as file:
+        file.write(msgspec.json.encode(request))
+        socket.send_fds(endpoint, [b"r"], [file.fileno(), *descriptors])
 
 
 def receive_request(endpoint: socket.socket) -> tuple[SpawnWorker, list[int]] | None:
     """The next request with descriptors that the caller owns, or None at the end of the stream."""
-    data, descriptors, _flags, _address = socket.recv_fds(endpoint, MAX_PACKET_BYTES, 5)
-    return (_requests.decode(data), list(descriptors)) if data else None
+    data, descriptors, _flags, _address = socket.recv_fds(endpoint, 1, 6)
+    if not data:
+        return None
+    with open(descriptors[0], "rb") as file:
+        file.seek(0)
+        return _requests.decode(file.read()), list(descriptors[1:])
 
 
 def decode_report(data: bytes) -> SpawnerReport:
