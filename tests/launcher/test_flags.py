@@ -188,9 +188,9 @@ def test_streams_by_local_rank_spares_included(flags: list[str], expected: tuple
 
 def test_logs_lie_in_the_run_folder_or_where_it_is_said(script: str, tmp_path: Path) -> None:
     found = options("--run-dir", tmp_path / "run", script)
-    assert found.agent.output.log_dir == tmp_path / "run" / "logs"
+    assert found.log_dir == tmp_path / "run" / "logs"
     said = options("--log-dir", tmp_path / "logs", "--rdzv-id", "7", script)
-    assert said.agent.output.log_dir == tmp_path / "logs" / "7"
+    assert said.log_dir == tmp_path / "logs" / "7"
 
 
 def test_a_folder_for_logs_is_made_only_for_logs(script: str, tmp_path: Path) -> None:

@@ -70,3 +70,12 @@ def test_more_than_fits_is_refused() -> None:
     many = dataclasses.replace(job.recovery, world_size=3, num_spares=1)
     with pytest.raises(ConfigurationError, match="--nproc-per-node 3 with --spares 1: 4 processes need at least"):
         check_memory(dataclasses.replace(job, recovery=many), available)
+
+
+def test_logs_follow_the_run_folder(tmp_path: Path) -> None:
+    """As in a drill, which gives each of its runs a folder of its own."""
+    job = options("--redirects", "1", "echo", "a word")
+    (tmp_path / "other").mkdir()
+    run_job(dataclasses.replace(job, agent=dataclasses.replace(job.agent, run_dir=tmp_path / "other")))
+    (log,) = (tmp_path / "other" / LOGS).rglob("*.log")
+    assert log.read_text() == "a word\n"

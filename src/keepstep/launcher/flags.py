@@ -6,7 +6,6 @@ The parser is torchrun's own, so every habit of its users holds; what keepstep d
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import socket
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import Std
 
 from keepstep.agent.settings import AgentSettings, OutputSettings
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.job import LOGS, JobOptions, fresh_run_dir, make_folder
+from keepstep.launcher.job import JobOptions, fresh_run_dir, make_folder
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.recovery import RecoverySettings
 
@@ -82,7 +81,7 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
         liveness=LivenessSettings(
             floor_s=arguments.hang_floor, factor=arguments.hang_factor, between_steps_s=arguments.between_steps
         ),
-        output=dataclasses.replace(output, log_dir=output.log_dir or run_dir / LOGS),
+        output=output,
     )
     recovery = RecoverySettings(world_size, arguments.spares, arguments.max_restarts)
     return JobOptions(agent, recovery, report, keep_run_dir=named)

@@ -38,6 +38,11 @@ class JobOptions:
     keep_run_dir: bool = True
     """False for a folder that was made for this job alone; `clear_up` removes it."""
 
+    @property
+    def log_dir(self) -> Path:
+        """Where the workers' streams go, as far as they go into files."""
+        return self.agent.output.log_dir or self.agent.run_dir / LOGS
+
 
 @dataclasses.dataclass
 class Job:
@@ -102,7 +107,8 @@ async def _run(options: JobOptions, companion: Companion | None) -> dict[str, An
     ours, theirs = channel_pair()
     run_dir = options.agent.run_dir
     controller = Controller(options.recovery, ours, run_dir / "journal.jsonl")
-    agent = Agent(options.agent, theirs)
+    output = dataclasses.replace(options.agent.output, log_dir=options.log_dir)
+    agent = Agent(dataclasses.replace(options.agent, output=output), theirs)
     job = Job(controller, agent)
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
@@ -187,7 +193,7 @@ def check_memory(options: JobOptions, worker_bytes: int) -> None:
 def announce(result: dict[str, Any], options: JobOptions) -> int:
     """Prints where the logs are and why a job ended, if not well; returns its exit code."""
     if options.agent.output.writes_files:
-        print(f"keepstep: logs of the workers: {options.agent.output.log_dir}", file=sys.stderr)
+        print(f"keepstep: logs of the workers: {options.log_dir}", file=sys.stderr)
     if result["exit_code"] != 0:
         print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
     return int(result["exit_code"])
