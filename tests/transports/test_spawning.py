@@ -57,6 +57,12 @@ def test_the_end_of_the_stream(pair: tuple[socket.socket, socket.socket]) -> Non
     assert receive_request(pair[1]) is None
 
 
+def test_an_end_with_unread_reports_is_an_end_too(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[1].send(msgspec.json.encode(SpawnerReady(5)))
+    pair[0].close()
+    assert receive_request(pair[1]) is None
+
+
 @pytest.mark.parametrize("report", [SpawnerReady(5), WorkerSpawned(1, 77), WorkerExited(1, 77, -9, 2.5)], ids=str)
 def test_a_report_is_read_as_it_was_written(report: SpawnerReady | WorkerSpawned | WorkerExited) -> None:
     assert decode_report(msgspec.json.encode(report)) == report

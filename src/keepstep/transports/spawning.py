@@ -72,7 +72,10 @@ def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: lis
 
 def receive_request(endpoint: socket.socket) -> tuple[SpawnWorker, list[int]] | None:
     """The next request with descriptors that the caller owns, or None at the end of the stream."""
-    data, descriptors, _flags, _address = socket.recv_fds(endpoint, 1, 6)
+    try:
+        data, descriptors, _flags, _address = socket.recv_fds(endpoint, 1, 6)
+    except ConnectionResetError:  # the other end was closed before it had read all reports
+        return None
     if not data:
         return None
     with open(descriptors[0], "rb") as file:

@@ -142,7 +142,7 @@ class Spawner:
                 self._report(WorkerExited(worker, pid, os.waitstatus_to_exitcode(status), at_s))
 
     def _report(self, report: SpawnerReport) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):  # the agent is gone, as the end of its requests will tell
             self._endpoint.send(msgspec.json.encode(report))
 
 
