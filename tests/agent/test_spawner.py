@@ -101,6 +101,14 @@ def test_a_worker_that_is_killed_from_outside_is_reported(crew: Crew) -> None:
     assert worker.status == -signal.SIGKILL
 
 
+def test_a_worker_can_be_killed_as_soon_as_it_is_known(crew: Crew) -> None:
+    """By its process group, as the agent does it."""
+    for _ in range(10):
+        worker = run(crew, "hold")
+        os.killpg(worker.pid, signal.SIGKILL)
+        assert worker.status == -signal.SIGKILL
+
+
 def test_a_raw_command_is_run_as_it_is(crew: Crew) -> None:
     worker = crew.spawn("/bin/sh", "-c", "echo $0 $GIVEN; exit 5", "argument", raw=True, GIVEN="value")
     assert (worker.status, worker.stdout) == (5, "argument value\n")

@@ -95,21 +95,26 @@ class Spawner:
             return False
         request, descriptors = received
         parent = os.getpid()
+        read, begun = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(request, descriptors, parent)
-        for descriptor in descriptors:
+            os.close(read)
+            self._become_worker(request, descriptors, parent, begun)
+        for descriptor in (*descriptors, begun):
             os.close(descriptor)
+        os.read(read, 1)  # ends when the worker leads its group: whoever hears of it may kill the group at once
+        os.close(read)
         self._children[pid] = request.worker
         self._report(WorkerSpawned(request.worker, pid))
         return True
 
-    def _become_worker(self, request: SpawnWorker, descriptors: list[int], parent: int) -> NoReturn:
-        """The life of a worker, in the fork."""
+    def _become_worker(self, request: SpawnWorker, descriptors: list[int], parent: int, begun: int) -> NoReturn:
+        """The life of a worker, in the fork. ``begun`` is closed when it leads a process group of its own."""
         code = 1
         try:
             os.setsid()
             self._sweeper.group_began(os.getpid())
+            os.close(begun)
             die_with_parent(parent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
