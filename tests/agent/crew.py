@@ -62,7 +62,8 @@ class Crew:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.client = SpawnerClient(self._on_report, lambda: self.lost.set_result(None))
-        self.ready: SpawnerReady = self._run(self.client.start(fork, dict(os.environ) | {"FROM_THE_LAUNCHER": "here"}))
+        environment = dict(os.environ) | {"FROM_THE_LAUNCHER": "here", "PYTHONUNBUFFERED": ""}
+        self.ready: SpawnerReady = self._run(self.client.start(fork, environment))
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)

@@ -188,10 +188,15 @@ def test_a_forked_worker_has_torch_already(seen: dict[str, object], crew: Crew) 
         assert crew.ready.worker_bytes == 0
 
 
-def test_what_it_prints_is_out_at_once(crew: Crew, tmp_path: Path) -> None:
-    """As under torchrun: the last words of a worker that is killed would be lost in a buffer."""
-    worker = crew.spawn(write(tmp_path, "import os; print('last words'); os.kill(os.getpid(), 9)"))
-    assert (worker.status, worker.stdout) == (-signal.SIGKILL, "last words\n")
+def test_a_line_that_it_prints_is_out_at_once_and_whole(crew: Crew, tmp_path: Path) -> None:
+    """The last words of a worker that is killed would be lost in a buffer, or mix with another's if in pieces."""
+    read, write_end = os.pipe2(os.O_DIRECT)  # what was written at once is read at once, and no more than that
+    script = write(tmp_path, "import os; print('last', 1); print('words'); os.kill(os.getpid(), 9)")
+    worker = crew.spawn(script, stdout=write_end)
+    os.close(write_end)
+    assert worker.status == -signal.SIGKILL
+    assert [os.read(read, 100) for _ in range(3)] == [b"last 1\n", b"words\n", b""]
+    os.close(read)
 
 
 def test_it_can_be_interrupted(seen: dict[str, object]) -> None:

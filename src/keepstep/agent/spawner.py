@@ -53,8 +53,7 @@ class SpawnerClient:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        # Unbuffered, and so are its forks: as under torchrun, what a worker prints is out before it is killed.
-        command = [sys.executable, "-u", "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - exec alone does not block; reports come by the socket
                 [*command, "--fork"] if fork else command, pass_fds=[theirs.fileno()], env=environment

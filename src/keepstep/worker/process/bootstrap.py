@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import runpy
 import sys
 import traceback
@@ -21,6 +22,9 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         module: whether the first is a module, as for ``python -m``.
     """
     sys.argv = list(command)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As on a terminal: a line is out before its rank is killed, and in one piece between those of other ranks.
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         if module:
             sys.path.insert(0, "")

@@ -174,7 +174,7 @@ def _execute(request: SpawnWorker) -> NoReturn:
     command = list(request.command)
     if not request.raw:
         flag = ["-m"] if request.module else []
-        command = [sys.executable, "-u", "-m", "keepstep.worker.process.bootstrap", *flag, *command]
+        command = [sys.executable, "-m", "keepstep.worker.process.bootstrap", *flag, *command]
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # ignored here, and what is ignored is inherited
         signal.signal(number, signal.SIG_DFL)
     try:
