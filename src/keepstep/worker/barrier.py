@@ -35,13 +35,10 @@ def _everybody_came(coordination: Coordination) -> bool:
     inner = coordination.groups.world.inner
     if inner is None:
         return False
-    coordination.entered()
     try:
         inner.barrier().wait()
     except RuntimeError as error:
         coordination.failed(WORLD, error)
         return False
-    finally:
-        coordination.left()
     coordination.observe("barrier")
     return not coordination.interrupted

@@ -12,7 +12,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.resume import Action
 from keepstep.worker.coordination import Coordination, Superseded
-from keepstep.worker.groups.communicator import Communicator
+from keepstep.worker.groups.inner import Inner
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.ddp import settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
@@ -168,7 +168,7 @@ class Recovery:
         self._stand_at(step)
         return received
 
-    def _world(self) -> Communicator:
+    def _world(self) -> Inner:
         """The communicator that carries the state. Raises RuntimeError if it was taken down already."""
         assert self._coordination.groups is not None
         inner = self._coordination.groups.world.inner

@@ -20,23 +20,7 @@ from keepstep.errors import PeerLost
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.registry import GroupRegistry
 
-NO_FUTURE = "gloo's send, recv and reduce_scatter have no future (Work::getFuture not implemented), GroupWork needs one"
-NO_SINGLE = "torch 2.13 calls all_gather_single and reduce_scatter_single, which the group does not override"
-DEFECTS = {
-    "reduce_scatter": NO_FUTURE,
-    "send_and_recv": NO_FUTURE,
-    "recv_from_anybody": NO_FUTURE,
-    "isend_and_irecv": NO_FUTURE,
-    "batched_isend_and_irecv": NO_FUTURE,
-    "all_gather_into_tensor": NO_SINGLE,
-    "reduce_scatter_tensor": NO_SINGLE,
-    "functional_all_gather": NO_SINGLE,
-    "functional_reduce_scatter": NO_SINGLE,
-    "functional_all_gather_coalesced": NO_SINGLE,
-    "functional_reduce_scatter_coalesced": NO_SINGLE,
-}
-ECHO_DEFECTS = {name: reason for name, reason in DEFECTS.items() if reason == NO_SINGLE} | {
-    "recv_from_anybody": "an echoed work does not know a source rank",
+ECHO_DEFECTS = {
     "broadcast_object_list": "in echo the sizes are uninitialised memory: torch then asks for terabytes, or unpickles",
     "scatter_object_list": "in echo the receivers unpickle an empty message (EOFError)",
 }
@@ -56,10 +40,10 @@ def on_gloo(rank: int, size: int, path: Path) -> dict[str, Any]:
     return run_all(rank, size)
 
 
-def on_keepstep(rank: int, size: int, path: Path, names: list[str]) -> tuple[dict[str, Any], Watcher]:
+def on_keepstep(rank: int, size: int, path: Path) -> tuple[dict[str, Any], Watcher]:
     watcher = Watcher()
     join(path, rank, size, watcher)
-    return run_all(rank, size, only=names), watcher
+    return run_all(rank, size), watcher
 
 
 Results = dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]], list[Watcher]]]
@@ -69,23 +53,19 @@ Results = dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]], list[Watch
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank of 2 and of 3 got from gloo and from the surviving group."""
     found: Results = {}
-    good = [name for name in COLLECTIVES if name not in DEFECTS]
     for size in (2, 3):
         expected = run_ranks(size, on_gloo, tmp_path_factory.mktemp("gloo"))
-        answers = run_ranks(size, on_keepstep, tmp_path_factory.mktemp("keepstep"), good)
+        answers = run_ranks(size, on_keepstep, tmp_path_factory.mktemp("keepstep"))
         found[size] = expected, [values for values, _watcher in answers], [watcher for _values, watcher in answers]
     return found
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", parameters(DEFECTS))
-def test_a_collective_gives_what_gloo_gives(name: str, size: int, results: Results, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_gives_what_gloo_gives(name: str, size: int, results: Results) -> None:
     expected = [values[name] for values in results[size][0]]
     assert not any(isinstance(value, str) for value in expected), f"gloo itself failed: {expected}"
-    if name in DEFECTS:  # each in a job of its own, for what fails may take the group with it
-        values = [values[name] for values, _watcher in run_ranks(size, on_keepstep, tmp_path, [name])]
-    else:
-        values = [values[name] for values in results[size][1]]
+    values = [values[name] for values in results[size][1]]
     assert values == expected
 
 
@@ -171,15 +151,14 @@ def test_ddp_trains_bit_for_bit_as_on_gloo(search: bool, view: bool, tmp_path: P
 def through_a_failure(rank: int, size: int, path: Path) -> tuple[list[dict[str, Any]], int, list[str], list[bool]]:
     watcher = Watcher()
     registry, world = join(path, rank, size, watcher)
-    good = [name for name in COLLECTIVES if name not in DEFECTS]
-    first, downs = run_all(rank, size, only=good), [world.is_down]
+    first, downs = run_all(rank, size), [world.is_down]
     meet(path, size, "first life over")
     registry.take_down()
     downs.append(world.is_down)
     echoed = run_all(rank, size, only=[name for name in COLLECTIVES if name not in ECHO_DEFECTS])
     downs.append(world.is_down)
     registry.connect(2, rank)
-    again = run_all(rank, size, only=good)
+    again = run_all(rank, size)
     return [first, echoed, again], watcher.num_echoed, watcher.errors, [*downs, world.is_down]
 
 

@@ -12,7 +12,19 @@ from torch import Tensor
 from torch import distributed as dist
 
 
-class Communicator(Protocol):
+class Carrier(Protocol):
+    """What moves tensors between two ranks."""
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        """See the operation of this name in `SurvivingGroup`."""
+        ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """See the operation of this name in `SurvivingGroup`."""
+        ...
+
+
+class Communicator(Carrier, Protocol):
     """One communicator of one generation. All calls return a handle at once; waiting on it may raise RuntimeError."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -62,14 +74,6 @@ class Communicator(Protocol):
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
-        ...
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
-        ...
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         """See the collective of this name in `SurvivingGroup`."""
         ...
 

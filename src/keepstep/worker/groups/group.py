@@ -7,7 +7,6 @@ echoes (`keepstep.worker.groups.echo`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +22,6 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
-    ProcessGroupGloo,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
@@ -32,8 +30,8 @@ from torch._C._distributed_c10d import (
 
 from keepstep.worker.groups import echo
 from keepstep.worker.groups.communicator import Communicator
-from keepstep.worker.groups.connections import Connections
-from keepstep.worker.groups.work import EchoedWork, GroupWork, Outputs
+from keepstep.worker.groups.inner import Inner, TakenDown
+from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
 Tensors = list[Tensor]
 
@@ -57,7 +55,14 @@ class GroupObserver(Protocol):
 class SurvivingGroup(dist.ProcessGroup):
     """One process group of the user, in every generation."""
 
-    def __init__(self, name: str, rank: int, size: int, observer: GroupObserver) -> None:
+    def __init__(self, name: str, rank: int, size: int, timeout: timedelta, observer: GroupObserver) -> None:
+        """Args:
+        name: the same on every member, and no other group's.
+        rank: this process's rank in the group; on a spare a provisional one.
+        size: number of members.
+        timeout: for each collective.
+        observer: is told what happens.
+        """
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this overload
         self.keepstep_name = name
         self.await_rank: Callable[[], int] = lambda: self._rank
@@ -65,62 +70,35 @@ class SurvivingGroup(dist.ProcessGroup):
         self._observer = observer
         self._rank, self._size = rank, size
         self._name = self._description = name
-        self._inner: Communicator | None = None
-        self._connections = Connections()
-        self._down = True
+        self._timeout = timeout
+        self._inner = Inner(name, observer.entered, observer.left)
         self._echoing = 0
-        self._under_way = 0
-        self._idle = threading.Condition()
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     @property
     def is_down(self) -> bool:
         """Whether collectives are echoed."""
-        return self._down or self._echoing > 0
+        return self._echoing > 0 or not self._inner.is_up
 
-    def connect(self, store: Store, rank: int, timeout: timedelta) -> None:
-        """Builds the inner group, together with all other members.
-
-        Args:
-            store: where the members find each other; used by this generation alone.
-            rank: this process's rank in the group.
-            timeout: for connecting, and then for each collective.
+    def connect(self, store: Store, rank: int, connect_deadline: timedelta) -> None:
+        """Builds the inner group, together with all other members; see `Inner.connect`.
 
         Raises:
             RuntimeError: a member did not come, or `take_down` was called meanwhile.
         """
-        self.release()
-        connections = self._connections = Connections()
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timeout
-        with connections.recording():
-            inner: Any = ProcessGroupGloo(store, rank, self._size, options)
-        if connections.is_cut:
-            raise RuntimeError(f"group {self.keepstep_name} was taken down while it was being connected")
-        self._rank, self._inner = rank, inner
-        self._down = False
+        self._inner.release()
+        self._rank = rank
+        self._inner = Inner(self.keepstep_name, self._observer.entered, self._observer.left)
+        self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
     def take_down(self) -> None:
         """Breaks the communicator: whoever waits in it is freed at once. From any thread, any number of times."""
-        self._down = True
-        self._connections.cut()
+        self._inner.take_down()
 
     def drain(self, deadline_s: float) -> bool:
-        """Waits until no collective is under way any more, so that none writes into a tensor later on.
-
-        Returns:
-            False: some did not end in time.
-        """
-        with self._idle:
-            return self._idle.wait_for(lambda: self._under_way == 0, deadline_s)
-
-    def release(self) -> None:
-        """Gives up the broken inner group. Only when no collective of it is under way."""
-        self._down = True
-        self._inner = None
-        self._connections.close()
+        """Waits until no collective is under way any more; see `Inner.drain`."""
+        return self._inner.drain(deadline_s)
 
     @contextmanager
     def echoing(self) -> Iterator[None]:
@@ -132,9 +110,9 @@ class SurvivingGroup(dist.ProcessGroup):
             self._echoing -= 1
 
     @property
-    def inner(self) -> Communicator | None:
+    def inner(self) -> Inner | None:
         """The group of this generation, None while down: keepstep's own traffic does not echo."""
-        return None if self._down else self._inner
+        return self._inner if self._inner.is_up else None
 
     # ---- what torch asks --------------------------------------------------------------------------------------------
 
@@ -181,42 +159,30 @@ class SurvivingGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Begins one collective in the inner group, or echoes it with ``fill``."""
         inner = self._inner
-        if self._down or self._echoing or inner is None:
+        if self._echoing:
             return self._echo(outputs, fill)
-        self._begun()
-        try:
-            work = call(inner)
-        except (RuntimeError, ValueError, TypeError):
-            self._ended()
-            if self.is_down:
-                return self._echo(outputs, fill)
-            raise
 
         def on_error(error: Exception) -> bool:
-            if not (self._down or self._observer.failed(self.keepstep_name, error)):
+            if inner.is_up and not self._observer.failed(self.keepstep_name, error):
                 return False
             self._echo(outputs, fill)
             return True
 
-        return GroupWork(work, outputs, self._ended, on_error)
-
-    def _begun(self) -> None:
-        with self._idle:
-            self._under_way += 1
-        self._observer.entered()
-
-    def _ended(self) -> None:
-        self._observer.left()
-        with self._idle:
-            self._under_way -= 1
-            self._idle.notify_all()
+        try:
+            return inner.begin(call, outputs, on_error)
+        except TakenDown:
+            return self._echo(outputs, fill)
+        except RuntimeError as error:
+            if not (_is_from_the_network(error) and on_error(error)):
+                raise
+            return EchoedWork(outputs, self._rank, self._size)
 
     def _echo(self, outputs: Outputs, fill: Callable[[], None] | None) -> EchoedWork:
         if not self._echoing:
             self._observer.echoed(self.keepstep_name)
         if fill is not None:
             fill()
-        return EchoedWork(outputs)
+        return EchoedWork(outputs, self._rank, self._size)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_reduce`; echo leaves the tensors."""
@@ -224,17 +190,9 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several all_reduce in one; echo leaves the tensors."""
-        options = opts or AllreduceCoalescedOptions()
-
-        def one_by_one(inner: Communicator) -> dist.Work:
-            plain = AllreduceOptions()
-            plain.reduceOp = options.reduceOp
-            works = [inner.allreduce([tensor], plain) for tensor in tensors]
-            for work in works[:-1]:
-                work.wait()
-            return works[-1]
-
-        return self._issue(tensors, one_by_one, None)
+        plain = AllreduceOptions()
+        plain.reduceOp = (opts or AllreduceCoalescedOptions()).reduceOp
+        return JoinedWork(tensors, [self.allreduce([tensor], plain) for tensor in tensors])
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.broadcast`; echo leaves the tensors."""
@@ -262,6 +220,16 @@ class SurvivingGroup(dist.ProcessGroup):
             lambda inner: inner._allgather_base(output, source, opts or AllgatherOptions()),
             lambda: echo.to_all_flat(output, source),
         )
+
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # the stub names arguments otherwise
+    """The name since torch 2.12."""
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Several all_gather into one tensor each; echo as for `allgather`."""
+        pairs = zip(outputs, inputs, strict=True)
+        return JoinedWork(outputs, [self._allgather_base(output, source, opts) for output, source in pairs])
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]  # the stub names arguments otherwise
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.gather`; echo as for `allgather`, on the root."""
@@ -294,6 +262,15 @@ class SurvivingGroup(dist.ProcessGroup):
             lambda: echo.own_of_flat(output, source, self._rank),
         )
 
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]  # the stub names arguments otherwise
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Several reduce_scatter from one tensor each; echo as for `reduce_scatter`."""
+        pairs = zip(outputs, inputs, strict=True)
+        return JoinedWork(outputs, [self._reduce_scatter_base(output, source, opts) for output, source in pairs])
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]  # the stub names arguments otherwise
+
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_to_all`; echo sends this rank's own part to every place."""
         return self._issue(
@@ -313,6 +290,8 @@ class SurvivingGroup(dist.ProcessGroup):
             lambda: echo.own_to_all_flat(output, source),
         )
 
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # the stub names arguments otherwise
+
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
         """See `torch.distributed.send`; echo drops the message."""
         return self._issue(tensors, lambda inner: inner.send(tensors, destination, tag), None)
@@ -324,3 +303,8 @@ class SurvivingGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """See `torch.distributed.recv` without a source; echo leaves the tensors."""
         return self._issue(tensors, lambda inner: inner.recv_anysource(tensors, tag), None)
+
+
+def _is_from_the_network(error: RuntimeError) -> bool:
+    """Whether gloo failed on a connection; it shows the place in its sources, and a wrong call has another one."""
+    return "gloo/transport" in str(error)

@@ -63,7 +63,7 @@ class GroupRegistry:
         members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         name = WORLD if not self._groups else f"{'-'.join(map(str, members))}.{self._made[members]}"
         self._made[members] += 1
-        group = SurvivingGroup(name, options.group_rank, options.group_size, self._observer)
+        group = SurvivingGroup(name, options.group_rank, options.group_size, options.timeout, self._observer)
         self._groups.append((group, members))
         if self._generation is not None and not self.world.is_down:
             try:

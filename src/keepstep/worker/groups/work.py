@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -10,16 +12,24 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from keepstep.worker.groups.communicator import Communicator
+
 Outputs = list[Tensor] | list[list[Tensor]]
 
 
 class EchoedWork(dist.Work):
     """A collective that a group which is down has answered by itself."""
 
-    def __init__(self, outputs: Outputs) -> None:
+    def __init__(self, outputs: Outputs, rank: int, size: int) -> None:
+        """Args:
+        outputs: what its future holds.
+        rank: of this process in the group.
+        size: of the group; a message from anybody came from the next rank.
+        """
         super().__init__()
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._future.set_result(outputs)
+        self._next_rank = (rank + 1) % size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns at once."""
@@ -37,68 +47,169 @@ class EchoedWork(dist.Work):
         """Always."""
         return True
 
+    def _source_rank(self) -> int:
+        return self._next_rank
+
 
 class GroupWork(dist.Work):
-    """A collective on its way in the inner group.
-
-    It never raises while its group echoes: if the inner one fails, ``on_error`` is told, the outputs are filled by
-    echo, and the caller goes on to its safe point.
-    """
+    """An operation on its way in the inner group. It ends once: with gloo's answer, or because it was forgotten."""
 
     def __init__(
         self,
-        inner: dist.Work,
         outputs: Outputs,
-        on_done: Callable[[], None],
         on_error: Callable[[Exception], bool],
+        on_end: Callable[[GroupWork], None],
     ) -> None:
         """Args:
-        inner: the inner group's handle.
-        outputs: what the collective's future holds when it is done.
-        on_done: called once, from any thread, when the collective has ended.
-        on_error: called with the inner error; True means that the outputs have been echoed.
+        outputs: what the future holds when it is done.
+        on_error: called with the error it ended with; True means that it has been dealt with.
+        on_end: called once, after that, from any thread.
         """
         super().__init__()
-        self._inner = inner
         self._outputs = outputs
-        self._on_done = on_done
         self._on_error = on_error
-        self._settled: torch.futures.Future[Any] = inner.get_future().then(self._settle)
+        self._on_end = on_end
+        self._issued: dist.Work | None = None
+        self._error: Exception | None = None
+        self._ended = False
+        self._claimed = threading.Lock()
+        self._running = threading.Lock()
+        """Held until it has ended. Waiting for a lock costs a fraction of waiting for a future."""
+        self._running.acquire()
+        self._changing = threading.Lock()
+        self._end: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        """Made when somebody asks for it."""
 
-    def _settle(self, future: torch.futures.Future[Any]) -> Outputs:
-        self._on_done()
+    def follow(self, issued: dist.Work, communicator: Communicator) -> None:
+        """Takes on gloo's handle, which may be done already."""
+        self._issued = issued
         try:
-            future.value()
+            future = issued.get_future()
+        except RuntimeError:
+            # Send, receive and reduce_scatter have none: only a thread that waits learns of their end.
+            _in_background(self._wait_for_gloo, issued, communicator)
+            return
+        future.add_done_callback(self._done)
+        if self._ended and not future.done():  # it was forgotten while it was being issued
+            _in_background(_outlive, issued, communicator)
+
+    def _done(self, future: torch.futures.Future[Any]) -> None:
+        self._conclude(future.value)
+
+    def _wait_for_gloo(self, issued: dist.Work, _kept_alive: Communicator) -> None:
+        self._conclude(issued.wait)
+
+    def _conclude(self, ask: Callable[[], object]) -> None:
+        try:
+            ask()
         except RuntimeError as error:
-            if not self._on_error(error):
-                raise
-        return self._outputs
+            self._finish(error)
+        else:
+            self._finish(None)
+
+    def forget(self, error: Exception, communicator: Communicator) -> None:
+        """Ends it although gloo does not, whose threads sleep; the communicator lives on until they end."""
+        if self._issued is not None:
+            _in_background(_outlive, self._issued, communicator)
+        self._finish(error)
+
+    def _finish(self, error: Exception | None) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
+        try:
+            if error is not None and not self._on_error(error):
+                self._error = error
+        finally:
+            self._on_end(self)
+            with self._changing:
+                self._ended = True
+                end = self._end
+            self._running.release()
+            if end is not None:
+                end.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until the collective has ended.
+        """Waits until the operation has ended.
 
         Raises:
-            RuntimeError: the inner group's error, only where the group does not echo (after the last step).
+            RuntimeError: the error it ended with, where the group does not echo; or ``timeout`` has passed.
         """
-        try:
-            return bool(self._inner.wait(timeout)) if timeout else bool(self._inner.wait())
-        except RuntimeError as error:
-            if not self._on_error(error):
-                raise
-            return True
+        if not self._running.acquire(timeout=timeout.total_seconds() if timeout else -1):
+            raise RuntimeError(f"the operation did not end within {timeout}")
+        self._running.release()
+        if self._error is not None:
+            raise self._error
+        return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs."""
-        return self._settled
+        with self._changing:
+            if self._future is None:
+                self._end = torch.futures.Future()
+                self._future = self._end.then(self._result)
+                if self._ended:
+                    self._end.set_result(None)
+            return self._future
+
+    def _result(self, _end: torch.futures.Future[None]) -> Outputs:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
 
     def is_completed(self) -> bool:
-        """Whether the inner collective has ended."""
-        return bool(self._inner.is_completed())
+        """Whether the operation has ended."""
+        return self._ended
 
     def is_success(self) -> bool:
         """Whether waiting would end without an error."""
-        return self.is_completed()
+        return self._ended and self._error is None
 
-    def source_rank(self) -> int:
-        """The sender of a `recv_anysource`."""
-        return int(self._inner._source_rank())
+    def _source_rank(self) -> int:
+        assert self._issued is not None
+        return int(self._issued._source_rank())
+
+
+class JoinedWork(dist.Work):
+    """Several operations as one: what a coalesced collective returns."""
+
+    def __init__(self, outputs: Outputs, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+        futures = [work.get_future() for work in works]
+
+        def joined(all_done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> Outputs:
+            for future in all_done.value():
+                future.value()  # raises what it ended with
+            return outputs
+
+        self._future: torch.futures.Future[Any] = torch.futures.collect_all(futures).then(joined)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until all have ended; raises what the first that failed raises."""
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether waiting would end without an error."""
+        return all(work.is_success() for work in self._works)
+
+
+def _in_background(function: Callable[..., None], *arguments: object) -> None:
+    """Runs it in a thread that does not keep the process from ending."""
+    threading.Thread(target=function, args=arguments, name="keepstep-gloo", daemon=True).start()
+
+
+def _outlive(issued: dist.Work, _kept_alive: Communicator) -> None:
+    """Waits for gloo's own deadline. To destroy the communicator before would be to wait for it there."""
+    with suppress(RuntimeError):
+        issued.wait()

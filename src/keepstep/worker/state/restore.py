@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.transfer import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
-from keepstep.worker.groups.communicator import Communicator
+from keepstep.worker.groups.communicator import Carrier
 from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.bytes_of import byte_view
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
@@ -64,7 +64,7 @@ class Route:
 
 
 def send_state(
-    state: ProtectedState, step: int, rank: int, route: Route, group: Communicator, moved: Callable[[], None]
+    state: ProtectedState, step: int, rank: int, route: Route, group: Carrier, moved: Callable[[], None]
 ) -> None:
     """Sends this source's share of the shard to every receiver.
 
@@ -99,16 +99,14 @@ def send_state(
         window.drain()
 
 
-def _is_read_by(receiver: int, views: list[torch.Tensor], group: Communicator) -> bool:
+def _is_read_by(receiver: int, views: list[torch.Tensor], group: Carrier) -> bool:
     """Offers this source's memory to a receiver; whether it reads from there by itself."""
     reader = _decode(_receive_sealed(receiver, group), neighbour.Place, receiver)
     _send_sealed(msgspec.msgpack.encode(neighbour.offer_to(reader, views)), receiver, group)
     return _receive_sealed(receiver, group) == _READS
 
 
-def receive_state(
-    state: ProtectedState, step: int, route: Route, group: Communicator, moved: Callable[[], None]
-) -> int:
+def receive_state(state: ProtectedState, step: int, route: Route, group: Carrier, moved: Callable[[], None]) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
     Until it returns the objects are in between and reach no step.
@@ -145,7 +143,7 @@ def receive_state(
     return sum(bucket.num_bytes for bucket in plan)
 
 
-def _accept_offer(source: int, views: list[torch.Tensor], group: Communicator) -> neighbour.Offer | None:
+def _accept_offer(source: int, views: list[torch.Tensor], group: Carrier) -> neighbour.Offer | None:
     """Asks a source for its memory; None if it is to send instead."""
     _send_sealed(msgspec.msgpack.encode(neighbour.here()), source, group)
     offer = _decode(_receive_sealed(source, group), neighbour.Offer, source)
@@ -172,7 +170,7 @@ def _arrived(
     moved()
 
 
-def _compare_checksums(source: int, own: list[torch.Tensor], group: Communicator) -> None:
+def _compare_checksums(source: int, own: list[torch.Tensor], group: Carrier) -> None:
     """Raises:
     RemoteProtocolError: what arrived is not what ``source`` sent.
     """
@@ -191,7 +189,7 @@ def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[torch.
     """The header of the state as it is now, and the tensors in the order in which they are sent."""
     host, host_tensors = state.host_bytes()
     parts = (state.parameters(), state.buffers(), state.optimizer_tensors())
-    host_named = [(str(index), tensor.contiguous()) for index, tensor in enumerate(host_tensors)]
+    host_named = [(str(index), tensor) for index, tensor in enumerate(host_tensors)]
     headers = [headers_of(part) for part in (*parts, host_named)]
     header = StateHeader(step, headers[0], headers[1], headers[2], headers[3], host, state.gradient_marks())
     return header, [tensor for part in (*parts, host_named) for _name, tensor in part]
@@ -212,15 +210,11 @@ def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Ten
     optimizer = []
     for entry in header.optimizer:
         if own.get(entry.name) != entry:
-            existing[entry.name] = _empty(entry)
+            existing[entry.name] = entry.empty()
             state.place_optimizer_tensor(entry.name, existing[entry.name])
         optimizer.append(existing[entry.name])
-    host_tensors = [_empty(entry) for entry in header.host_tensors]
+    host_tensors = [entry.empty() for entry in header.host_tensors]
     return [*(t for _n, t in parameters), *(t for _n, t in buffers), *optimizer, *host_tensors], host_tensors
-
-
-def _empty(entry: TensorHeader) -> torch.Tensor:
-    return torch.empty_strided(entry.shape, entry.strides, dtype=getattr(torch, entry.dtype))
 
 
 def _finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
@@ -272,14 +266,14 @@ def _checksum(content: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(content.numpy().data)), dtype=torch.uint8)
 
 
-def _send_sealed(body: bytes, receiver: int, group: Communicator) -> None:
+def _send_sealed(body: bytes, receiver: int, group: Carrier) -> None:
     """Sends a short message: its size, then its bytes and their checksum."""
     content = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     group.send([torch.tensor([len(body)], dtype=torch.int64)], receiver, _HEADER_TAG).wait()
     group.send([torch.cat([content, _checksum(content)])], receiver, _HEADER_TAG).wait()
 
 
-def _receive_sealed(source: int, group: Communicator) -> bytes:
+def _receive_sealed(source: int, group: Carrier) -> bytes:
     """Receives what `_send_sealed` sent.
 
     Raises:

@@ -1,0 +1,193 @@
+"""The communicator inside a surviving group: one gloo group of one generation, which can be broken at any time.
+
+Everything that is under way in it ends soon after `Inner.take_down`, also what gloo itself would let sleep until its
+deadline: when a connection ends, gloo tells the operations that wait for it, but not the one whose message is half-way
+through it (``Pair::signalException`` passes over unbound buffers in ``tx_`` and ``rx_``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
+
+from keepstep.worker.groups.communicator import Communicator
+from keepstep.worker.groups.connections import Connections
+from keepstep.worker.groups.threads import GlooThreads
+from keepstep.worker.groups.work import GroupWork, Outputs
+
+LOOK_S = 0.01
+"""Between two looks at gloo's threads. Longer than the 5 ms in which a thread that waits for Python's lock stirs."""
+
+_NOBODY_SENDS = 0x7FFF_FFFF
+"""A tag that no message carries."""
+
+
+class TakenDown(RuntimeError):
+    """The communicator was broken; a RuntimeError, as gloo's own errors are."""
+
+
+class Inner:
+    """One generation's communicator. Collectives are begun by the training thread; the rest is for any thread."""
+
+    def __init__(self, name: str, on_entered: Callable[[], None], on_left: Callable[[], None]) -> None:
+        """Args:
+        name: of the surviving group, for messages.
+        on_entered: told when an operation is begun.
+        on_left: told when one has ended.
+        """
+        self._name = name
+        self._on_entered, self._on_left = on_entered, on_left
+        self._communicator: Communicator | None = None
+        self._connections = Connections()
+        self._threads = GlooThreads()
+        self._rank, self._size = 0, 1
+        self._is_down = False
+        self._under_way: set[GroupWork] = set()
+        self._changed = threading.Condition()
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is connected, and not taken down."""
+        return self._communicator is not None and not self._is_down
+
+    def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
+        """Builds the communicator, together with all other members.
+
+        Args:
+            store: where the members find each other; used by this generation alone.
+            rank: this process's rank in the group.
+            size: number of members.
+            connect_deadline: for the others to come.
+            timeout: for each operation, as in ``new_group(timeout=...)``.
+
+        Raises:
+            RuntimeError: a member did not come, or `take_down` was called meanwhile.
+        """
+        self._rank, self._size = rank, size
+        with self._connections.recording(), self._threads.recording():
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
+            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = connect_deadline
+            communicator: Any = ProcessGroupGloo(store, rank, size, options)
+        communicator._set_default_timeout(timeout)
+        if self._is_down:
+            raise TakenDown(f"group {self._name} was taken down while it was being connected")
+        self._communicator = communicator
+
+    def take_down(self) -> None:
+        """Breaks the communicator: whoever waits in it is freed within milliseconds. Any number of times."""
+        with self._changed:
+            first = not self._is_down
+            self._is_down = True
+            communicator = self._communicator if self._under_way else None
+        self._connections.cut()
+        if first and communicator is not None:
+            threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
+
+    def _free_all(self, communicator: Communicator) -> None:
+        """Ends what gloo does not end: whatever is under way when its connections are closed and its threads sleep.
+
+        Nothing can wake them then but their deadline, so what they hold is not written any more.
+        """
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._under_way, LOOK_S):
+                return
+        self._close_pairs(communicator)
+        with self._changed:
+            while self._under_way:
+                if not self._changed.wait(LOOK_S) and self._threads.have_rested():
+                    break
+            forgotten = list(self._under_way)
+        for work in forgotten:
+            work.forget(TakenDown(f"group {self._name} was taken down"), communicator)
+
+    def _close_pairs(self, communicator: Communicator) -> None:
+        """Has gloo close every connection by itself, as it does when the deadline of any operation has passed.
+
+        A connection that has ended stays open in gloo while the buffer of a half-read message is gone: its thread then
+        turns in circles, and takes a core.
+        """
+        for peer in range(self._size):
+            if peer == self._rank:
+                continue
+            with suppress(RuntimeError):  # the deadline; or this one is closed already
+                communicator.recv([torch.empty(1)], peer, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+    def drain(self, deadline_s: float) -> bool:
+        """Waits until nothing is under way any more, so that nothing writes into a tensor later on.
+
+        Returns:
+            False: something did not end in time.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._under_way, deadline_s)
+
+    def release(self) -> None:
+        """Gives up the broken communicator, when nothing is under way."""
+        self._communicator = None
+        self._connections.close()
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, call: Callable[[Communicator], dist.Work], outputs: Outputs, on_error: Callable[[Exception], bool]
+    ) -> GroupWork:
+        """Begins an operation.
+
+        Args:
+            call: issues it.
+            outputs: what its future holds in the end.
+            on_error: told of the error it ended with, from any thread; True: the error has been dealt with.
+
+        Raises:
+            TakenDown: the communicator is broken already.
+            RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
+        """
+        work = GroupWork(outputs, on_error, self._ended)
+        with self._changed:
+            communicator = self._communicator
+            if self._is_down or communicator is None:
+                raise TakenDown(f"group {self._name} is down")
+            self._under_way.add(work)
+        self._on_entered()
+        try:
+            issued = call(communicator)
+        except (RuntimeError, ValueError, TypeError):
+            self._ended(work)
+            raise
+        work.follow(issued, communicator)
+        return work
+
+    def _ended(self, work: GroupWork) -> None:
+        self._on_left()
+        with self._changed:
+            self._under_way.discard(work)
+            self._changed.notify_all()
+
+    # ---- keepstep's own traffic: it does not echo, its errors are raised --------------------------------------------
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        """Sends to one rank; waiting raises RuntimeError when it is gone or the group was taken down."""
+        return self.begin(lambda inner: inner.send(tensors, destination, tag), tensors, _is_raised)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Receives from one rank; waiting raises RuntimeError when it is gone or the group was taken down."""
+        return self.begin(lambda inner: inner.recv(tensors, source, tag), tensors, _is_raised)
+
+    def barrier(self) -> dist.Work:
+        """Meets all members; waiting raises RuntimeError when one is gone or the group was taken down."""
+        return self.begin(lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
+
+
+def _is_raised(_error: Exception) -> bool:
+    return False

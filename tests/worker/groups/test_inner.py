@@ -1,0 +1,136 @@
+"""The communicator inside a surviving group: whatever is under way ends when it is taken down, at any moment."""
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from tests.worker.ranks import DEADLINE_S, file_store, meet, run_ranks
+from torch import distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
+
+from keepstep.worker.groups.inner import Inner, TakenDown
+
+NEVER = timedelta(hours=10)
+LARGE = 1 << 20
+"""Elements: a message that no socket buffer holds, so a cut finds it half-way."""
+
+
+def inner(path: Path, rank: int, size: int, generation: int = 1) -> Inner:
+    group = Inner("world", lambda: None, lambda: None)
+    group.connect(file_store(path, size, generation), rank, size, timedelta(seconds=DEADLINE_S), NEVER)
+    return group
+
+
+def raised(_error: Exception) -> bool:
+    return False
+
+
+def reduce(group: Inner, elements: int) -> dist.Work:
+    tensor = torch.ones(elements)
+    return group.begin(lambda gloo: gloo.allreduce([tensor], AllreduceOptions()), [tensor], raised)
+
+
+def send_on(group: Inner, elements: int, rank: int, size: int) -> list[dist.Work]:
+    """To the next rank, from the one before."""
+    tensors = [torch.ones(elements), torch.ones(elements)]
+    return [group.send(tensors[:1], (rank + 1) % size, 0), group.recv(tensors[1:], (rank - 1) % size, 0)]
+
+
+def outcome(work: dist.Work) -> str:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return "deadline" if "Timed out" in str(error) else "broken"
+    return "done"
+
+
+def break_at_any_moment(rank: int, size: int, path: Path, elements: int, seed: int) -> set[str]:
+    """Each rank takes its group down at a moment of its own while collectives run, one of them first."""
+    outcomes = set()
+    for trial in range(25):
+        moment = random.Random(f"{seed} {trial} {rank}")
+        group = inner(path, rank, size, generation=trial)
+        meet(path, size, f"built {trial}")
+        threading.Timer(moment.uniform(0.0, 0.02 if elements < LARGE else 0.1), group.take_down).start()
+        works: list[dist.Work] = []
+        with suppress(RuntimeError):
+            while True:
+                works += [reduce(group, elements), *send_on(group, elements, rank, size)]
+                works[-3].wait()
+        outcomes |= {outcome(work) for work in works}
+        assert group.drain(DEADLINE_S)
+        meet(path, size, f"through {trial}")
+        group.release()
+    return outcomes
+
+
+@pytest.mark.parametrize("elements", [10, LARGE])
+def test_a_cut_at_any_moment_frees_everybody(elements: int, tmp_path: Path, seed: int) -> None:
+    for outcomes in run_ranks(3, break_at_any_moment, tmp_path, elements, seed):
+        assert "broken" in outcomes
+        assert outcomes <= {"done", "broken"}
+
+
+def stop_half_way(rank: int, size: int, path: Path, begin: Callable[[Inner, int, int], list[dist.Work]]) -> list[str]:
+    """Rank 1 does nothing: what rank 0 sends fills the sockets and stays there."""
+    group = inner(path, rank, size)
+    works = begin(group, rank, size)
+    meet(path, size, "begun")
+    group.take_down()
+    return [outcome(work) for work in works]
+
+
+def only_rank_0_sends(group: Inner, rank: int, size: int) -> list[dist.Work]:
+    return [group.send([torch.ones(LARGE * 8)], 1, 0) for _ in range(3)] if rank == 0 else []
+
+
+def only_one_receives_what_two_send(group: Inner, rank: int, size: int) -> list[dist.Work]:
+    """The message of the second is accepted by its header and then comes no further."""
+    return [reduce(group, LARGE * 4)] if rank == 0 else []
+
+
+@pytest.mark.parametrize("begin", [only_rank_0_sends, only_one_receives_what_two_send])
+def test_what_waits_for_a_rank_that_does_nothing_is_freed(
+    begin: Callable[[Inner, int, int], list[dist.Work]], tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, stop_half_way, tmp_path, begin)
+    assert set(first) == {"broken"}
+    assert second == []
+
+
+def use_after_the_end(rank: int, size: int, path: Path) -> list[str]:
+    group = inner(path, rank, size)
+    group.barrier().wait()
+    meet(path, size, "met")
+    assert group.is_up
+    group.take_down()
+    group.take_down()
+    assert not group.is_up
+    with pytest.raises(TakenDown, match="group world is down"):
+        group.barrier()
+    assert group.drain(0.0)
+    group.release()
+    with pytest.raises(TakenDown):
+        reduce(group, 1)
+    return []
+
+
+def test_nothing_begins_in_a_group_that_was_taken_down(tmp_path: Path) -> None:
+    assert run_ranks(2, use_after_the_end, tmp_path) == [[], []]
+
+
+def a_time_of_its_own(rank: int, size: int, path: Path) -> str:
+    group = Inner("world", lambda: None, lambda: None)
+    group.connect(file_store(path, size), rank, size, timedelta(seconds=DEADLINE_S), timedelta(milliseconds=50))
+    answer = "" if rank else outcome(reduce(group, 1))
+    meet(path, size, "asked")
+    return answer
+
+
+def test_collectives_have_their_own_deadline_not_that_of_connecting(tmp_path: Path) -> None:
+    assert run_ranks(2, a_time_of_its_own, tmp_path) == ["deadline", ""]
