@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import EXAMPLES, SCRIPTS, drill
 
-from keepstep.drill.faults import KINDS, PHASES
+from keepstep.drill.faults import IN_A_STEP, KINDS
 
-IN_A_STEP = [phase for phase in PHASES if phase != "random"]
 BY_THE_RANK = [kind for kind in KINDS if kind != "spare-kill"]
 PAIRS = [(kind, phase) for kind in BY_THE_RANK for phase in IN_A_STEP]
 SPACING = 5

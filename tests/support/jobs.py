@@ -37,7 +37,7 @@ class RunningJob:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {MARK: self.mark},
             cwd=cwd,
         )
 

@@ -189,7 +189,8 @@ class Agent:
 
     async def _start(self, order: StartWorker) -> None:
         settings = self.settings
-        taken = {worker.local_rank for worker in self.workers.values()}
+        alive = [worker for worker in self.workers.values() if not (worker.told_lost or worker.fenced)]
+        taken = {worker.local_rank for worker in alive}
         local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
         if order.rank is not None:
             local_rank = order.rank
@@ -314,11 +315,11 @@ class Agent:
         self._channel.send(WorkerLost(number, Cause.EXIT, "its process died", True, tag, now_s))
 
     def _drop(self, worker: AgentWorker) -> None:
+        worker.output.close()  # while its lines still get its label
         self.workers.pop(worker.worker, None)
         self._liveness.forget(worker.worker)
         worker.listener.cancel()
         worker.writer.close()
-        worker.output.close()
         worker.page.close()
 
     def _fence(self, number: int) -> None:
