@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -36,7 +37,8 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
     """The plain form of ``value``; tensors are appended to ``tensors`` and leave their index behind.
 
     Args:
-        value: scalars, strings, bytes, lists, tuples, sets, dicts (also OrderedDict and Counter) and tensors.
+        value: scalars, strings, bytes, lists, tuples, sets, dicts (also OrderedDict and Counter) and tensors; no other
+            subclasses of these, which would come back as something else.
         tensors: receives the tensors by reference.
         path: where in the user's object the value stands, for the error.
 
@@ -46,46 +48,60 @@ def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ["tensor", len(tensors) - 1]
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a longdouble stays one
         return pack(value.item(), tensors, path)
-    if isinstance(value, float) and not math.isfinite(value):
-        return ["float", repr(float(value))]
-    if isinstance(value, int) and not isinstance(value, bool) and not -_INT64 <= value < _INT64:
-        return ["int", str(value)]
-    if type(value) in _SCALARS or isinstance(value, (int, float, str)):
-        return value
+    if type(value) in _SCALARS:
+        return _pack_scalar(value)
     name = _CONTAINERS.get(type(value))
     if name in ("dict", "ordered", "counter"):
         return [name, *([pack(k, tensors, path), pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items())]
-    if name is not None:
-        items = sorted(value) if name == "set" else value
-        return [name, *(pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(items))]
+    if name == "set" and not any(isinstance(item, torch.Tensor) for item in value):
+        # Python's order of a set differs from process to process, and not all of its items can be compared.
+        return [name, *sorted((pack(item, tensors, f"{path}{{...}}") for item in value), key=msgspec.msgpack.encode)]
+    if name in ("list", "tuple"):
+        return [name, *(pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(value))]
+    what = "set of tensors" if name == "set" else f"{type(value).__module__}.{type(value).__qualname__}"
     raise ConfigurationError(
-        f"{path or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}: keepstep can carry "
-        "numbers, strings, bytes, None, lists, tuples, sets, dicts and tensors; "
+        f"{path or 'the state'} is a {what}: keepstep can carry "
+        "numbers, strings, bytes, None, lists, tuples, sets, dicts and tensors, but no classes derived from them; "
         "leave it out of state_dict() or turn it into those"
     )
+
+
+def _pack_scalar(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["float", repr(value)]
+    if isinstance(value, int) and not isinstance(value, bool) and not -_INT64 <= value < _INT64:
+        return ["int", str(value)]
+    return value
 
 
 def unpack(plain: Any, tensors: list[torch.Tensor]) -> Any:
     """The value behind ``pack``'s plain form.
 
     Raises:
-        RemoteProtocolError: ``plain`` was not made by `pack`.
+        RemoteProtocolError: ``plain`` was not made by `pack`, or not together with these tensors.
     """
+    try:
+        return _unpack(plain, tensors)
+    except (ValueError, TypeError) as error:
+        raise RemoteProtocolError(f"not a packed value: {plain!r:.80}: {error}") from error
+
+
+def _unpack(plain: Any, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(plain, list):
         return plain
     match plain:
-        case ["tensor", int(index)]:
+        case ["tensor", int(index)] if 0 <= index < len(tensors):
             return tensors[index]
         case ["float", str(text)]:
             return float(text)
         case ["int", str(text)]:
             return int(text)
         case [("dict" | "ordered" | "counter") as name, *items]:
-            pairs = [(unpack(key, tensors), unpack(item, tensors)) for key, item in items]
+            pairs = [(_unpack(key, tensors), _unpack(item, tensors)) for key, item in items]
             return _MAKERS[name](pairs)
         case [("list" | "tuple" | "set") as name, *items]:
-            return _MAKERS[name](unpack(item, tensors) for item in items)
+            return _MAKERS[name](_unpack(item, tensors) for item in items)
         case _:
             raise RemoteProtocolError(f"not a packed value: {plain!r:.80}")
