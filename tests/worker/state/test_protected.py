@@ -74,6 +74,7 @@ def test_a_refusal_names_the_object_and_what_to_do(name: str) -> None:
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_zero_redundancy_optimizer_is_refused() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # needs no process group to be named
 
@@ -274,6 +275,17 @@ def test_tensors_in_the_host_state_are_carried() -> None:
     before = state.digest()
     mine.state["a"][1] = 7
     assert state.digest() != before
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(6).reshape(2, 3).T, torch.arange(6)[::2]], ids=["turned", "sliced"])
+def test_the_order_of_memory_of_tensors_in_the_host_state_is_no_difference(tensor: torch.Tensor) -> None:
+    """It is the user's own object: what it does with the values it gets back is the same in any order of memory."""
+    mine, other = Keeps({"a": tensor}), Keeps(None)
+    state, copied = (ProtectedState({"model": torch.nn.ReLU(), "mine": each}) for each in (mine, other))
+    host, tensors = state.host_bytes()
+    copied.load_host_state(tree.unpack(msgspec.msgpack.decode(host), tensors))
+    assert torch.equal(other.state["a"], tensor)
+    assert copied.digest() == state.digest()
 
 
 # ---- scaler and averages --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 import xxhash
 
 from keepstep.errors import StateMismatch
@@ -20,6 +21,10 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor of this form, its content undefined."""
+        return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype))
 
     def form(self, with_strides: bool) -> str:
         """The tensor's form for a message, such as ``float32[2, 3]``."""

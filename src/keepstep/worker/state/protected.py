@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from keepstep.errors import ConfigurationError
+from keepstep.errors import ConfigurationError, StateMismatch
 from keepstep.worker.state import tree
 from keepstep.worker.state.bytes_of import digest_of, is_dense
 
@@ -39,7 +38,8 @@ class ProtectedState:
     def _sort(self, name: str, thing: Any) -> None:
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
-        elif isinstance(thing, ZeroRedundancyOptimizer):
+        elif "ZeroRedundancyOptimizer" in (kind.__name__ for kind in type(thing).__mro__):
+            # By its name: importing it compiles other parts of torch.distributed.optim, with a DeprecationWarning.
             raise ConfigurationError(
                 f"protect({name}=ZeroRedundancyOptimizer): its step() communicates, so an update could stop half-way; "
                 "sharded optimizer state is not supported yet: use a plain optimizer"
@@ -73,7 +73,7 @@ class ProtectedState:
         """Optimizer state tensors, named by optimizer, parameter index and key."""
         found: Named = []
         for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(_parameters_of(optimizer)):
+            for index, parameter in enumerate(parameters_of(optimizer)):
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, torch.Tensor):
                         found.append((f"{name}/{index}/{key}", value))
@@ -92,10 +92,18 @@ class ProtectedState:
                 yield name, tensor
 
     def place_optimizer_tensor(self, name: str, value: torch.Tensor) -> None:
-        """Sets one optimizer state tensor by its name; the optimizer keeps ``value`` itself."""
+        """Sets one optimizer state tensor by its name; the optimizer keeps ``value`` itself.
+
+        Raises:
+            StateMismatch: the optimizer here has fewer parameters.
+        """
         optimizer, index, key = name.split("/", 2)
-        parameter = _parameters_of(self.optimizers[optimizer])[int(index)]
-        self.optimizers[optimizer].state[parameter][key] = value
+        parameters = parameters_of(self.optimizers[optimizer])
+        if int(index) >= len(parameters):
+            raise StateMismatch(
+                f"optimizer '{optimizer}' has {len(parameters)} parameters here, and '{name}' elsewhere"
+            )
+        self.optimizers[optimizer].state[parameters[int(index)]][key] = value
 
     def drop_optimizer_state(self) -> None:
         """Forgets all optimizer state: a torn one is not a base to restore on."""
@@ -141,20 +149,21 @@ class ProtectedState:
                     del group[key]
                 group.update(copy.deepcopy(values))
         for name, scalars in state.get("scalars", {}).items():
-            parameters = _parameters_of(self.optimizers[name])
+            parameters = parameters_of(self.optimizers[name])
             for index, values in scalars.items():
                 self.optimizers[name].state[parameters[index]].update(values)
         for name, value in state["others"].items():
             _load_other(self.others[name], copy.deepcopy(value))
 
     def host_bytes(self) -> tuple[bytes, list[torch.Tensor]]:
-        """The host state as msgpack, and the tensors found in it.
+        """The host state as msgpack, and the tensors found in it, contiguous ones by reference.
 
         Raises:
             ConfigurationError: some value cannot be carried; the message names it.
         """
         tensors: list[torch.Tensor] = []
-        return msgspec.msgpack.encode(tree.pack(self.host_state(), tensors)), tensors
+        encoded = msgspec.msgpack.encode(tree.pack(self.host_state(), tensors))
+        return encoded, [tensor.contiguous() for tensor in tensors]
 
     def digest(self) -> str:
         """A digest of all protected state: equal on two ranks exactly if every bit of it is."""
@@ -163,7 +172,8 @@ class ProtectedState:
         return digest_of(named, host)
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups, in their order; the index in a state tensor's name counts these."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -176,7 +186,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     found = {}
-    for index, parameter in enumerate(_parameters_of(optimizer)):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         values = optimizer.state.get(parameter, {})
         scalars = {key: copy.deepcopy(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
         if scalars:
