@@ -143,12 +143,20 @@ def test_a_gradient_that_was_none_is_none_again_and_a_zero_one_is_zero(seed: int
     assert [parameter.grad is None for parameter in model.parameters()] == [False, *[True] * 5]
 
 
-def test_a_gradient_that_was_dropped_meanwhile_stays_dropped() -> None:
+def test_a_gradient_that_an_update_had_used_stays_dropped(seed: int) -> None:
+    """`zero_grad()` at the start of each step, torch's usual loop: nothing is copied for it."""
+    torch.manual_seed(seed)
     model = small()
-    snapshot = StepSnapshot(ProtectedState({"model": model}))
-    model(torch.randn(6, 4)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    snapshot = StepSnapshot(ProtectedState({"model": model, "optimizer": optimizer}))
+    for step in range(3):
+        snapshot.take()
+        assert snapshot._gradients == {}
+        train(model, [optimizer], 1, seed + step)
     snapshot.take()
-    model.zero_grad(set_to_none=True)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert snapshot._gradients == {}
+    optimizer.zero_grad()
     snapshot.put_back()
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -230,16 +238,93 @@ def test_a_buffer_is_put_back_however_it_was_changed(update: Callable[[Averages,
         assert torch.equal(model.hidden, hidden)
 
 
-@pytest.mark.xfail(strict=True, reason="a gradient that was not zero at the start of the step is put back as zero")
-def test_gradients_that_are_accumulated_over_steps_are_put_back() -> None:
-    model = small()
-    snapshot = StepSnapshot(ProtectedState({"model": model}))
-    model(torch.randn(6, 4)).sum().backward()
-    before = [parameter.grad.clone() for parameter in model.parameters()]
+def accumulated(seed: int, sparse: bool = False) -> tuple[torch.nn.Module, Any, StepSnapshot, Callable[[], None]]:
+    """A model with gradients that no update has used, and a backward of it."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4, sparse=sparse), torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = StepSnapshot(ProtectedState({"model": model, "optimizer": optimizer}))
+
+    def backward() -> None:
+        model(torch.randint(7, (5,))).sum().backward()
+
+    return model, optimizer, snapshot, backward
+
+
+def dense_gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+
+
+def same_gradients(model: torch.nn.Module, expected: list[torch.Tensor | None]) -> bool:
+    pairs = zip(dense_gradients(model), expected, strict=True)
+    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("meanwhile", ["added to", "dropped", "zeroed"])
+def test_gradients_that_no_update_has_used_are_put_back(meanwhile: str, sparse: bool, seed: int) -> None:
+    """From before the first step, or from a step whose update a scaler has skipped."""
+    model, optimizer, snapshot, backward = accumulated(seed, sparse)
+    backward()
+    before = dense_gradients(model)
+    for _ in range(2):  # the same step may be interrupted again
+        snapshot.take()
+        if meanwhile != "added to":
+            optimizer.zero_grad(set_to_none=meanwhile == "dropped")
+        else:
+            backward()
+        assert not same_gradients(model, before)
+        snapshot.put_back()
+        assert same_gradients(model, before)
+
+
+def test_a_gradient_is_put_back_in_its_place(seed: int) -> None:
+    """With gradient_as_bucket_view it is a view of a bucket, and must remain one."""
+    model, _optimizer, snapshot, backward = accumulated(seed)
+    backward()
+    places = [parameter.grad for parameter in model.parameters()]
     snapshot.take()
-    model(torch.randn(6, 4)).sum().backward()
+    backward()
     snapshot.put_back()
-    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is place for p, place in zip(model.parameters(), places, strict=True))
+
+
+def test_gradients_are_copied_only_while_they_are_unused_and_not_zero(seed: int) -> None:
+    _model, optimizer, snapshot, backward = accumulated(seed)
+    found = []
+
+    def take() -> None:
+        snapshot.take()
+        found.append(len(snapshot._gradients))
+
+    take()  # there are none
+    backward()
+    take()  # a step without an update
+    backward()
+    take()  # another one
+    optimizer.step()
+    take()  # used, and still there
+    optimizer.zero_grad(set_to_none=False)
+    take()  # no update since, but zero
+    backward()
+    take()  # again a step without an update
+    assert found == [0, 3, 3, 0, 0, 3]
+
+
+def test_gradients_of_parameters_that_no_optimizer_has_are_put_back(seed: int) -> None:
+    """Clipping by the norm of all gradients would feel them."""
+    torch.manual_seed(seed)
+    model = small()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    snapshot = StepSnapshot(ProtectedState({"model": model, "optimizer": optimizer}))
+    snapshot.take()
+    train(model, [optimizer], 1, seed)
+    before = model[3].weight.grad.clone()
+    snapshot.take()
+    train(model, [], 1, seed + 1)
+    snapshot.put_back()
+    assert torch.equal(model[3].weight.grad, before)
+    assert not model[0].weight.grad.any()
 
 
 def test_a_buffer_that_was_removed_comes_back() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.protected import ProtectedState, parameters_of
 
 
 class _ModuleBuffers:
@@ -38,10 +38,13 @@ class _ModuleBuffers:
 
 
 class StepSnapshot:
-    """What a step can change before its update: module buffers, host state, and which gradients there are.
+    """What a step can change before its update: module buffers, host state, and gradients.
 
     Parameters and optimizer state are not copied: before the gradient barrier nobody writes to them. The copies are
     allocated once and reused at every step.
+
+    Nor are gradients copied that an update has used: they were set to zero since, or will be before the next
+    backward. Others are, unless they are zero: they came from before the first step, or from one without an update.
     """
 
     def __init__(self, state: ProtectedState) -> None:
@@ -52,6 +55,16 @@ class StepSnapshot:
         ]
         self._host: dict[str, Any] = {}
         self._with_gradient: list[torch.Tensor] = []
+        self._gradients: dict[int, torch.Tensor] = {}
+        """Copies of gradients that no update has used, by the identity of their parameter."""
+        self._used: set[int] = set()
+        """The parameters that were updated since `take`, by their identity."""
+        for optimizer in state.optimizers.values():
+            self._note_updates_of(optimizer)
+
+    def _note_updates_of(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = frozenset(id(parameter) for parameter in parameters_of(optimizer))
+        optimizer.register_step_post_hook(lambda _optimizer, _arguments, _keywords: self._used.update(parameters))
 
     def take(self) -> None:
         """Remembers the state at the start of a step."""
@@ -59,20 +72,44 @@ class StepSnapshot:
             buffers.take()
         self._host = self._state.step_state()
         self._with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
+        self._gradients = {}  # before the new ones are allocated
+        if self._with_gradient:
+            self._gradients = self._unused_gradients()
+        self._used.clear()
+
+    def _unused_gradients(self) -> dict[int, torch.Tensor]:
+        unused = [parameter for parameter in self._with_gradient if id(parameter) not in self._used]
+        gradients = [(id(parameter), parameter.grad) for parameter in unused]
+        return {key: grad.detach().clone() for key, grad in gradients if grad is not None and _has_content(grad)}
 
     def put_back(self) -> None:
         """Makes the state what it was at `take`.
 
-        A gradient that existed then had been set to zero, or was about to be: it is zeroed. One that did not is
-        dropped, so that an optimizer skips what it would have skipped.
+        A gradient that existed then gets its content back if there is a copy, else it had been set to zero, or was
+        about to be: it is zeroed, or stays away if it was dropped. One that did not exist is dropped, so that an
+        optimizer skips what it would have skipped.
         """
         kept = {id(tensor) for tensor in self._with_gradient}
         with torch.no_grad():
             for buffers in self._buffers:
                 buffers.put_back()
             for parameter in self._parameters:
-                if parameter.grad is not None and id(parameter) in kept:
+                if id(parameter) in self._gradients:
+                    _put_back_gradient(parameter, self._gradients[id(parameter)])
+                elif parameter.grad is not None and id(parameter) in kept:
                     parameter.grad.zero_()
                 else:
                     parameter.grad = None
         self._state.load_host_state(self._host)
+
+
+def _has_content(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.any())
+
+
+def _put_back_gradient(parameter: torch.Tensor, content: torch.Tensor) -> None:
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = content
+    else:
+        parameter.grad.copy_(content)  # in its place: it may be a view of a gradient bucket
