@@ -164,27 +164,19 @@ def test_every_history_ends_in_the_same_layout(mode: str, seed: int) -> None:
         assert steps == expected_steps, f"{name}: other gradients"
 
 
-def unsettled_layouts(rank: int, size: int, seed: int) -> tuple[Layout, Layout, Layout]:
+def unsettled_layouts(rank: int, size: int, seed: int) -> tuple[Layout, Layout]:
     registry_of(Path(), 3, Watcher()).join_world(1, 3, lambda: 1)
     ddp = make({}, seed)
     first = layout(ddp)
     for step in range(2):
         train_step(ddp, seed + step)
-    rebuilt = layout(ddp)
-    settle_buckets(ddp)
-    return first, rebuilt, layout(ddp)
+    return first, layout(ddp)
 
 
 def test_without_settling_the_layout_changes_after_the_first_step(seed: int) -> None:
     """The reason for all this, and the proof that these tests can see it."""
-    first, rebuilt, _settled = run_ranks(1, unsettled_layouts, seed)[0]
+    first, rebuilt = run_ranks(1, unsettled_layouts, seed)[0]
     assert first != rebuilt
-
-
-@pytest.mark.xfail(strict=True, reason="DDP rebuilds its buckets only once: what trained before keeps its own")
-def test_a_model_that_trained_before_gets_the_same_layout(seed: int) -> None:
-    _first, _rebuilt, settled = run_ranks(1, unsettled_layouts, seed)[0]
-    assert settled == run_ranks(1, _alone, {}, seed)[0]["fresh"][0]
 
 
 def what_happens_to_gradients(rank: int, size: int, settings: dict[str, Any], seed: int) -> list[Any]:
@@ -260,6 +252,10 @@ def refusals(rank: int, size: int, path: Path) -> list[Any]:
         "b": DistributedDataParallel(torch.nn.Linear(2, 2), process_group=gloo),
         "c": DistributedDataParallel(torch.nn.Linear(2, 2), find_unused_parameters=True, gradient_as_bucket_view=True),
     }
+    trained = wrong["d"] = DistributedDataParallel(torch.nn.Linear(2, 2))
+    trained(torch.ones(1, 2)).sum().backward()
+    assert find_ddp({"once": trained}) == [trained], "its layout is not settled before the next forward"
+    trained(torch.ones(1, 2))
     texts = []
     for name, module in wrong.items():
         try:
@@ -270,10 +266,12 @@ def refusals(rank: int, size: int, path: Path) -> list[Any]:
 
 
 def test_what_cannot_be_protected_is_refused_by_name(tmp_path: Path) -> None:
-    static, foreign, both = run_ranks(1, refusals, tmp_path)[0]
+    static, foreign, both, trained = run_ranks(1, refusals, tmp_path)[0]
     assert static.startswith("protect(a=...): DistributedDataParallel(static_graph=True) learns its graph")
     assert foreign.startswith("protect(b=...): its process group was not made by keepstep; call keepstep.init() before")
     assert both.startswith("protect(c=...): DistributedDataParallel(find_unused_parameters=True, gradient_as_bucket_vi")
+    assert trained.startswith("protect(d=...): this DistributedDataParallel has trained already and keeps the bucket l")
+    assert trained.endswith("call protect() before the first forward and backward")
 
 
 def buffers_after_sharing(rank: int, size: int, path: Path, shared: bool) -> tuple[list[Any], list[Any]]:

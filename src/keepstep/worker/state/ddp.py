@@ -44,6 +44,11 @@ def _check(name: str, ddp: DistributedDataParallel) -> None:
             f"protect({name}=...): DistributedDataParallel(find_unused_parameters=True, gradient_as_bucket_view=True): "
             "with both, which gradients are views depends on the past, and a replacement rounds differently; drop one"
         )
+    if ddp._has_rebuilt_buckets:
+        raise ConfigurationError(
+            f"protect({name}=...): this DistributedDataParallel has trained already and keeps the bucket layout that "
+            "it got then, which a replacement does not get; call protect() before the first forward and backward"
+        )
     if not isinstance(ddp.process_group, SurvivingGroup):
         raise ConfigurationError(
             f"protect({name}=...): its process group was not made by keepstep; call keepstep.init() before DDP(...), "
