@@ -1,12 +1,14 @@
 """Small models, optimizers and schedulers, in the states in which a job may have them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
 from keepstep.worker.state.bytes_of import byte_view
+from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.protected import ProtectedState
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -66,3 +68,31 @@ def content(state: ProtectedState) -> tuple[dict[str, bytes], bytes]:
     host, tensors = state.host_bytes()
     named = [*state.live_tensors(), *((f"host/{index}", tensor) for index, tensor in enumerate(tensors))]
     return {name: byte_view(tensor.cpu()).numpy().tobytes() for name, tensor in named}, host
+
+
+class Job:
+    """A job of one rank, and what it protects."""
+
+    def __init__(self, seed: int, optimizer: str = "adamw", scheduler: str = "multi-step") -> None:
+        torch.manual_seed(seed)
+        self.model = small()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler})
+
+    def train(self, num_steps: int, seed: int) -> None:
+        for step in range(num_steps):
+            train(self.model, [self.optimizer], 1, seed + step)
+            advance(self.scheduler, 0.0)
+        self.optimizer.zero_grad()
+
+    def everything(self) -> tuple[Any, ...]:
+        gradients = [parameter.grad is None for parameter in self.model.parameters()]
+        return content(self.state), self.state.digest(), gradients
+
+
+def written(tmp_path: Path, objects: dict[str, Any]) -> None:
+    """A checkpoint of step 1."""
+    checkpoints = Checkpoints(ProtectedState(objects), tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
