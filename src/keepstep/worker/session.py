@@ -210,7 +210,7 @@ class Session:
             coordination.machine.restored(0)
         if coordination.rank is None:
             self._warm_up()
-        snapshots = recovery.snapshots()
+        snapshots = () if coordination.rank is None else recovery.snapshots()  # a spare would read one in full
         report = WorkerReady(
             coordination.link.worker,
             coordination.generation,
@@ -288,9 +288,11 @@ class Session:
         assert self._state is not None
         if self._coordination.machine.phase is not Phase.BACKWARD or self._coordination.interrupted:
             return
-        if not self._state.optimizers or self._state.scalers():
-            return  # nobody updates, or a GradScaler has skipped the update
-        if any(p.grad is not None and bool(p.grad.any()) for _name, p in self._state.parameters()):
+        gradients = [p.grad for _name, p in self._state.parameters() if p.grad is not None]
+        if not self._state.optimizers or not any(bool(gradient.any()) for gradient in gradients):
+            return
+        overflow = self._state.scalers() and not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if not overflow:  # for which a GradScaler skips the update
             raise UsageError(
                 f"step {self._coordination.machine.step} ends with gradients but without optimizer.step(): one "
                 "'with step' is one optimizer step; accumulate inside it, or call zero_grad() when an update is skipped"

@@ -122,7 +122,14 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch's RuntimeError: no memory for the copy
             self._could_not_write(step, error)
             return
-        self._writing = (self._thread.submit(_write, copies, draft), draft, step)
+        self._writing = (self._thread.submit(self._write, copies, draft, step), draft, step)
+
+    def _write(self, copies: Content, draft: Path, step: int) -> None:
+        """Writes it and lets it count as soon as it is on disk. Runs in the writer's thread."""
+        _write(copies, draft)
+        self._give_name(draft, step)
+        for old in self._found()[:-_KEPT]:
+            self._remove(old)
 
     def _finish(self, wait: bool) -> None:
         if self._writing is None:
@@ -133,9 +140,6 @@ class Checkpoints:
         self._writing = None
         try:
             future.result()
-            self._give_name(draft, step)
-            for old in self._found()[:-_KEPT]:
-                self._remove(old)
         except (OSError, RuntimeError) as error:
             self._could_not_write(step, error)
             shutil.rmtree(draft, ignore_errors=True)
