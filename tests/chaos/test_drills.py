@@ -12,6 +12,8 @@ from keepstep.drill.faults import IN_A_STEP, KINDS
 BY_THE_RANK = [kind for kind in KINDS if kind != "spare-kill"]
 PAIRS = [(kind, phase) for kind in BY_THE_RANK for phase in IN_A_STEP]
 SPACING = 5
+SMALL = ("--width", 32, "--layers", 2, "--context", 32, "--batch-size", 4)
+"""A shape of the GPT with short steps, where there are many of them."""
 
 
 CASES = [(example, world_size) for example in ("train_gpt.py", "train_digits.py") for world_size in (2, 3, 4)]
@@ -57,7 +59,7 @@ def test_every_kind_in_every_phase(tmp_path: Path, example: str, world_size: int
 def test_random_instants(tmp_path: Path, seed: int) -> None:
     faults = f"kill@phase=random,count=50,seed={seed}"
     code, result, output = drill(
-        tmp_path, "--nproc-per-node", 3, "--faults", faults, EXAMPLES / "train_gpt.py", "--steps", 500
+        tmp_path, "--nproc-per-node", 3, "--faults", faults, EXAMPLES / "train_gpt.py", *SMALL, "--steps", 500
     )
     assert code == 0, output
     assert len(result["faults"]) == 50

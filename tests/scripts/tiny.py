@@ -2,9 +2,7 @@
 
 import argparse
 import os
-import pathlib
 import signal
-import time
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -34,8 +32,7 @@ for step in session.steps(arguments.steps):
     first = step.index if first is None else first
     with step:
         if session.generation == 1 and step.index == arguments.kill_all_at:
-            while arguments.checkpoint_dir and not any(pathlib.Path(arguments.checkpoint_dir).glob("step_*")):
-                time.sleep(0.01)  # a thread is writing it
+            session._recovery.after_last_step()  # waits for the checkpoint that is being written
             torch.distributed.barrier()  # all are in this step; if one dies early the barrier echoes, and the next dies
             os.kill(os.getpid(), signal.SIGKILL)
         if session.rank == 0 and step.index == arguments.kill_at:
