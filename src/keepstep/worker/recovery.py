@@ -45,6 +45,11 @@ class Recovery:
         """Whether this job writes checkpoints."""
         return self._checkpoints is not None
 
+    def inspect_checkpoints(self) -> None:
+        """Finds an intact checkpoint, if there is any; see `Checkpoints.inspect`."""
+        if self._checkpoints is not None:
+            self._checkpoints.inspect()
+
     def snapshots(self) -> tuple[int, ...]:
         """Steps of the checkpoints that can be loaded."""
         return self._checkpoints.steps() if self._checkpoints is not None else ()

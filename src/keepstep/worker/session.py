@@ -210,7 +210,9 @@ class Session:
             coordination.machine.restored(0)
         if coordination.rank is None:
             self._warm_up()
-        snapshots = () if coordination.rank is None else recovery.snapshots()  # a spare would read one in full
+        else:
+            recovery.inspect_checkpoints()
+        snapshots = recovery.snapshots()
         report = WorkerReady(
             coordination.link.worker,
             coordination.generation,

@@ -1,11 +1,14 @@
 """What may be protected, what it consists of, and how its host-side part is carried."""
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from tests.worker.ranks import join, run_ranks
 from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
 from torch.optim.swa_utils import AveragedModel
 
@@ -81,6 +84,25 @@ def test_zero_redundancy_optimizer_is_refused() -> None:
     optimizer = ZeroRedundancyOptimizer.__new__(ZeroRedundancyOptimizer)
     with pytest.raises(ConfigurationError, match=r"protect\(optimizer=ZeroRedundancyOptimizer\): its step\(\) communi"):
         ProtectedState({"model": small(), "optimizer": optimizer})
+
+
+def sharded(rank: int, size: int, path: Path) -> str:
+    warnings.simplefilter("ignore")  # torch's own, when it is imported
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    join(path, rank, size)
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(ConfigurationError) as caught:
+        ProtectedState({"model": model})
+    return str(caught.value)
+
+
+def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    """All ranks would look like replicas of each other, and a restore would give a rank another one's shard."""
+    for said in run_ranks(2, sharded, tmp_path):
+        assert said.startswith("protect(): model.weight is a DTensor, of which each rank holds another part (FSDP")
 
 
 # ---- live tensors ---------------------------------------------------------------------------------------------------

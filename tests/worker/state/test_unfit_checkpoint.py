@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.worker.state.parts import Job, content, small, written
 
-from keepstep.errors import RemoteProtocolError, StateMismatch
+from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.worker.state import checkpoint
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.protected import ProtectedState
@@ -170,6 +170,7 @@ def test_a_process_that_starts_goes_on_from_the_newest_intact_one(
     damage(tmp_path / "step_0000000002", how)
     fresh = Job(seed + 1)
     checkpoints = Checkpoints(fresh.state, tmp_path, every=1)
+    checkpoints.inspect()
     assert checkpoints.steps() == (1,)
     said = capsys.readouterr().err
     assert f"{tmp_path}/step_0000000002/" in said
@@ -188,7 +189,9 @@ def test_older_ones_are_not_read_where_the_newest_is_intact(
 ) -> None:
     job, _held = two_checkpoints(tmp_path, seed)
     damage(tmp_path / "step_0000000001", "a flipped bit")
-    assert Checkpoints(job.state, tmp_path, every=1).steps() == (1, 2)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.inspect()
+    assert checkpoints.steps() == (1, 2)
     assert capsys.readouterr().err == ""
 
 
@@ -209,7 +212,6 @@ def test_one_that_is_damaged_later_is_left_out_after_it_failed_to_load(tmp_path:
 def test_one_that_is_removed_while_it_is_read_is_not_called_damaged(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A spare starts while the job goes on."""
     job, _held = two_checkpoints(tmp_path, seed)
     verify = checkpoint._verify
 
@@ -219,18 +221,26 @@ def test_one_that_is_removed_while_it_is_read_is_not_called_damaged(
         verify(path)
 
     monkeypatch.setattr(checkpoint, "_verify", verify_too_late)
-    assert Checkpoints(job.state, tmp_path, every=1).steps() == (1,)
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.inspect()
+    assert checkpoints.steps() == (1,)
     assert capsys.readouterr().err == ""
 
 
-def test_where_all_are_damaged_there_is_none_and_none_is_removed(tmp_path: Path, seed: int) -> None:
+def test_where_all_are_damaged_nothing_begins_anew_and_none_is_removed(tmp_path: Path, seed: int) -> None:
     two_checkpoints(tmp_path, seed)
     for step in (1, 2):
         damage(tmp_path / f"step_000000000{step}", "a flipped bit")
+    before = sorted(tmp_path.rglob("*"))
     checkpoints = Checkpoints(Job(seed).state, tmp_path, every=1)
+    with pytest.raises(
+        ConfigurationError, match=f"checkpoint_dir {tmp_path}: none of its 2 checkpoints is intact; move"
+    ):
+        checkpoints.inspect()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_without_checkpoints_is_a_beginning(tmp_path: Path, seed: int) -> None:
+    checkpoints = Checkpoints(Job(seed).state, tmp_path, every=1)
+    checkpoints.inspect()
     assert checkpoints.steps() == ()
-    for step in (3, 4, 5):
-        checkpoints.after_step(step, 1)
-        checkpoints.flush()
-    assert checkpoints.steps() == (4, 5)
-    assert sorted(int(entry.name[-1]) for entry in tmp_path.iterdir()) == [1, 2, 4, 5]

@@ -12,6 +12,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+HOST = "127.0.0.1"
+"""Where gloo listens. One node is supported, so nobody else needs to reach it."""
+
 _building = threading.Lock()
 
 
@@ -90,17 +93,25 @@ def _socket_inodes() -> dict[str, int]:
 
 
 def _own_copy(descriptor: int) -> socket.socket | None:
-    """A duplicate of a connected TCP socket, or None for anything else. The duplicate outlives the number's reuse."""
+    """A duplicate of a connection between two processes at `HOST`, or None for anything else.
+
+    The duplicate outlives the number's reuse.
+    """
     try:
         connection = socket.socket(fileno=os.dup(descriptor))
     except OSError:
         return None
-    try:
-        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-        listening = is_tcp and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    except OSError:
-        is_tcp, listening = False, 0
-    if not is_tcp or listening:
+    if not _is_of_gloo(connection):
         connection.close()
         return None
     return connection
+
+
+def _is_of_gloo(connection: socket.socket) -> bool:
+    """Whether it can be one of gloo's: what the script's own threads hold to other machines is not touched."""
+    if (connection.family, connection.type) != (socket.AF_INET, socket.SOCK_STREAM):
+        return False
+    try:
+        return {connection.getsockname()[0], connection.getpeername()[0]} == {HOST}
+    except OSError:
+        return False  # not connected: it listens, or has ended

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
 from keepstep.worker.groups.communicator import Communicator
-from keepstep.worker.groups.connections import Connections
+from keepstep.worker.groups.connections import HOST, Connections
 from keepstep.worker.groups.threads import GlooThreads
 from keepstep.worker.groups.work import GroupWork, Outputs
 
@@ -76,7 +76,7 @@ class Inner:
         self._rank, self._size = rank, size
         with self._connections.recording(), self._threads.recording():
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
-            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
             options._timeout = connect_deadline
             communicator: Any = ProcessGroupGloo(store, rank, size, options)
         communicator._set_default_timeout(timeout)

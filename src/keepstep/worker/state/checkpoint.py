@@ -60,29 +60,37 @@ class Checkpoints:
         self._every = every
         self._thread = ThreadPoolExecutor(1, "keepstep-checkpoint")
         self._writing: tuple[Future[None], Path, int] | None = None
-        self._looked = False
         self._damaged: set[int] = set()
         """Steps of checkpoints that turned out not to be readable here; they stay where they are, and do not count."""
         self._failing = False
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the checkpoints that can be loaded, ascending; one that `load` found to be damaged is left out.
-
-        The first call reads the newest one in full, and older ones until one is intact: they may have lain there for
-        long, and a process that has just started has no other state. Later calls read no content.
-        """
+        """Steps of the checkpoints that seem to be whole, ascending; without those known to be damaged. Reads none."""
         self._finish(wait=False)
-        if not self._looked:
-            self._looked = True
-            for step in reversed(self._named()):
-                try:
-                    _verify(self._path(step))
-                    break
-                except (OSError, RemoteProtocolError) as error:
-                    if self._path(step).exists():  # else it was removed meanwhile: there is a newer one
-                        self._damaged.add(step)
-                        _say(f"{error}; the checkpoint of step {step} is left out")
         return self._found()
+
+    def inspect(self) -> None:
+        """Reads the newest checkpoint in full, and older ones until one is intact.
+
+        They may have lain there for long, and a rank that has just started with all others has no other state.
+
+        Raises:
+            ConfigurationError: there are checkpoints, and not one of them is intact.
+        """
+        named = self._named()
+        for step in reversed(named):
+            try:
+                _verify(self._path(step))
+                return
+            except (OSError, RemoteProtocolError) as error:
+                if self._path(step).exists():  # else it was removed meanwhile: there is a newer one
+                    self._damaged.add(step)
+                    _say(f"{error}; the checkpoint of step {step} is left out")
+        if named and self._damaged.issuperset(named):
+            raise ConfigurationError(
+                f"checkpoint_dir {self._directory}: none of its {len(named)} checkpoints is intact; "
+                "move them away to begin at step 0"
+            )
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:010d}"

@@ -16,6 +16,10 @@ from keepstep.worker.state.bytes_of import digest_of, is_dense
 Named = list[tuple[str, torch.Tensor]]
 
 
+_SHARDED = {"DTensor", "FlatParameter"}
+"""Tensors that are one part of a larger one; by name, so that nobody imports them for this."""
+
+
 class ProtectedState:
     """Everything that `Session.protect` was given. It owns none of the tensors, it only knows where they are."""
 
@@ -31,6 +35,11 @@ class ProtectedState:
         if not self.modules:
             raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
         for name, tensor in self.live_tensors():
+            if sharded := _SHARDED & {kind.__name__ for kind in type(tensor).__mro__}:
+                raise ConfigurationError(
+                    f"protect(): {name} is a {sharded.pop()}, of which each rank holds another part (FSDP, tensor "
+                    "parallelism); sharded state is not supported yet: use DistributedDataParallel"
+                )
             if not is_dense(tensor):
                 raise ConfigurationError(f"protect(): {name} does not fill one run of memory; make it contiguous")
         self.host_bytes()
@@ -39,7 +48,7 @@ class ProtectedState:
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
         elif "ZeroRedundancyOptimizer" in (kind.__name__ for kind in type(thing).__mro__):
-            # By its name: importing it compiles other parts of torch.distributed.optim, with a DeprecationWarning.
+            # By its name, for importing it compiles other parts of torch.distributed.optim with a DeprecationWarning.
             raise ConfigurationError(
                 f"protect({name}=ZeroRedundancyOptimizer): its step() communicates, so an update could stop half-way; "
                 "sharded optimizer state is not supported yet: use a plain optimizer"
