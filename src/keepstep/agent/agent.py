@@ -303,8 +303,8 @@ class Agent:
         Outside of a step it may have ended well, which its exit status tells when the kernel is done with it.
         """
         worker = self.workers.get(number)
-        if worker is None or worker.fenced:
-            return
+        if worker is None or worker.fenced or self._spawner.has_ended:
+            return  # without its spawner no worker lives, and none is the cause of anything
         tag = worker.page.read().tag
         if tag.phase in (Phase.STARTING, Phase.UPDATED):
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -97,6 +98,18 @@ class SpawnerClient:
             except subprocess.TimeoutExpired:
                 self._process.send_signal(signal.SIGKILL)
                 await asyncio.to_thread(self._process.wait)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone, even before its last reports have been read.
+
+        The kernel closes the sockets of a process before it signals its children that their parent has died.
+        """
+        if self._endpoint is None:
+            return True
+        poll = select.poll()
+        poll.register(self._endpoint, 0)
+        return any(events & select.POLLHUP for _descriptor, events in poll.poll(0))
 
     def _readable(self) -> None:
         assert self._endpoint is not None
