@@ -156,7 +156,7 @@ class Agent:
                 for number in order.workers:
                     if number in self.workers:
                         worker = self.workers[number]
-                        worker.watched_generation = order.generation
+                        worker.watched_generation, worker.last_forward_ns = order.generation, 0
                         worker.events_read = worker.page.read().events_written
                 self._send(order.workers, order)
             case Assign():
