@@ -232,7 +232,7 @@ def test_own_flags_are_all_described() -> None:
 def test_no_flag_is_invented() -> None:
     known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
     known |= {"--faults", "--json", "--version"}  # of the drill, of status, of the command itself
-    known |= {"--steps", "--size", "--check"}  # of the examples, of docs/diagrams.py
+    known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))
         assert shown - known == set(), page.name
