@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
+from keepstep.errors import NothingToRecoverFrom
 from keepstep.protocol.messages import (
     Assign,
+    CollectiveFailed,
     Complete,
     Recover,
     Resume,
@@ -34,8 +36,14 @@ class LinkToNobody(Link):
         self._on_order = on_order
 
     def send(self, report: WorkerReport) -> None:
-        """Answers at once."""
+        """Answers at once.
+
+        Raises:
+            NothingToRecoverFrom: the one rank cannot load its checkpoint, and there is nobody to get the state from.
+        """
         match report:
+            case CollectiveFailed():
+                raise NothingToRecoverFrom(report.error)
             case WorkerJoined():
                 self._give(Assign(0, 1, 0, 1))
             case WorkerReady():
