@@ -193,8 +193,7 @@ class Coordination:
     @property
     def interrupted(self) -> bool:
         """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
-        stopped = self._stop_generation > self.generation and self._settling is None
-        return stopped or self._failed_generation == self.generation
+        return (self._stopping and self._settling is None) or self._failed_generation == self.generation
 
     # ---- the training thread --------------------------------------------------------------------------------------
 

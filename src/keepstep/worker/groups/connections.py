@@ -27,11 +27,6 @@ class Connections:
         self._lock = threading.Lock()
         self._is_cut = False
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether `cut` was called."""
-        return self._is_cut
-
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Takes note of every connection that the block opens; one block at a time in a process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,7 +37,6 @@ class GroupRegistry:
         self._made: Counter[tuple[int, ...]] = Counter()
         self._generation: int | None = None
         self._rank = 0
-        self._lock = threading.Lock()
 
     def join_world(self, rank: int, world_size: int, await_rank: Callable[[], int]) -> SurvivingGroup:
         """Creates torch's default process group, still down; `connect` brings it up.

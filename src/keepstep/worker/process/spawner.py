@@ -40,7 +40,7 @@ from keepstep.transports.spawning import (
     WorkerSpawned,
     receive_request,
 )
-from keepstep.worker.process.sweeper import Sweeper
+from keepstep.worker.process.sweeper import Sweeper, kill_group
 
 _PR_SET_PDEATHSIG = 1
 EXIT_NOT_FOUND = 127
@@ -87,7 +87,7 @@ class Spawner:
             if self._endpoint.fileno() in readable and not self._answer():
                 break
         for pid in self._children:
-            _kill_group(pid)
+            kill_group(pid)
 
     def _answer(self) -> bool:
         received = receive_request(self._endpoint)
@@ -139,7 +139,7 @@ class Spawner:
                 return
             at_s = time.monotonic()
             pid = ended.si_pid
-            _kill_group(pid)  # what the worker started: loader processes; while it is not reaped, the number is its own
+            kill_group(pid)  # what the worker started: loader processes; while it is not reaped, the number is its own
             self._sweeper.group_ended(pid)
             _, status = os.waitpid(pid, 0)
             worker = self._children.pop(pid, None)
@@ -149,11 +149,6 @@ class Spawner:
     def _report(self, report: SpawnerReport) -> None:
         with contextlib.suppress(ConnectionError):  # the agent is gone, as the end of its requests will tell
             self._endpoint.send(msgspec.json.encode(report))
-
-
-def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 def _adopt(request: SpawnWorker, descriptors: list[int]) -> None:

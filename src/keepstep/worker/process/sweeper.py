@@ -46,6 +46,12 @@ class Sweeper:
             os.write(self.descriptor, array.array(_NUMBER, [number]).tobytes())
 
 
+def kill_group(leader: int) -> None:
+    """Kills every process of a group, if there is one left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def _close_all_above(highest: int) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) > highest:
@@ -62,5 +68,4 @@ def _sweep(line: int) -> None:
             else:
                 groups.discard(-number)
     for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        kill_group(group)

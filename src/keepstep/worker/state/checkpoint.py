@@ -130,9 +130,9 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch's RuntimeError: no memory for the copy
             self._could_not_write(step, error)
             return
-        self._writing = (self._thread.submit(self._write, copies, draft, step), draft, step)
+        self._writing = (self._thread.submit(self._write_and_name, copies, draft, step), draft, step)
 
-    def _write(self, copies: Content, draft: Path, step: int) -> None:
+    def _write_and_name(self, copies: Content, draft: Path, step: int) -> None:
         """Writes it and lets it count as soon as it is on disk. Runs in the writer's thread."""
         _write(copies, draft)
         self._give_name(draft, step)
