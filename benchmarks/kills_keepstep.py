@@ -23,8 +23,8 @@ from jobs import JobFailed, Workload, read_events, step_intervals_s, tail
 
 from keepstep.launcher.flags import job_options, make_parser
 from keepstep.launcher.job import Job, run_job
-from keepstep.protocol.records import RecoveryRecord
 from keepstep.protocol.recovery import Stage
+from keepstep.protocol.recovery.records import RecoveryRecord
 
 LOOK_S = 0.005
 SPREAD_STEPS = 4.0
@@ -56,7 +56,7 @@ class Killer:
 
     async def accompany(self, job: Job) -> None:
         """Runs beside the job; see `keepstep.launcher.job.run_job`."""
-        self.records = job.controller.machine.records
+        self.records = job.controller.job.records
         try:
             for number in range(self._num_kills):
                 await self._until(f"kill {number + 1} can come", lambda: self._may_strike(job))
@@ -78,7 +78,7 @@ class Killer:
             await asyncio.sleep(LOOK_S)
 
     def _may_strike(self, job: Job) -> bool:
-        machine = job.controller.machine
+        machine = job.controller.job
         if machine.stage is not Stage.TRAINING or not machine.trained_to:
             return False
         if machine.records and (machine.records[-1].resumed_s is None or not self._all_beyond(job, num_steps=1)):
@@ -87,12 +87,12 @@ class Killer:
 
     @staticmethod
     def _has_warm_spare(job: Job) -> bool:
-        return any(spare.ready is not None for spare in job.controller.machine.roster.spares())
+        return any(spare.ready is not None for spare in job.controller.job.roster.spares())
 
     @staticmethod
     def _all_beyond(job: Job, num_steps: int) -> bool:
         """Whether every rank has completed so many steps since the last recovery and begun another."""
-        begun_at = job.controller.machine.records[-1].resume_step or 0
+        begun_at = job.controller.job.records[-1].resume_step or 0
         steps = [worker["step"] for worker in job.agent.status() if worker["rank"] is not None]
         return all(isinstance(step, int) and step >= begun_at + num_steps for step in steps)
 

@@ -22,9 +22,10 @@ import pytest
 import keepstep
 from keepstep.drill import faults
 from keepstep.launcher import flags, report
-from keepstep.protocol import records, recovery
+from keepstep.protocol import recovery
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import records
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

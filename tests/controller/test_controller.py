@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.controller.controller import Controller
-from keepstep.protocol.messages import AgentJoined, StartWorker, WorkerStarted
+from keepstep.protocol.messages import NodeJoined, Packet, StartWorker, WorkerStarted
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.transports.memory import channel_pair
 
@@ -22,9 +22,11 @@ def test_a_cancellation_that_meets_a_message_is_not_lost(tmp_path: Path, turns: 
     async def cancel_while_a_message_comes() -> bool:
         ours, theirs = channel_pair()
         running = asyncio.create_task(Controller(RecoverySettings(1, 0), ours, tmp_path / "journal").run())
-        theirs.send(AgentJoined("node"))
-        assert isinstance(await theirs.receive(), StartWorker)
-        theirs.send(WorkerStarted(0, 1))
+        theirs.send(Packet("node", 1, 0, 0, (NodeJoined("node", 1, ""),)))
+        answer = await theirs.receive()
+        assert isinstance(answer, Packet)
+        assert isinstance(answer.messages[0], StartWorker)
+        theirs.send(Packet("node", 1, 1, 1, (WorkerStarted(0, 1),)))
         for _ in range(turns):
             await asyncio.sleep(0)
         running.cancel()

@@ -1,8 +1,9 @@
-"""A job in one process, for tests of the controller's machine: its agent, and workers that play by the rules.
+"""A job in one process, for tests of the controller's machine: its nodes, and workers that play by the rules.
 
 The workers wait for each other where real ones do (in the rendezvous of a generation, for complete gradients, at the
-gradient barrier, for a source of state), report what is true, and can be killed, hung or kept from answering. The job
-keeps its own idea of what must hold, and fails a test as soon as the machine's orders break it.
+gradient barrier, for a source of state), report what is true, and can be killed, hung or kept from answering; a node
+can be lost with all that runs there. `Oracle` has its own idea of what must hold, and fails a test as soon as the
+machine's orders break it.
 
 `SimulatedJob.moves` lists everything that could happen next; `settle` lets all happen but training itself, a random
 walk picks.
@@ -10,23 +11,22 @@ walk picks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 
+from tests.protocol.simulated_nodes import SimulatedNodes
+from tests.protocol.simulated_oracle import Oracle
 from tests.protocol.simulated_worker import AWAITS_ORDERS, ORDER_IN_STEP, Doing, Position, SimulatedWorker
 
 from keepstep.protocol.messages import (
-    AgentJoined,
     AnyMessage,
     Cause,
     CollectiveFailed,
     EndJob,
-    FenceWorker,
     GroupsReset,
+    NodeJoined,
     Recover,
     Resume,
     SafePointReached,
-    StartWorker,
     StateRecovered,
     StateRescued,
     StepObserved,
@@ -38,7 +38,6 @@ from keepstep.protocol.messages import (
     WorkerJoined,
     WorkerLost,
     WorkerReady,
-    WorkerStarted,
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings, Stage
@@ -51,8 +50,8 @@ EVENT_S = 0.001
 Move = tuple[str, Callable[[], None]]
 
 
-class SimulatedJob:
-    """Machine, agent and workers, and the messages that are under way between them."""
+class SimulatedJob(SimulatedNodes):
+    """Machine, nodes and workers, and the messages that are under way between them."""
 
     def __init__(
         self,
@@ -61,31 +60,29 @@ class SimulatedJob:
         num_steps: int = 20,
         checkpoint_every: int | None = None,
         shards: Callable[[int], str] = lambda rank: "0",
+        nodes: dict[str, int] | None = None,
         **settings: object,
     ) -> None:
+        """``nodes``: how many slots each has; "name/domain" where its domain matters. One that just fits by default."""
+        super().__init__()
         self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares, **settings))
+        self.oracle = Oracle(self.machine, shards, checkpoint_every is not None)
         self.num_steps = num_steps
         self.checkpoint_every = checkpoint_every
         self.checkpoints: set[int] = set()
         self.shards = shards
         self.now_s = 1000.0
-        self.workers: dict[int, SimulatedWorker] = {}
-        """The processes that exist."""
-        self.reports: dict[object, deque[AnyMessage]] = {}
-        """What is under way to the controller; within one queue the order is kept."""
         self.effects: list[Effect] = []
         self.ended: EndJob | None = None
         self.progress: dict[tuple[int, int], tuple[int, int]] = {}
         """(generation, rank) -> how far that rank ever came: what it gave to the others is with them."""
         self.met: set[int] = set()
         """Generations in which all ranks came to the rendezvous."""
-        self.decided_step = 0
-        self.resume_floor = 0
-        """Where training last went on: no generation resumes before it."""
         self.num_deadlines = 0
         """How often a deadline had to come before anything could go on."""
-        self._withheld: set[tuple[int, type]] = set()
-        self._queue("agent", AgentJoined(NODE))
+        self._withheld: set[tuple[object, type]] = set()
+        for name, slots in (nodes or {NODE: world_size + num_spares}).items():
+            self.offer(name.partition("/")[0], slots, name.partition("/")[2])
 
     # ---- what tests use ---------------------------------------------------------------------------------------------
 
@@ -100,9 +97,16 @@ class SimulatedJob:
         """Stage and generation of the job."""
         return self.machine.stage, self.machine.generation
 
-    def withhold(self, worker: SimulatedWorker, *kinds: type) -> None:
-        """The worker, or the agent for it, stops before it sends any of these, until `release`."""
-        self._withheld |= {(worker.number, kind) for kind in kinds}
+    def join(self) -> SimulatedJob:
+        """All offers of nodes arrive, and nothing else happens."""
+        for source in [source for source in self.reports if isinstance(source, tuple) and source[0] == "agent"]:
+            while self.reports[source]:
+                self.say(self.reports[source].popleft())
+        return self
+
+    def withhold(self, who: SimulatedWorker | str, *kinds: type) -> None:
+        """The worker, or the agent of the node, stops before it sends any of these, until `release`."""
+        self._withheld |= {(who.number if isinstance(who, SimulatedWorker) else who, kind) for kind in kinds}
 
     def release(self) -> None:
         """Nothing is held back any more."""
@@ -156,12 +160,19 @@ class SimulatedJob:
         self.now_s = max(self.now_s, due)
         self._perform(self.machine.tick(self.now_s))
 
-    def say(self, message: AnyMessage) -> list[Effect]:
+    def say(self, message: AnyMessage, node: str | None = None) -> list[Effect]:
         """Gives the machine one report, past all queues, and returns its effects; they are carried out."""
         self.now_s += EVENT_S
-        effects = self.machine.receive(message, self.now_s)
+        number = next(iter(getattr(message, "workers", ())), getattr(message, "worker", None))
+        sender = node or getattr(message, "node", None) or self._placed[number]
+        effects = self.machine.receive(sender, message, self.now_s)
         self._perform(effects)
         return effects
+
+    def restart_controller(self) -> None:
+        """The controller is killed and started again with its journal."""
+        self.now_s += EVENT_S
+        self._perform(self.machine.restarted(self.now_s))
 
     def orders(self, kind: type) -> list[AnyMessage]:
         """All orders of one type so far."""
@@ -190,6 +201,12 @@ class SimulatedJob:
             lost = WorkerLost(worker.number, Cause.HANG, "no progress", False, self._tag(worker), self.now_s)
             self._queue(worker.number, lost)
 
+    def expire(self, node: NodeJoined) -> None:
+        """The lease of a lost node is over."""
+        self.now_s += EVENT_S
+        self.dark.remove(node)
+        self._perform(self.machine.node_lost(node.node, f"node {node.node} lost: not heard of", self.now_s))
+
     def _fence(self, worker: SimulatedWorker) -> None:
         self._exit(worker)
         self._queue(worker.number, WorkerFenced(worker.number))
@@ -197,10 +214,6 @@ class SimulatedJob:
     def _lose(self, worker: SimulatedWorker, cause: Cause, detail: str) -> None:
         self._exit(worker)
         self._queue(worker.number, WorkerLost(worker.number, cause, detail, True, self._tag(worker), self.now_s))
-
-    def _exit(self, worker: SimulatedWorker) -> None:
-        del self.workers[worker.number]
-        self.reports.pop(("page", worker.number), None)
 
     def _tag(self, worker: SimulatedWorker) -> Tag:
         return Tag(worker.generation, worker.step, worker.phase)
@@ -217,8 +230,11 @@ class SimulatedJob:
         if self.ended:
             return
         for source, queue in list(self.reports.items()):
-            if queue and (getattr(queue[0], "worker", None), type(queue[0])) not in self._withheld:
-                yield f"deliver {type(queue[0]).__name__} of {source}", lambda queue=queue: self._deliver(queue)
+            who = source if isinstance(source, int) else self._sender(source)
+            if queue and (who, type(queue[0])) not in self._withheld:
+                yield f"deliver {type(queue[0]).__name__} of {source}", lambda source=source: self._deliver(source)
+        for node in list(self.dark):
+            yield f"the lease of {node.node} expires", lambda node=node: self.expire(node)
         for worker in list(self.workers.values()):
             if worker.orders and not worker.hung:
                 yield f"{worker.number} reads", lambda worker=worker: worker.read(worker.orders.popleft())
@@ -229,11 +245,8 @@ class SimulatedJob:
             if failures and (move := self._collective_failure(worker)):
                 yield f"a collective of worker {worker.number} fails", move
 
-    def _deliver(self, queue: deque[AnyMessage]) -> None:
-        self.say(queue.popleft())
-
-    def _queue(self, source: object, message: AnyMessage) -> None:
-        self.reports.setdefault(source, deque()).append(message)
+    def _deliver(self, source: object) -> None:
+        self.say(self.reports[source].popleft(), self._sender(source))
 
     def _next(self, worker: SimulatedWorker, training: bool) -> Callable[[], None] | None:
         """The one thing that this worker's training thread can do next, or None while it has to wait."""
@@ -326,14 +339,15 @@ class SimulatedJob:
     def _connected(self, worker: SimulatedWorker) -> None:
         self.met.add(worker.target)
         worker.generation, worker.stopped_in = worker.target, None
-        self._queue(worker.number, GroupsReset(worker.number, worker.generation))
+        self._queue(worker.number, GroupsReset((worker.number,), worker.generation))
         worker.doing = Doing.BUILDING if worker.order is None else Doing.RESTORING
-        worker.torn = worker.torn or (worker.order is not None and worker.order.action is Action.RESTORE)
+        worker.torn = worker.torn or (worker.order is not None and worker.action is Action.RESTORE)
 
     def _ready(self, worker: SimulatedWorker) -> None:
         if worker.generation > 0 and worker.told <= worker.generation:
             worker.step, worker.phase = -1, Phase.UPDATED
         snapshots, writes = tuple(sorted(self.checkpoints)), self.checkpoint_every is not None
+        worker.said = (worker.reach(), worker.parameters_at, snapshots)
         said = (worker.generation, worker.reach(), snapshots, writes, self.shards(worker.rank or 0))
         self._queue(worker.number, WorkerReady(worker.number, *said))
         worker.doing = Doing.READY
@@ -344,11 +358,11 @@ class SimulatedJob:
         worker.reported = worker.told
         step, phase = worker.stopped_in or (worker.step, worker.phase)
         snapshots = tuple(sorted(self.checkpoints))
-        at, reach = worker.parameters_at, worker.reach()
-        self._queue(worker.number, SafePointReached(worker.number, worker.told, step, phase, reach, at, snapshots))
+        reach, at, _ = worker.said = (worker.reach(), worker.parameters_at, snapshots)
+        self._queue(worker.number, SafePointReached((worker.number,), worker.told, step, phase, reach, at, snapshots))
 
     def _carry_out(self, worker: SimulatedWorker, order: Recover) -> None:
-        if worker.phase is Phase.SYNCED and order.action is Action.ADVANCE:
+        if worker.phase is Phase.SYNCED and worker.action is Action.ADVANCE:
             worker.phase = Phase.UPDATED
             self._update(worker)
         elif worker.phase is Phase.SYNCED:
@@ -360,28 +374,30 @@ class SimulatedJob:
             worker.connect(order.generation)
         else:
             worker.doing = Doing.RESTORING
-            worker.torn = worker.torn or order.action is Action.RESTORE
+            worker.torn = worker.torn or worker.action is Action.RESTORE
 
     def _source_is_there(self, worker: SimulatedWorker) -> bool:
         assert worker.order is not None
-        if worker.order.action is not Action.RESTORE:
+        transfer = worker.receives
+        if transfer is None:
             return True
-        sources = [other for other in self.workers.values() if other.rank in worker.order.sources and not other.hung]
+        sources = [other for other in self.workers.values() if other.rank in transfer.sources and not other.hung]
         return bool(sources) and all(
             source.generation == worker.generation and source.parameters_at == worker.order.resume_step
             for source in sources
         )
 
     def _recover(self, worker: SimulatedWorker) -> None:
-        order, received = worker.order, 0
+        order, action, received = worker.order, worker.action, 0
         assert order is not None
-        if order.action is Action.REWIND:
+        self.oracle.check_action(worker)
+        if action is Action.REWIND:
             assert order.resume_step in self.checkpoints, f"{order} names a checkpoint that is not there"
-        if order.action in (Action.REWIND, Action.RESTORE):
+        if action in (Action.REWIND, Action.RESTORE):
             worker.step, worker.phase, worker.torn = order.resume_step - 1, Phase.UPDATED, False
-            received = 8 if order.action is Action.RESTORE else 0
+            received = 8 if action is Action.RESTORE else 0
         assert worker.parameters_at == order.resume_step, f"{order} left its parameters at {worker.parameters_at}"
-        self._queue(worker.number, StateRecovered(worker.number, worker.generation, received))
+        self._queue(worker.number, StateRecovered((worker.number,), worker.generation, received))
         worker.doing = Doing.RESTORED
 
     # ---- a worker's steps -------------------------------------------------------------------------------------------
@@ -417,17 +433,20 @@ class SimulatedJob:
         return move
 
     def _update(self, worker: SimulatedWorker) -> None:
-        """A step is complete: the agent sees it on the page, rank 0 may write a checkpoint."""
+        """A step is complete: the agent sees it when all ranks there have got so far, rank 0 may write a checkpoint."""
         if worker.doing is Doing.TRAINING and worker.observed_in < worker.generation:
             worker.observed_in = worker.generation
-            seen = StepObserved(worker.number, worker.generation, worker.step, self.now_s, 0.1)
-            self._queue(("page", worker.number), seen)
+            ranks = self.nodes[worker.node].ranks
+            there = [self.workers[number] for number, rank in ranks.items() if rank is not None]
+            if all(other.observed_in == worker.generation for other in there):
+                seen = StepObserved(worker.node, worker.generation, worker.step, self.now_s, 0.1)
+                self._queue(("page", worker.node), seen)
         if self.checkpoint_every and worker.rank == 0 and (worker.step + 1) % self.checkpoint_every == 0:
             self.checkpoints.add(worker.step + 1)
 
     def _finish(self, worker: SimulatedWorker) -> None:
         digest = f"weights at step {worker.parameters_at}"
-        self._queue(worker.number, StepsFinished(worker.number, worker.generation, worker.step + 1, digest))
+        self._queue(worker.number, StepsFinished((worker.number,), worker.generation, worker.step + 1, digest))
         worker.doing = Doing.FINISHED
 
     def _end(self, worker: SimulatedWorker) -> None:
@@ -443,55 +462,24 @@ class SimulatedJob:
         self._queue(worker.number, StateRescued(worker.number, path, error))
         self._lose(worker, Cause.EXIT, "exit code 76")
 
-    # ---- the agent carries out orders, and the job checks them ------------------------------------------------------
+    # ---- the agents carry out orders, and the oracle checks them ----------------------------------------------------
 
     def _perform(self, effects: list[Effect]) -> None:
+        self.oracle.check_books()
         for effect in effects:
             self.effects.append(effect)
-            assert effect.node == NODE
             assert len(effect.reason.split()) >= 2, f"{effect.order} has no reason"
-            match effect.order:
-                case StartWorker(number, rank):
-                    assert number not in self.workers, f"worker {number} is started twice"
-                    self.workers[number] = SimulatedWorker(number, rank)
-                    self._queue(number, WorkerStarted(number, 4000 + number))
-                case FenceWorker(number):
-                    if number in self.workers:
-                        self.workers[number].dying = True
-                    else:
-                        self._queue(number, WorkerFenced(number))
-                case EndJob():
-                    assert self.ended is None, "the job ends twice"
-                    self.ended = effect.order
-                case order:
-                    if isinstance(order, Recover):
-                        self._check_decision(order)
-                    elif isinstance(order, Resume):
-                        self._check_resume(order)
-                    one = getattr(order, "worker", None)
-                    for number in order.workers if one is None else (one,):
-                        if number in self.workers:
-                            self.workers[number].orders.append(order)
+            if isinstance(effect.order, EndJob):
+                assert self.ended is None, "the job ends twice"
+                self.ended = effect.order
+            elif isinstance(effect.order, Recover):
+                self.oracle.check_decision(effect.order, self.workers.values())
+            elif isinstance(effect.order, Resume):
+                self.oracle.check_resume(effect.order, self.workers)
+            self._obey(effect)
 
-    def _check_decision(self, order: Recover) -> None:
-        assert order.generation == self.machine.generation
-        assert not set(order.sources) & set(order.receivers), f"{order}: a rank sends to itself"
-        assert order.sources, f"{order}: nobody holds the state"
-        lost = [worker for worker in self.machine.roster.workers.values() if worker.lost and worker.rank is not None]
-        assert not [worker for worker in lost if worker.worker in self.workers], "a lost rank still runs at DECIDE"
-        kept = [worker.parameters_at or 0 for worker in self.workers.values() if worker.rank is not None]
-        assert order.resume_step >= max(kept, default=0), f"{order} goes back behind a survivor: {kept}"
-        if not self.checkpoint_every:
-            assert order.resume_step >= self.resume_floor, f"{order} goes back behind step {self.resume_floor}"
-        self.decided_step = order.resume_step
 
-    def _check_resume(self, order: Resume) -> None:
-        """Every rank is there once, connected in this generation, with whole parameters of the resume step."""
-        resumed = [self.workers[number] for number in order.workers if number in self.workers]
-        ranks = [self.machine.roster.workers[number].rank for number in order.workers]
-        assert sorted(rank for rank in ranks if rank is not None) == list(range(self.machine.settings.world_size))
-        for worker in resumed:
-            assert worker.generation == order.generation, f"worker {worker.number} is not connected"
-            assert worker.parameters_at == self.decided_step, f"worker {worker.number} is at {worker.parameters_at}"
-        assert self.machine.stage is Stage.TRAINING
-        self.resume_floor = self.decided_step
+def three_nodes(**options: object) -> SimulatedJob:
+    """Ranks 0 and 1 on node a; ranks 2 and 3 and spare 5 on b; spares 4 and 6 on c."""
+    nodes = {"a/rack-1": 2, "b/rack-1": 3, "c/rack-2": 2}
+    return SimulatedJob(world_size=4, num_spares=3, ranks_per_node=2, nodes=nodes, **options)

@@ -6,8 +6,10 @@ import dataclasses
 import enum
 from collections import deque
 
-from keepstep.protocol.messages import Abandon, AnyMessage, Assign, Complete, Recover, Rescue, Resume, Stop
+from keepstep.protocol import resume
+from keepstep.protocol.messages import Abandon, AnyMessage, Assign, Complete, Recover, Rescue, Resume, Stop, Transfer
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.resume import Action
 
 ORDER_IN_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
 Position = tuple[int, Phase]
@@ -37,6 +39,7 @@ class SimulatedWorker:
     """One process."""
 
     number: int
+    node: str
     rank: int | None
     doing: Doing = Doing.LAUNCHING
     step: int = -1
@@ -57,6 +60,8 @@ class SimulatedWorker:
     observed_in: int = 0
     stopped_in: Position | None = None
     assignment: Assign | None = None
+    said: tuple[tuple[int, ...], int | None, tuple[int, ...]] = ((), None, ())
+    """What it last reported that its copy can be at, is at, and can be loaded from."""
     order: Recover | None = None
     resumed: int = 0
     completed: int = 0
@@ -81,6 +86,23 @@ class SimulatedWorker:
     def place(self) -> tuple[int, int]:
         """How far it is, as a pair that can be compared."""
         return self.step, ORDER_IN_STEP.index(self.phase) if self.phase in ORDER_IN_STEP else -1
+
+    @property
+    def receives(self) -> Transfer | None:
+        """The transfer that brings its shard, if there is one."""
+        assert self.order is not None
+        return next((each for each in self.order.transfers if self.rank in each.receivers), None)
+
+    @property
+    def action(self) -> Action:
+        """How it gets to the resume step: it restores what is sent to it, and else knows from what it has reported."""
+        assert self.order is not None
+        if self.receives:
+            return Action.RESTORE
+        reach, at, snapshots = self.said
+        action = resume.action(self.order.resume_step, frozenset(reach), at, frozenset(snapshots))
+        assert action is not Action.RESTORE, f"{self.order} sends nothing to rank {self.rank}, which said {self.said}"
+        return action
 
     def read(self, order: AnyMessage) -> None:
         """Takes one order from its link."""

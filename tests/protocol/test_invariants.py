@@ -3,20 +3,19 @@
 from collections.abc import Callable
 
 import pytest
-from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_job import NODE, SimulatedJob
 
 from keepstep.errors import InternalError
-from keepstep.protocol import invariants
-from keepstep.protocol.messages import SafePointReached, StateRecovered, WorkerReady
+from keepstep.protocol.messages import CollectiveFailed, SafePointReached, StateRecovered, WorkerReady
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.records import RecoveryRecord
-from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.protocol.recovery import RecoveryMachine, Stage, invariants
+from keepstep.protocol.recovery.records import RecoveryRecord
 
 
 def held_in(stage: Stage) -> RecoveryMachine:
     job = SimulatedJob(world_size=3, num_spares=2)
     if stage is Stage.STARTING:
-        job.say(job.reports["agent"].popleft())
+        job.join()
         job.withhold(job.workers[1], WorkerReady)
         return job.settle().machine
     job.bring_all(3, Phase.BACKWARD)
@@ -34,27 +33,40 @@ def holder(machine: RecoveryMachine, rank: int) -> int:
 
 
 def give_a_rank_twice(machine: RecoveryMachine) -> None:
-    machine.roster.spares()[0].rank = 0
+    next(iter(machine.roster.spares())).rank = 0
 
 
 def leave_the_world_above(machine: RecoveryMachine) -> None:
-    machine.roster.spares()[0].rank = 3
+    next(iter(machine.roster.spares())).rank = 3
 
 
 def leave_the_world_below(machine: RecoveryMachine) -> None:
-    machine.roster.spares()[0].rank = -1
+    next(iter(machine.roster.spares())).rank = -1
 
 
 def lose_a_rank(machine: RecoveryMachine) -> None:
-    worker = machine.roster.workers[holder(machine, 0)]
-    worker.lost = worker.gone = True
+    machine.roster.mark_lost(machine.roster.workers[holder(machine, 0)], gone=True)
 
 
 def let_a_lost_worker_run(machine: RecoveryMachine) -> None:
     """The rank itself is held again, by a process that took it too early."""
-    lose_a_rank(machine)
-    next(worker for worker in machine.roster.workers.values() if worker.lost and worker.rank == 0).gone = False
-    machine.roster.spares()[0].rank = 0
+    machine.roster.mark_lost(machine.roster.workers[holder(machine, 0)], gone=False)
+    machine.roster.give_rank(next(iter(machine.roster.spares())), 0)
+
+
+def forget_a_loss(machine: RecoveryMachine) -> None:
+    """Its mark is set, and it stays among those that hold a rank."""
+    machine.roster.workers[holder(machine, 0)].lost = True
+
+
+def forget_a_lost_spare(machine: RecoveryMachine) -> None:
+    next(iter(machine.roster.spares())).lost = True
+
+
+def count_a_process_that_is_gone(machine: RecoveryMachine) -> None:
+    spare = next(iter(machine.roster.spares()))
+    machine.roster.mark_lost(spare, gone=False)
+    spare.gone = True
 
 
 def resume_further_back(machine: RecoveryMachine) -> None:
@@ -69,6 +81,9 @@ BREACHES: list[tuple[Callable[[RecoveryMachine], None], list[Stage], str]] = [
     (give_a_rank_twice, ALWAYS, "two live workers hold the same rank"),
     (leave_the_world_above, ALWAYS, "a rank outside the world of 3"),
     (leave_the_world_below, ALWAYS, "a rank outside the world of 3"),
+    (forget_a_loss, ALWAYS, "the list of rank holders is not that of the workers"),
+    (forget_a_lost_spare, ALWAYS, "the list of spares is wrong"),
+    (count_a_process_that_is_gone, ALWAYS, "processes that are on no node or exist no more"),
     (lose_a_rank, ALL_RANKS_HELD, r"without ranks \[0\]"),
     (let_a_lost_worker_run, ALL_RANKS_HELD, "while a lost worker may still run"),
     (resume_further_back, ALWAYS, "training went back from step 9 to 8, and not to a checkpoint"),
@@ -104,9 +119,20 @@ def test_a_decision_may_go_back_behind_one_that_was_never_carried_out() -> None:
     invariants.check(machine)
 
 
+def test_a_checkpoint_that_a_superseded_recovery_went_back_to_counts_once() -> None:
+    machine = held_in(Stage.TRAINING)
+    resume_further_back(machine)
+    went_back = RecoveryRecord(7, "signal", "", 0.0, resume_step=8, actions={0: "rewind"}, superseded=True)
+    machine.records.insert(1, went_back)
+    invariants.check(machine)
+    machine.records.append(RecoveryRecord(9, "signal", "", 0.0, resume_step=7, restored_s=3.0))
+    with pytest.raises(InternalError, match="training went back from step 8 to 7"):
+        invariants.check(machine)
+
+
 def test_a_rank_may_be_missing_when_its_script_is_through() -> None:
     machine = held_in(Stage.TRAINING)
-    machine.roster.workers[0].done = machine.roster.workers[0].gone = True
+    machine.roster.mark_done(machine.roster.workers[0])
     invariants.check(machine)
 
 
@@ -114,4 +140,4 @@ def test_a_breach_comes_out_of_the_event_that_made_it() -> None:
     machine = held_in(Stage.TRAINING)
     give_a_rank_twice(machine)
     with pytest.raises(InternalError, match="two live workers hold the same rank"):
-        machine.receive(WorkerReady(4, 0, (), (), False, "0"), 5.0)
+        machine.receive(NODE, CollectiveFailed(0, 1, "world", "connection reset"), 5.0)

@@ -1,5 +1,8 @@
 """Who is to blame: the agent's machine, fed with looks at given times."""
 
+import dataclasses
+import math
+
 import pytest
 
 from keepstep.protocol.liveness import WINDOW, LivenessMachine, LivenessSettings, Observation
@@ -14,6 +17,7 @@ SETTINGS = LivenessSettings(
     unknown_s=UNKNOWN_S,
     between_steps_s=BETWEEN_S,
     recovery_s=RECOVERY_S,
+    blind_s=math.inf,  # most tests look only when something has changed
 )
 BIT_S = 0.001
 IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER]
@@ -22,8 +26,8 @@ IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER]
 class Node:
     """A liveness machine with looks that are told in short, at times that only go forward."""
 
-    def __init__(self, num_ranks: int = 2, num_spares: int = 0) -> None:
-        self.machine = LivenessMachine("node-a", SETTINGS)
+    def __init__(self, num_ranks: int = 2, num_spares: int = 0, blind_s: float = math.inf) -> None:
+        self.machine = LivenessMachine("node-a", dataclasses.replace(SETTINGS, blind_s=blind_s))
         self.now_s = 100.0
         for worker in range(num_ranks + num_spares):
             self.machine.watch(worker, worker if worker < num_ranks else None, self.now_s)
@@ -154,14 +158,14 @@ def test_all_inside_a_collective_is_a_stalled_job_once_a_generation() -> None:
     for worker in range(3):
         node.look(worker, Phase.BACKWARD, 9, collective=True)
     assert node.judge_after(FLOOR_S - BIT_S) == []
-    expected = [JobStalled("node-a", "all 3 ranks of node-a wait in a collective past its deadline")]
-    assert node.judge_after(2 * BIT_S) == expected
+    why = "all 3 ranks of node-a wait in a collective past its deadline"
+    assert node.judge_after(2 * BIT_S) == [JobStalled("node-a", 1, why)]
     assert node.judge_after(10.0) == []
 
     node.machine.resumed(node.now_s)
     for worker in range(3):
         node.look(worker, Phase.BACKWARD, 9, generation=2, collective=True)
-    assert node.judge_after(FLOOR_S + BIT_S) == expected
+    assert node.judge_after(FLOOR_S + BIT_S) == [JobStalled("node-a", 2, why)]
     assert node.judge_after(10.0) == []
 
 
@@ -393,6 +397,39 @@ def test_a_phase_is_measured_within_one_step() -> None:
     assert node.machine.deadline_s(0) == pytest.approx(2.0 * FACTOR)
 
 
+# ---- When it cannot have seen anything ------------------------------------------------------------------------------
+
+
+def blind_for(gap_s: float, *, stopped: bool = False) -> Node:
+    """It stood still for a bit before a gap in which nobody looked, and is looked at all the time after it."""
+    node = Node(num_ranks=1, blind_s=0.5)
+    node.train(0)
+    node.look(0, Phase.FORWARD, 1, stopped=stopped)
+    assert node.judge_after(0.4) == []
+    assert node.judge_after(gap_s) == []
+    return node
+
+
+@pytest.mark.parametrize("gap_s", [0.6, 50.0, 2 * BETWEEN_S, -300.0])
+def test_the_time_in_which_nobody_looked_counts_against_nobody(gap_s: float) -> None:
+    """The machine was suspended, the agent was held up, or its clock jumped; what was before and after it counts."""
+    node = blind_for(gap_s)
+    assert node.judge_after(0.4) == []
+    assert blamed(node.judge_after(0.4)) == [(0, Cause.HANG)]
+
+
+def test_a_process_seen_stopped_was_not_seen_stopped_for_the_time_in_which_nobody_looked() -> None:
+    node = blind_for(50.0, stopped=True)
+    assert blamed(node.judge_after(0.2)) == [(0, Cause.STOPPED)]
+
+
+def test_looks_that_come_in_time_hide_nothing() -> None:
+    node = Node(num_ranks=1, blind_s=0.5)
+    node.train(0)
+    verdicts = [verdict for _ in range(3) for verdict in node.judge_after(0.4)]
+    assert blamed(verdicts) == [(0, Cause.HANG)]
+
+
 # ---- Whom it watches ------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +443,7 @@ def test_a_forgotten_worker_is_judged_no_more() -> None:
     node.machine.safe(0)
     node.machine.recovering(0, node.now_s)
     (verdict,) = node.judge_after(10 * BETWEEN_S)
-    assert verdict == JobStalled("node-a", "all 1 ranks of node-a wait in a collective past its deadline")
+    assert verdict == JobStalled("node-a", 1, "all 1 ranks of node-a wait in a collective past its deadline")
 
 
 def test_a_node_without_workers_is_quiet() -> None:

@@ -14,9 +14,10 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages
 from keepstep.protocol.messages import (
     MAX_MESSAGE_BYTES,
-    AgentJoined,
     AnyMessage,
     Message,
+    NodeEvicted,
+    Packet,
     Tag,
     WorkerFailed,
     WorkerFenced,
@@ -76,10 +77,10 @@ def test_every_message_is_known_to_the_codec() -> None:
     assert defined - {Message} == set(MESSAGE_TYPES)
 
 
-def test_a_message_is_either_a_report_or_an_order() -> None:
+def test_a_message_is_either_a_report_or_an_order_or_what_carries_them() -> None:
     reports, orders = set(typing.get_args(messages.Report)), set(typing.get_args(messages.AgentOrder))
     assert reports & orders == set()
-    assert reports | orders == set(MESSAGE_TYPES)
+    assert reports | orders == set(MESSAGE_TYPES) - {Packet, NodeEvicted}
 
 
 @each_type
@@ -154,7 +155,7 @@ def test_random_bytes_are_refused(frame: bytes) -> None:
 
 
 @given(any_message, st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4))
-@example(AgentJoined("ab"), [(14, 0xFF)])
+@example(NodeEvicted("ab", 0, "why"), [(14, 0xFF)])
 def test_damaged_bytes_are_refused_or_still_a_message(message: AnyMessage, damage: list[tuple[int, int]]) -> None:
     """A changed byte can hit a value, so the message may stay valid; but no other error may come out."""
     frame = bytearray(messages.encode(message))
@@ -182,7 +183,7 @@ JSON = {"type": "WorkerFenced", "worker": 1}
         b"\x92\xacWorkerFenced" + b"\x91" * 100_000 + b"\x00",
         b"\x93\xacWorkerFenced\x01" + b"\x91" * 100_000 + b"\x00",
         b"\x92\xacWorkerFenced\xc7\x01\x05\x00",
-        b"\x92\xabAgentJoined\xa2\xff\xfe",
+        b"\x94\xaaNodeJoined\xa2\xff\xfe\x01\xa0",
     ],
     ids=[
         "nothing",

@@ -14,12 +14,13 @@ from keepstep.protocol.messages import (
     StartWorker,
     StateRecovered,
     Stop,
+    Transfer,
     WorkerJoined,
     WorkerReady,
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import TRANSITIONS, Stage
-from keepstep.protocol.recovery.machine import MAX_SPARE_FAILURES
+from keepstep.protocol.recovery.processes import MAX_SPARE_FAILURES
 from keepstep.protocol.resume import Action
 
 IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
@@ -49,15 +50,17 @@ def test_a_job_starts_all_ranks_and_spares_and_trains_when_all_ranks_are_ready()
         (4, None),
     ]
     assert set(job.orders(Assign)) == {Assign(rank, 1, rank, 3) for rank in range(3)}
-    assert job.orders(Recover) == [Recover(rank, 1, 0, Action.STAY, (0, 1, 2), ()) for rank in range(3)]
-    assert job.orders(Resume) == [Resume((0, 1, 2), 1)]
+    assert job.orders(Recover) == [Recover(1, 0, ())]
+    assert job.orders(Resume) == [Resume(1)]
+    assert job.handed_to(Recover) == job.handed_to(Resume) == [(0, 1, 2)]
+    assert {worker.action for worker in job.workers.values() if worker.rank is not None} == {Action.STAY}
     assert job.machine.records == []
     assert job.machine.next_deadline() is None
 
 
 def test_a_rank_that_is_not_ready_keeps_all_waiting_and_a_spare_does_not() -> None:
     job = SimulatedJob(world_size=2, num_spares=1)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     job.withhold(job.workers[2], WorkerJoined)
     job.withhold(job.workers[1], WorkerReady)
     job.settle()
@@ -71,7 +74,8 @@ def test_a_job_goes_on_from_the_newest_checkpoint_of_an_earlier_one() -> None:
     job = SimulatedJob(checkpoint_every=10)
     job.checkpoints |= {5, 10}
     job.settle()
-    assert {(order.resume_step, order.action) for order in job.orders(Recover)} == {(10, Action.REWIND)}
+    assert job.orders(Recover) == [Recover(1, 10, ())]
+    assert {job.holder(rank).action for rank in range(3)} == {Action.REWIND}
     assert job.machine.trained_to == 10
     job.finish_well()
 
@@ -80,7 +84,7 @@ def test_a_job_goes_on_from_the_newest_checkpoint_of_an_earlier_one() -> None:
 def test_a_rank_killed_in_start_up_means_all_ranks_anew(withheld: type | None) -> None:
     """Wherever the others are: before they asked for their rank, connecting, building the model, ready."""
     job = SimulatedJob(world_size=3, num_spares=0)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     for rank in (0, 1):
         if withheld is not None:
             job.withhold(job.workers[rank], withheld)
@@ -150,12 +154,10 @@ def test_the_orders_of_a_recovery_come_in_the_order_of_the_design() -> None:
     job.effects.clear()
     job.hang(job.holder(1))
     job.settle()
-    assert [type(effect.order) for effect in job.effects] == [FenceWorker, Stop, Assign, Recover, Recover, Resume]
-    assert job.orders(Stop)[0].workers == (0,)
-    assert job.orders(Recover) == [
-        Recover(0, 2, 3, Action.STAY, (0,), (1,)),
-        Recover(2, 2, 3, Action.RESTORE, (0,), (1,)),
-    ]
+    assert [type(effect.order) for effect in job.effects] == [FenceWorker, Stop, Assign, Recover, Resume]
+    assert job.orders(Recover) == [Recover(2, 3, (Transfer((0,), (1,)),))]
+    assert job.handed_to(Recover)[-1] == job.handed_to(Resume)[-1] == (0, 2)
+    assert {worker.number: worker.action for worker in job.workers.values()} == {0: Action.STAY, 2: Action.RESTORE}
 
 
 def test_the_record_and_every_order_say_the_same_reason() -> None:
@@ -167,9 +169,7 @@ def test_the_record_and_every_order_say_the_same_reason() -> None:
     (stop,) = [effect for effect in job.effects if isinstance(effect.order, Stop)]
     assert record.detail == stop.reason == stop.order.reason == "rank 1 lost: killed by SIGKILL"
     reasons = [effect.reason for effect in job.effects if isinstance(effect.order, Recover)]
-    assert reasons == [
-        f"resume at step 3, the greatest that every shard can reach: {what}" for what in ("stay", "restore")
-    ]
+    assert reasons == ["resume at step 3, the greatest that every shard can reach"]
 
 
 def test_the_record_has_all_times_in_order() -> None:
@@ -226,9 +226,8 @@ def test_a_shard_is_restored_from_its_own_replicas(rank: int) -> None:
     job.kill(job.holder(rank))
     job.settle()
     twin = (rank + 2) % 4
-    routes = {order.worker: (order.sources, order.receivers) for order in job.orders(Recover)}
-    assert routes[4] == routes[twin] == ((twin,), (rank,))
-    assert routes[(rank + 1) % 4] == routes[(rank + 3) % 4] == (tuple(sorted([(rank + 1) % 4, (rank + 3) % 4])), ())
+    assert job.orders(Recover) == [Recover(2, 3, (Transfer((twin,), (rank,)),))]
+    assert job.machine.records[-1].actions == {0: "stay", 1: "stay", 2: "stay", 3: "stay"} | {rank: "restore"}
 
 
 def test_a_shard_without_a_holder_ends_the_job_though_others_live() -> None:
@@ -264,7 +263,7 @@ def test_a_spare_that_never_comes_up_is_given_up_after_three_replacements() -> N
             next(job.moves(training=False))[1]()
         for worker in job.workers.values():
             job.withhold(worker, WorkerReady)
-    assert job.machine.roster.spares() == []
+    assert not job.machine.roster.spares()
     assert job.where == (Stage.TRAINING, 1)
     assert len(job.orders(StartWorker)) == 3 + 1 + MAX_SPARE_FAILURES
 
@@ -279,7 +278,8 @@ def test_fresh_processes_that_never_come_up_end_in_a_rescue_after_three_replacem
     job.settle()
     assert job.ended is not None
     assert job.ended.exit_code == 76
-    assert "4 fresh processes in a row were lost: exit code 1: MemoryError; state saved:" in job.ended.reason
+    assert "fresh processes are lost one after the other: exit code 1: MemoryError; state saved:" in job.ended.reason
+    assert len(job.orders(StartWorker)) == 2 + 1 + MAX_SPARE_FAILURES
 
 
 def test_warm_spares_that_are_all_lost_are_no_reason_to_give_up() -> None:
@@ -357,7 +357,7 @@ def test_a_fresh_process_that_is_lost_while_waited_for_is_replaced(fault: str, n
 
 def test_a_spare_whose_script_awaits_a_rank_takes_one_before_it_is_ready() -> None:
     job = SimulatedJob(world_size=2, num_spares=1)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     spare = job.workers[2]
     job.withhold(spare, WorkerReady)
     job.bring_all(3, Phase.BACKWARD)
@@ -373,7 +373,7 @@ def test_a_spare_whose_script_awaits_a_rank_takes_one_before_it_is_ready() -> No
 
 def test_a_spare_that_is_ready_is_preferred_to_one_that_only_awaits_a_rank() -> None:
     job = SimulatedJob(world_size=2, num_spares=2)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     job.withhold(job.workers[2], WorkerReady)
     job.bring_all(3, Phase.BACKWARD)
     job.say(RankAwaited(2))

@@ -42,7 +42,7 @@ def assert_due_in(job: SimulatedJob, seconds: float) -> None:
 
 def test_start_up_has_a_deadline() -> None:
     job = with_deadlines(world_size=3)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     job.withhold(job.workers[1], WorkerReady)
     job.settle()
     assert_due_in(job, DEADLINES["start_deadline_s"])

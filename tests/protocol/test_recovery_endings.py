@@ -1,7 +1,7 @@
 """The controller's machine: how a job ends, well or not, and what each exit code means."""
 
 import pytest
-from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_job import NODE, SimulatedJob
 
 from keepstep.protocol.messages import (
     Abandon,
@@ -61,7 +61,8 @@ def test_all_finish_then_complete_then_done_then_exit_0() -> None:
     while job.machine.stage is Stage.TRAINING:
         next(job.moves(training=True))[1]()
     job.settle()
-    assert job.orders(Complete) == [Complete((0, 1), 1)]
+    assert job.orders(Complete) == [Complete(1)]
+    assert job.handed_to(Complete) == [(0, 1)]
     assert [order.worker for order in job.orders(FenceWorker)] == [2]
     assert job.machine.next_deadline() is None, "the code after the loop may take as long as it likes"
     job.release()
@@ -98,13 +99,14 @@ def test_nothing_is_started_after_the_last_step() -> None:
     job.kill(job.holder(1))
     job.settle()
     for worker in job.workers.values():
-        job.withhold(worker, StepObserved, WorkerDone)
+        job.withhold(worker, WorkerDone)
+    job.withhold(NODE, StepObserved)
     while job.machine.stage is Stage.TRAINING:
         next(job.moves(training=True))[1]()
     num_started = len(job.orders(StartWorker))
-    for worker in job.workers.values():
-        job._withheld.discard((worker.number, StepObserved))
+    job._withheld.discard((NODE, StepObserved))
     job.settle()
+    assert not any(job.reports["page", NODE])
     assert len(job.orders(StartWorker)) == num_started
 
 
@@ -126,7 +128,7 @@ def test_a_loss_after_the_last_step_abandons_the_others_and_fails(fault: str) ->
     job = completed()
     getattr(job, fault)(job.holder(1))
     job.settle()
-    assert [order.workers for order in job.orders(Abandon)] == [(0,)]
+    assert job.handed_to(Abandon) == [(0, 1) if fault == "hang" else (0,)]
     assert job.where == (Stage.FINISHED, 1)
     job.release()
     job.settle()
@@ -151,7 +153,7 @@ def test_a_rank_that_is_through_already_is_not_abandoned() -> None:
     assert job.where == (Stage.FINISHED, 1)
     job.kill(job.holder(1))
     job.settle()
-    assert job.orders(Abandon) == []
+    assert job.handed_to(Abandon) == []
     assert ended(job)[0] == 1
 
 
@@ -198,12 +200,65 @@ def test_a_checkpoint_older_than_an_earlier_recovery_can_be_gone_back_to() -> No
     job.finish_well()
 
 
+def test_a_rank_lost_while_all_go_back_to_a_checkpoint_is_recovered_from() -> None:
+    """The other has loaded it already and stays there: in the second recovery, nobody rewinds."""
+    job = SimulatedJob(world_size=2, num_spares=1, checkpoint_every=4).bring_all(6, Phase.BACKWARD)
+    job.kill(job.holder(0))
+    job.settle().bring_all(7, Phase.UPDATED)
+    for rank in range(2):
+        job.kill(job.holder(rank))
+    job.checkpoints.remove(8)
+    while len(job.machine.records) < 2 or job.machine.stage is not Stage.STARTING:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.holder(1), StateRecovered)
+    job.settle()
+    assert job.where == (Stage.RECOVERING, 3)
+    job.kill(job.holder(1))
+    assert job.settle().where == (Stage.TRAINING, 4)
+    assert [record.resume_step for record in job.machine.records] == [6, 4, 4]
+    assert job.machine.records[-1].actions[0] == Action.STAY
+    job.finish_well()
+
+
 def test_fresh_ranks_that_find_no_checkpoint_do_not_begin_again_in_silence() -> None:
     job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=10).bring_all(7, Phase.BACKWARD)
     kill_all(job)
     exit_code, reason = ended(job)
     assert exit_code == 75
     assert "find no checkpoint" in reason
+
+
+def test_fresh_ranks_do_not_begin_again_in_silence_when_one_of_them_is_lost_either() -> None:
+    """One has come to step 0 and would stay there, and its peer is lost before all are ready."""
+    job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=10).bring_all(7, Phase.BACKWARD)
+    for rank in range(2):
+        job.kill(job.holder(rank))
+    while 3 not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.workers[3], WorkerReady)
+    job.settle()
+    assert job.where == (Stage.STARTING, 2)
+    job.kill(job.workers[3])
+    job.release()
+    job.settle()
+    exit_code, reason = ended(job)
+    assert exit_code == 75
+    assert "find no checkpoint" in reason
+
+
+def test_a_checkpoint_of_one_shard_alone_is_none() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=10, shards=str).bring_all(7, Phase.BACKWARD)
+    for rank in range(2):
+        job.kill(job.holder(rank))
+    while 3 not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.checkpoints.add(5)
+    job.withhold(job.workers[3], WorkerReady)
+    job.settle()
+    job.checkpoints.clear()
+    job.release()
+    job.settle()
+    assert ended(job)[0] == 75
 
 
 def test_survivors_whose_copies_are_torn_go_back_to_a_checkpoint() -> None:
@@ -257,7 +312,7 @@ def test_a_fatal_error_ends_the_job_wherever_it_is(rank: int | None) -> None:
 
 def test_an_exception_before_the_first_step_ends_the_job_at_once() -> None:
     job = SimulatedJob(world_size=2, num_spares=1)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     job.throw(job.workers[1], "ImportError: no module named gpt")
     job.settle()
     assert ended(job) == (1, "rank 1 failed: ImportError: no module named gpt")
@@ -265,7 +320,7 @@ def test_an_exception_before_the_first_step_ends_the_job_at_once() -> None:
 
 def test_a_rank_that_exits_before_the_first_step_ends_the_job() -> None:
     job = SimulatedJob(world_size=2, num_spares=1)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     job.throw(job.workers[1])
     job.reports[1] = type(job.reports[1])(report for report in job.reports[1] if not isinstance(report, WorkerFailed))
     job.settle()
@@ -275,7 +330,7 @@ def test_a_rank_that_exits_before_the_first_step_ends_the_job() -> None:
 def failing_in_start_up(*, with_word: bool) -> SimulatedJob:
     """Rank 1 fails while the others are already at their first step, and a peer notices before the agent does."""
     job = SimulatedJob(world_size=3, num_spares=1)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     job.withhold(job.workers[1], WorkerReady)
     job.settle()
     job.throw(job.workers[1], "ImportError: no module named gpt")
@@ -296,7 +351,7 @@ def test_a_start_up_that_fails_ends_the_job_though_a_peer_told_of_it_first(with_
 
 def test_a_rank_that_fails_while_the_first_groups_are_connected_ends_the_job() -> None:
     job = SimulatedJob(world_size=2, num_spares=1)
-    job.say(job.reports["agent"].popleft())
+    job.join()
     for worker in job.workers.values():
         job.withhold(worker, StateRecovered)
     job.settle()
@@ -341,7 +396,7 @@ def out_of_restarts(world_size: int = 3) -> SimulatedJob:
 def test_restarts_used_up_rescues_what_is_alive_and_ends_with_76() -> None:
     job = out_of_restarts(world_size=2)
     assert job.where == (Stage.RESCUING, 2)
-    assert [order.workers for order in job.orders(Rescue)] == [(0,)]
+    assert job.handed_to(Rescue) == [(0,)]
     job.release()
     job.settle()
     exit_code, reason = ended(job)
@@ -430,5 +485,5 @@ def test_the_job_ends_once() -> None:
     job = SimulatedJob(num_steps=2).finish()
     assert job.orders(EndJob) == [job.ended]
     assert job.machine.ended == job.ended
-    assert len(job.orders(Recover)) == 3
+    assert len(job.orders(Recover)) == 1
     assert job.orders(WorkerLost) == []

@@ -1,43 +1,62 @@
 """The one entrance of the controller's machine: what is old, unknown or too late changes nothing."""
 
-import copy
 import typing
 
 import pytest
-from tests.protocol.simulated_job import NODE, SimulatedJob
+from tests.protocol.simulated_job import NODE, SimulatedJob, three_nodes
 
 from keepstep.errors import InternalError
 from keepstep.protocol import messages
 from keepstep.protocol.messages import (
-    AgentJoined,
     Cause,
     CollectiveFailed,
     GroupsReset,
     JobStalled,
+    NodeJoined,
+    RankAwaited,
+    Report,
     SafePointReached,
     StateRecovered,
+    StateRescued,
     StepObserved,
+    StepsFinished,
     StoreRequested,
+    WorkerDone,
+    WorkerFailed,
     WorkerFenced,
     WorkerJoined,
     WorkerLost,
     WorkerReady,
+    WorkerStarted,
 )
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.protocol.recovery import Stage
 
 # ---- The entrance ---------------------------------------------------------------------------------------------------
 
 
-def state_of(machine: RecoveryMachine) -> dict[str, object]:
-    return copy.deepcopy({name: value for name, value in vars(machine).items() if name != "settings"})
+def state_of(thing: object, met: tuple[int, ...] = ()) -> object:
+    """All that a machine knows, through every object that it is made of, as values that can be compared."""
+    if isinstance(thing, dict):
+        return {key: state_of(value, met) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return [state_of(value, met) for value in thing]
+    if isinstance(thing, set):
+        return set(thing)
+    if not type(thing).__module__.startswith("keepstep.protocol.recovery") or isinstance(thing, str):
+        return thing
+    if id(thing) in met:
+        return type(thing).__name__
+    kept = getattr(type(thing), "__slots__", getattr(thing, "__struct_fields__", ()))
+    names = [*getattr(thing, "__dict__", ()), *kept]
+    return {name: state_of(getattr(thing, name), (*met, id(thing))) for name in names}
 
 
 def held_in(stage: Stage) -> SimulatedJob:
     """A job that was brought to a stage and is held there; beyond the start it has two recoveries behind it."""
     job = SimulatedJob(world_size=3, num_spares=3)
     if stage is Stage.STARTING:
-        job.say(job.reports["agent"].popleft())
+        job.join()
         job.withhold(job.workers[1], WorkerReady)
         return job.settle()
     job.settle()
@@ -54,14 +73,15 @@ def held_in(stage: Stage) -> SimulatedJob:
 
 
 def of_generation(generation: int) -> list[messages.Report]:
-    """One report of every type that is fenced by its generation, from the worker of rank 0."""
+    """One report of every type that is fenced by its generation, from the worker of rank 0 or from its node."""
     reports: list[messages.Report] = [
         CollectiveFailed(0, generation, "world", "connection reset"),
-        SafePointReached(0, generation, 9, Phase.SYNCED, (9, 10), 9, ()),
-        GroupsReset(0, generation),
-        StateRecovered(0, generation, 64),
-        messages.StepsFinished(0, generation, 20, "0f0f"),
-        StepObserved(0, generation, 30, 5.0, 0.5),
+        SafePointReached((0,), generation, 9, Phase.SYNCED, (9, 10), 9, ()),
+        GroupsReset((0,), generation),
+        StateRecovered((0,), generation, 64),
+        StepsFinished((0,), generation, 20, "0f0f"),
+        StepObserved(NODE, generation, 30, 5.0, 0.5),
+        JobStalled(NODE, generation, "all 3 ranks wait"),
     ]
     return reports
 
@@ -79,7 +99,7 @@ def test_a_report_of_another_generation_changes_nothing(report: messages.Report,
     before = state_of(job.machine)
     for generation in (job.machine.generation - 1, 1, job.machine.generation + 1):
         (old,) = [other for other in of_generation(generation) if type(other) is type(report)]
-        assert job.machine.receive(old, job.now_s) == []
+        assert job.machine.receive(NODE, old, job.now_s) == []
         assert state_of(job.machine) == before
 
 
@@ -88,8 +108,9 @@ MEANINGFUL_IN = {
     SafePointReached: Stage.STOPPING,
     GroupsReset: Stage.STOPPING,
     StateRecovered: Stage.RECOVERING,
-    messages.StepsFinished: Stage.TRAINING,
+    StepsFinished: Stage.TRAINING,
     StepObserved: Stage.TRAINING,
+    JobStalled: Stage.TRAINING,
 }
 
 
@@ -98,15 +119,15 @@ def test_the_same_reports_do_change_something_in_their_own_generation(kind: type
     job = held_in(MEANINGFUL_IN[kind])
     before = state_of(job.machine)
     (report,) = [report for report in of_generation(job.machine.generation) if type(report) is kind]
-    job.machine.receive(report, job.now_s)
+    job.machine.receive(NODE, report, job.now_s)
     assert state_of(job.machine) != before
 
 
 def test_nothing_is_heard_after_the_end() -> None:
     job = SimulatedJob(world_size=2, num_steps=3).finish()
     before = state_of(job.machine)
-    for report in [*of_generation(1), JobStalled(NODE, "all wait"), AgentJoined(NODE), WorkerFenced(0)]:
-        assert job.machine.receive(report, job.now_s) == []
+    for report in [*of_generation(1), NodeJoined(NODE, 9, ""), WorkerFenced(0)]:
+        assert job.machine.receive(NODE, report, job.now_s) == []
     assert job.machine.tick(job.now_s + 1e6) == []
     assert state_of(job.machine) == before
 
@@ -114,8 +135,8 @@ def test_nothing_is_heard_after_the_end() -> None:
 def test_a_worker_that_is_not_known_is_not_heard() -> None:
     job = held_in(Stage.TRAINING)
     before = state_of(job.machine)
-    assert job.machine.receive(WorkerLost(77, Cause.EXIT, "exit code 1", True, None, 0.0), job.now_s) == []
-    assert job.machine.receive(WorkerJoined(77, 1), job.now_s) == []
+    assert job.machine.receive(NODE, WorkerLost(77, Cause.EXIT, "exit code 1", True, None, 0.0), job.now_s) == []
+    assert job.machine.receive(NODE, WorkerJoined(77, 1), job.now_s) == []
     assert state_of(job.machine) == before
 
 
@@ -128,22 +149,20 @@ def test_a_lost_worker_is_not_heard_as_if_it_lived() -> None:
     job.settle()
     before = state_of(job.machine)
     for report in (
-        SafePointReached(hung.number, 2, 3, Phase.BACKWARD, (3,), 3, ()),
+        SafePointReached((hung.number,), 2, 3, Phase.BACKWARD, (3,), 3, ()),
         WorkerReady(hung.number, 2, (3,), (), False, "0"),
         WorkerJoined(hung.number, 1),
-        GroupsReset(hung.number, 2),
-        StateRecovered(hung.number, 2, 0),
+        GroupsReset((hung.number,), 2),
+        StateRecovered((hung.number,), 2, 0),
     ):
-        assert job.machine.receive(report, job.now_s) == []
+        assert job.machine.receive(NODE, report, job.now_s) == []
         assert state_of(job.machine) == before
 
 
 def test_what_cannot_be_is_our_bug() -> None:
     job = SimulatedJob().settle()
-    with pytest.raises(InternalError, match="a second node, node-b"):
-        job.machine.receive(AgentJoined("node-b"), job.now_s)
     with pytest.raises(InternalError, match="rendezvous"):
-        job.machine.receive(StoreRequested(0, 1, 1, "get", ("key",), b""), job.now_s)
+        job.machine.receive(NODE, StoreRequested(0, 1, 1, "get", ("key",), b""), job.now_s)
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.STOPPING, Stage.RECOVERING])
@@ -151,5 +170,64 @@ def test_a_stall_means_nothing_outside_of_training(stage: Stage) -> None:
     job = held_in(stage)
     assert job.machine.stage is stage
     before = state_of(job.machine)
-    assert job.say(JobStalled(NODE, "all 3 ranks wait")) == []
+    assert job.say(JobStalled(NODE, job.machine.generation, "all 3 ranks wait")) == []
     assert state_of(job.machine) == before
+
+
+# ---- Who may say what -----------------------------------------------------------------------------------------------
+
+
+ABOUT_RANK_0 = [
+    WorkerStarted(0, 1),
+    RankAwaited(0),
+    WorkerReady(0, 1, (0,), (7,), True, "0"),
+    WorkerFailed(0, "ValueError: bad batch", "Traceback ...", False),
+    StateRescued(0, "rescued-0.pt", None),
+    WorkerLost(0, Cause.EXIT, "exit code 1", True, None, 0.0),
+    WorkerDone(0),
+    WorkerFenced(0),
+    CollectiveFailed(0, 1, "world", "connection reset"),
+    StepsFinished((0,), 1, 20, "0f0f"),
+]
+
+
+@pytest.mark.parametrize("report", ABOUT_RANK_0, ids=lambda report: type(report).__name__)
+def test_a_node_is_not_heard_about_the_worker_of_another(report: Report) -> None:
+    job = three_nodes().settle()
+    before = state_of(job.machine)
+    assert job.say(report, "b") == []
+    assert state_of(job.machine) == before
+    job.say(report, "a")
+    assert state_of(job.machine) != before
+
+
+def test_an_answer_for_several_workers_counts_for_each_that_is_the_nodes_own() -> None:
+    job = three_nodes().bring_all(3, Phase.BACKWARD)
+    job.say(CollectiveFailed(0, 1, "world", "connection reset"))
+    assert job.machine.awaited == {0, 1, 2, 3}
+    answer = SafePointReached((0, 1, 2), 2, 3, Phase.BACKWARD, (3,), 3, ())
+    job.say(answer, "a")
+    assert job.machine.awaited == {2, 3}
+    job.say(answer, "b")
+    assert job.machine.awaited == {3}
+
+
+def test_what_several_workers_received_is_added_up() -> None:
+    job = three_nodes().bring_all(3, Phase.BACKWARD)
+    job.lose_node("b")
+    for worker in job.workers.values():
+        job.withhold(worker, StateRecovered)
+    job.settle()
+    assert job.where == (Stage.RECOVERING, 2)
+    job.say(StateRecovered((4, 6), 2, 100))
+    assert job.machine.records[-1].received_bytes == 200
+
+
+def test_the_slowest_and_the_last_node_tell_when_training_went_on() -> None:
+    job = three_nodes().bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(0))
+    job.settle()
+    for node, at_s, step_s in (("a", 8.0, 0.1), ("b", 9.0, 0.2), ("c", 7.0, 0.3)):
+        job.say(StepObserved(node, 2, 3, at_s, step_s))
+    record = job.machine.records[-1]
+    assert (record.resumed_s, record.first_step_s) == (9.0, 0.3)

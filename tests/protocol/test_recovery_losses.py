@@ -4,7 +4,7 @@ import copy
 import itertools
 
 import pytest
-from tests.protocol.simulated_job import NODE, SimulatedJob
+from tests.protocol.simulated_job import NODE, SimulatedJob, three_nodes
 
 from keepstep.protocol.messages import (
     Cause,
@@ -175,6 +175,21 @@ def test_a_hung_rank_that_ends_by_itself_needs_no_word_of_the_fence() -> None:
     assert len(job.machine.records[-1].failures) == 1
 
 
+def test_a_lost_rank_whose_script_ends_after_all_is_gone_and_nothing_more() -> None:
+    """Its rank belongs to another: it has not left the job early, and a later recovery must not think so."""
+    job = SimulatedJob(world_size=2, num_spares=2).bring_all(3, Phase.BACKWARD)
+    hung = job.holder(1)
+    job.withhold(hung, WorkerFenced)
+    job.hang(hung)
+    job.settle()
+    job.quit(hung)
+    assert job.settle().where == (Stage.TRAINING, 2)
+    job.bring_all(5, Phase.BACKWARD)
+    job.kill(job.holder(0))
+    assert job.settle().where == (Stage.TRAINING, 3)
+    job.finish_well()
+
+
 def test_a_loss_is_told_twice_and_counts_once() -> None:
     job = SimulatedJob(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)
     lost = job.holder(1)
@@ -220,7 +235,7 @@ def test_the_cause_of_the_first_loss_stays() -> None:
 
 def test_a_stalled_job_is_stopped_and_goes_on() -> None:
     job = SimulatedJob(world_size=2, num_spares=0).bring_all(3, Phase.BACKWARD)
-    job.say(JobStalled(NODE, "all 2 ranks wait"))
+    job.say(JobStalled(NODE, 1, "all 2 ranks wait"))
     job.settle()
     (record,) = job.machine.records
     assert job.where == (Stage.TRAINING, 2)
@@ -232,9 +247,53 @@ def test_in_a_stalled_job_the_one_that_cannot_even_stop_is_replaced() -> None:
     job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
     hung = job.holder(1)
     job.hang(hung, seen=False)
-    job.say(JobStalled(NODE, "all 2 ranks wait"))
+    job.say(JobStalled(NODE, 1, "all 2 ranks wait"))
     job.settle()
     assert job.where == (Stage.STOPPING, 2)
     job.hang(hung)
     assert job.settle().where == (Stage.TRAINING, 2)
     assert job.machine.records[-1].actions == {0: "stay", 1: "restore"}
+
+
+# ---- Several nodes that stand still ----------------------------------------------------------------------------------
+
+
+def stall(job: SimulatedJob, node: str) -> None:
+    job.say(JobStalled(node, job.machine.generation, f"all ranks of {node} wait"))
+
+
+def test_a_stall_counts_when_every_node_with_ranks_is_stalled() -> None:
+    """Where one still moves, the rank to blame is there. Node c holds spares only, and has nothing to say."""
+    job = three_nodes().bring_all(3, Phase.BACKWARD)
+    stall(job, "a")
+    stall(job, "a")
+    stall(job, "c")
+    assert (job.where, job.orders(Stop)) == ((Stage.TRAINING, 1), [])
+    stall(job, "b")
+    job.settle()
+    (record,) = job.machine.records
+    assert job.where == (Stage.TRAINING, 2)
+    assert (record.cause, record.detail, record.failures) == ("stuck collective", "all ranks of b wait", [])
+    job.finish_well()
+
+
+def test_a_stall_of_an_older_generation_does_not_count() -> None:
+    job = three_nodes().bring_all(3, Phase.BACKWARD)
+    stall(job, "a")
+    job.kill(job.holder(3))
+    job.settle()
+    stall(job, "b")
+    job.say(JobStalled("a", 1, "all ranks of a wait"))
+    assert job.where == (Stage.TRAINING, 2)
+    stall(job, "a")
+    assert job.where == (Stage.STOPPING, 3)
+
+
+def test_a_node_that_was_given_a_rank_is_asked_as_well() -> None:
+    job = three_nodes().bring_all(3, Phase.BACKWARD)
+    job.lose_node("b")
+    job.settle()
+    stall(job, "a")
+    assert job.where == (Stage.TRAINING, 2)
+    stall(job, "c")
+    assert job.where == (Stage.STOPPING, 3)

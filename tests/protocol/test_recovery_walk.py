@@ -6,7 +6,7 @@ end. `SimulatedJob` checks every order on the way. A walk that has failed is rep
 
 import random
 
-from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_job import Move, SimulatedJob
 from tests.protocol.simulated_worker import Doing, SimulatedWorker
 
 from keepstep.protocol.recovery import Stage
@@ -20,9 +20,9 @@ MAX_MOVES = 20_000
 class Walk:
     """One job, one random generator, and the story so far."""
 
-    def __init__(self, seed: int, **settings: int | None) -> None:
+    def __init__(self, seed: int, **settings: object) -> None:
         self.random = random.Random(seed)
-        drawn: dict[str, int | None] = {
+        drawn: dict[str, object] = {
             "world_size": self.random.randint(1, 4),
             "num_spares": self.random.randint(0, 3),
             "num_steps": self.random.randint(1, 12),
@@ -37,7 +37,7 @@ class Walk:
         if faults and self.num_faults and self.job.workers and self.random.random() < FAULT_RATE:
             self.inject()
             return
-        moves = list(self.job.moves(training=True, failures=faults))
+        moves = [*self.job.moves(training=True, failures=faults), *self.more_moves()]
         if moves:
             what, move = self.random.choice(moves)
             self.story.append(f"{self.job.machine.stage} {self.job.machine.generation}: {what}")
@@ -45,6 +45,10 @@ class Walk:
         else:
             self.story.append(f"{self.job.machine.stage}: nothing is open, the deadline comes")
             self.job.deadline()
+
+    def more_moves(self) -> list[Move]:
+        """What else can happen next."""
+        return []
 
     def inject(self) -> None:
         """Loses one worker in one way, unless that way is left out."""
@@ -112,6 +116,50 @@ class CheckpointWalk(TrainingWalk):
         self.num_faults -= 1
 
 
+class NodeWalk(Walk):
+    """Whole nodes are lost, with what runs there, and come back; and the controller is restarted."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        num_nodes, slots = draw.randint(2, 4), draw.randint(2, 3)
+        num_ranks = draw.randint(1, num_nodes * slots)
+        super().__init__(
+            seed,
+            nodes={f"node-{index}/rack-{index % 2}": slots for index in range(num_nodes)},
+            world_size=num_ranks,
+            num_spares=draw.randint(0, num_nodes * slots - num_ranks),
+            ranks_per_node=draw.choice([None, -(-num_ranks // num_nodes)]),
+            checkpoint_every=draw.choice([None, 2]),
+            max_restarts=draw.choice([None, None, None, 4]),
+        )
+        self.num_faults = 8
+        self.slots = slots
+        self.racks = {name: node.offer.domain for name, node in self.job.nodes.items()}
+
+    def more_moves(self) -> list[Move]:
+        """A node that was given up comes back."""
+        away = self.racks.keys() - self.job.nodes.keys() - {node.node for node in self.job.dark}
+        offer = self.job.offer
+        return [
+            (f"{name} comes back", lambda name=name: offer(name, self.slots, self.racks[name])) for name in sorted(away)
+        ]
+
+    def inject(self) -> None:
+        """Loses a node, restarts the controller, or loses one worker."""
+        fault = self.random.choice(["node", "node", "controller", "worker"])
+        if fault == "worker":
+            super().inject()
+            return
+        if fault == "node" and self.job.nodes:
+            name = self.random.choice(sorted(self.job.nodes))
+            self.story.append(f"{name} is lost with workers {sorted(self.job.nodes[name].ranks)}")
+            self.job.lose_node(name)
+        elif fault == "controller":
+            self.story.append("the controller is restarted")
+            self.job.restart_controller()
+        self.num_faults -= 1
+
+
 def run_all(walks: list[Walk]) -> list[Walk]:
     for walk in walks:
         try:
@@ -138,6 +186,13 @@ def test_losses_with_checkpoints(seed: int) -> None:
     walks = run_all([CheckpointWalk(seed + index) for index in range(NUM_WALKS)])
     actions = [record.actions.values() for walk in walks for record in walk.job.machine.records]
     assert any("rewind" in each for each in actions), "no walk goes back to a checkpoint"
+
+
+def test_losses_of_nodes_and_restarts_of_the_controller(seed: int) -> None:
+    walks = run_all([NodeWalk(seed + index) for index in range(NUM_WALKS)])
+    causes = {record.cause for walk in walks for record in walk.job.machine.records if record.resumed_s}
+    assert {"node lost", "controller restarted"} <= causes, "no walk recovers from that"
+    assert any(walk.job.ended.exit_code == 0 and len(walk.job.machine.records) > 1 for walk in walks)
 
 
 def test_a_walk_is_repeated_by_its_seed() -> None:

@@ -1,42 +1,58 @@
 """The simulated job is an oracle: it must notice when the machine decides wrongly."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
 
-from keepstep.protocol.messages import Resume, WorkerFenced
+from keepstep.protocol import resume
+from keepstep.protocol.messages import SafePointReached, Transfer, WorkerFenced
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoveryMachine, Stage, decision
-from keepstep.protocol.resume import Action, resume_step
-from keepstep.protocol.roster import Roster
+from keepstep.protocol.recovery.roster import Roster
+from keepstep.protocol.resume import Action
 
 
 def recover_once(phase: Phase = Phase.BACKWARD) -> None:
-    """One rank hangs and is replaced, and its fence takes a while; everything on the way is checked by the job."""
-    job = SimulatedJob(world_size=3, num_spares=1).bring_all(3, phase)
-    job.withhold(job.holder(1), WorkerFenced)
-    job.hang(job.holder(1))
-    job.settle()
-    job.release()
-    job.settle()
-    job.finish_well()
+    """One rank hangs and is replaced, its fence and a safe point take a while; the job checks everything on the way."""
+    for slow, kind in ((1, WorkerFenced), (2, SafePointReached)):
+        job = SimulatedJob(world_size=3, num_spares=1).bring_all(3, phase)
+        job.withhold(job.holder(slow), kind)
+        job.hang(job.holder(1))
+        job.settle()
+        job.release()
+        job.settle()
+        job.finish_well()
+
+
+def decide_by(
+    patch: pytest.MonkeyPatch,
+    resume_step: Callable[..., int | None] = resume.resume_step,
+    action: Callable[..., Action] = resume.action,
+) -> None:
+    """Another rule for the machine alone: the workers keep to the right one."""
+    patch.setattr(decision, "resume", SimpleNamespace(resume_step=resume_step, action=action))
 
 
 def resume_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decision, "resume_step", lambda shards: (resume_step(shards) or 1) - 1)
+    decide_by(patch, resume_step=lambda shards: (resume.resume_step(shards) or 1) - 1)
 
 
 def resume_too_late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decision, "resume_step", lambda shards: (resume_step(shards) or 0) + 1)
+    decide_by(patch, resume_step=lambda shards: (resume.resume_step(shards) or 0) + 1)
 
 
 def everybody_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decision, "action", lambda *_: Action.STAY)
+    decide_by(patch, action=lambda *_: Action.STAY)
 
 
 def everybody_receives(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decision, "action", lambda *_: Action.RESTORE)
+    decide_by(patch, action=lambda *_: Action.RESTORE)
+
+
+def nobody_receives(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decision, "Transfer", lambda sources, receivers: Transfer(sources, ()))
 
 
 def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
@@ -44,11 +60,25 @@ def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
 
 
 def resumed_before_all_have_recovered(patch: pytest.MonkeyPatch) -> None:
-    def recovering(self: RecoveryMachine, holders: list[object], now_s: float) -> None:
-        self._enter(Stage.TRAINING)
-        self._orders.to_holders(lambda workers: Resume(workers, self.generation), "too early by far")
+    right = RecoveryMachine.enter
 
-    patch.setattr(RecoveryMachine, "_recovering", recovering)
+    def enter(self: RecoveryMachine, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
+        right(self, stage, set() if stage is Stage.RECOVERING else awaited, deadline_s)
+
+    patch.setattr(RecoveryMachine, "enter", enter)
+
+
+def decided_before_all_stand_still(patch: pytest.MonkeyPatch) -> None:
+    right = RecoveryMachine.enter
+
+    def enter(self: RecoveryMachine, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
+        right(self, stage, set(list(awaited)[:1]) if stage is Stage.STOPPING else awaited, deadline_s)
+
+    patch.setattr(RecoveryMachine, "enter", enter)
+
+
+def a_process_that_is_gone_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Roster, "mark_gone", lambda _, worker: setattr(worker, "gone", True))
 
 
 MUTANTS = [
@@ -56,8 +86,11 @@ MUTANTS = [
     resume_too_late,
     everybody_stays,
     everybody_receives,
+    nobody_receives,
     nobody_is_fenced,
     resumed_before_all_have_recovered,
+    decided_before_all_stand_still,
+    a_process_that_is_gone_keeps_its_place,
 ]
 
 

@@ -32,3 +32,27 @@ def test_a_checkpoint_that_rots_after_it_was_found_ends_the_script(tmp_path: Pat
     assert again.returncode == 1
     assert "NothingToRecoverFrom: " in again.stderr
     assert "step_0000000005" in again.stderr
+
+
+TWO_LOOPS = """
+import keepstep, torch
+
+session = keepstep.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.protect(model=model, optimizer=optimizer)
+for num_steps in (2, 2, 3):
+    for step in session.steps(num_steps):
+        with step:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print("loop", num_steps, flush=True)
+"""
+
+
+def test_steps_after_the_last_one_are_refused() -> None:
+    run = subprocess.run([sys.executable, "-c", TWO_LOOPS], capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout == "loop 2\nloop 2\n"
+    assert run.returncode == 1
+    assert "UsageError: steps(3) after all ranks have completed steps(2)" in run.stderr

@@ -1,4 +1,4 @@
-"""The loop of an agent: orders in, processes started and killed, tag pages watched, reports out."""
+"""The loop around the agent's machine: packets in, processes started and killed, tag pages watched, packets out."""
 
 from __future__ import annotations
 
@@ -16,28 +16,22 @@ from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerClient
 from keepstep.config import WorkerConfig, worker_environment
-from keepstep.errors import ProtocolError
-from keepstep.protocol.liveness import LivenessMachine, Observation
+from keepstep.errors import ProtocolError, RemoteProtocolError
+from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import (
-    AgentJoined,
     AnyMessage,
     Assign,
     Cause,
-    EndJob,
-    FenceWorker,
+    NodeEvicted,
+    NodeJoined,
+    Packet,
     Recover,
     Resume,
-    SafePointReached,
-    StartWorker,
-    StepObserved,
-    Stop,
-    WorkerDone,
-    WorkerEnded,
-    WorkerFenced,
+    StoreAnswered,
+    StoreRequested,
     WorkerJoined,
-    WorkerLost,
-    WorkerReport,
-    WorkerStarted,
+    WorkerOrder,
 )
 from keepstep.protocol.phases import Phase
 from keepstep.transports.framing import FrameDecoder, frame
@@ -63,19 +57,21 @@ DRAIN_DEADLINE_S = 0.5
 
 @dataclasses.dataclass(slots=True)
 class AgentWorker:
-    """One worker's process as its agent sees it."""
+    """One worker's process as its agent's loop sees it; what follows from it is the machine's to say."""
 
     worker: int
     rank: int | None
     local_rank: int
     page: tagpage.TagReader
     output: WorkerOutput
-    writer: asyncio.StreamWriter
-    listener: asyncio.Task[None]
     lifeline: lifeline.Lifeline
+    listener: asyncio.Task[None]
+    writer: asyncio.StreamWriter | None = None
+    unwritten: bytes = b""
+    """Orders that came before the line to it was open."""
     pid: int | None = None
-    told_lost: bool = False
-    fenced: bool = False
+    is_leaving: bool = False
+    """It was told to go, or is dead already: its place on the node is free."""
     resume_step: int = 0
     watched_generation: int | None = None
     events_read: int = 0
@@ -95,7 +91,9 @@ class Agent:
         self.step_durations_s: list[float] = []
         """Of every step that a worker which has ended still had in its page."""
         self._channel = channel
-        self._liveness = LivenessMachine(settings.node, settings.liveness)
+        joined = NodeJoined(settings.node, settings.world_size + settings.num_spares, domain=settings.node)
+        # The time of day, for it goes on when the machine is started again, and a later life has a greater number.
+        self._machine = AgentMachine(joined, time.time_ns(), settings.liveness)
         self._ending = asyncio.Event()
         self._lost_spawner = False
         self._spawner = SpawnerClient(self._spawner_reported, self._spawner_lost)
@@ -113,8 +111,8 @@ class Agent:
 
     async def run(self) -> None:
         """Serves until the job has ended and no process of it is left."""
-        self._channel.send(AgentJoined(self.settings.node))
-        orders = asyncio.create_task(self._obey())
+        self._act()
+        orders = asyncio.create_task(self._hear())
         ticks = asyncio.create_task(self._tick())
         ending = asyncio.create_task(self._ending.wait())
         try:
@@ -128,56 +126,63 @@ class Agent:
 
     async def stop(self) -> None:
         """Ends every process of this node's part of the job."""
-        for worker in self.workers.values():
-            self._kill(worker)
+        for number in self.workers:
+            self._kill(number)
         await self._spawner.stop()
         for worker in list(self.workers.values()):
             self._drop(worker)
 
-    # ---- orders ---------------------------------------------------------------------------------------------------
+    # ---- the machine ----------------------------------------------------------------------------------------------
 
-    async def _obey(self) -> None:
+    async def _hear(self) -> None:
         while True:
-            self._order(await self._channel.receive(), time.monotonic())
+            message = await self._channel.receive()
+            match message:
+                case StoreAnswered():
+                    self._hand_over((message.worker,), message)
+                case Packet() | NodeEvicted():
+                    self._machine.receive(message, time.monotonic())
+                    self._act()
+                case _:
+                    raise RemoteProtocolError(f"a controller sent {type(message).__name__} outside of any packet")
 
-    def _order(self, order: AnyMessage, now_s: float) -> None:
-        match order:
-            case StartWorker():
-                self._run_later(self._start(order))
-            case FenceWorker():
-                self._fence(order.worker)
-            case EndJob():
-                self._ending.set()
-            case Stop():
-                self._liveness.stopping(order.workers, now_s)
-                self._send(order.workers, order)
-            case Resume():
-                self._liveness.resumed(now_s)
-                for number in order.workers:
-                    if number in self.workers:
-                        worker = self.workers[number]
-                        worker.watched_generation, worker.last_forward_ns = order.generation, 0
-                        worker.events_read = worker.page.read().events_written
-                self._send(order.workers, order)
-            case Assign():
-                if order.worker in self.workers:
-                    self.workers[order.worker].rank = order.rank
-                    self._liveness.watch(order.worker, order.rank, now_s)
-                self._send((order.worker,), order)
-            case Recover():
-                if order.worker in self.workers:
-                    self.workers[order.worker].resume_step = order.resume_step
-                    self._liveness.recovering(order.worker, now_s)
-                self._send((order.worker,), order)
-            case _:
-                one = getattr(order, "worker", None)
-                self._send(getattr(order, "workers", ()) if one is None else (one,), order)
+    def _act(self) -> None:
+        """After every event: does what the machine wants done, and transmits what it has to say."""
+        for effect in self._machine.take():
+            match effect:
+                case Spawn():
+                    self._spawn(effect)
+                case Kill():
+                    self._kill(effect.worker)
+                case HandOver():
+                    self._note(effect)
+                    self._hand_over(effect.workers, effect.order)
+                case Leave():
+                    self._ending.set()
+        for packet in self._machine.packets(time.monotonic()):
+            self._channel.send(packet)
 
-    def _send(self, workers: tuple[int, ...], order: AnyMessage) -> None:
+    def _note(self, effect: HandOver) -> None:
+        """What the order changes in how the agent itself sees the workers."""
+        order = effect.order
+        for worker in (self.workers[number] for number in effect.workers if number in self.workers):
+            match order:
+                case Assign():
+                    worker.rank = order.rank
+                case Recover():
+                    worker.resume_step = order.resume_step
+                case Resume():
+                    worker.watched_generation, worker.last_forward_ns = order.generation, 0
+                    worker.events_read = worker.page.read().events_written
+                case _:
+                    pass
+
+    def _hand_over(self, workers: tuple[int, ...], order: WorkerOrder) -> None:
         data = frame(order)
-        for number in workers:
-            worker = self.workers.get(number)
-            if worker is not None and not worker.writer.is_closing():
+        for worker in (self.workers[number] for number in workers if number in self.workers):
+            if worker.writer is None:
+                worker.unwritten += data
+            elif not worker.writer.is_closing():
                 worker.writer.write(data)
 
     def _run_later(self, coroutine: object) -> None:
@@ -187,20 +192,19 @@ class Agent:
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
-    async def _start(self, order: StartWorker) -> None:
+    def _spawn(self, effect: Spawn) -> None:
         settings = self.settings
-        alive = [worker for worker in self.workers.values() if not (worker.told_lost or worker.fenced)]
-        taken = {worker.local_rank for worker in alive}
+        taken = {worker.local_rank for worker in self.workers.values() if not worker.is_leaving}
         local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
-        if order.rank is not None:
-            local_rank = order.rank
+        if effect.rank is not None:
+            local_rank = effect.rank
         ours, theirs = socket.socketpair()
-        page = tagpage.create(f"worker-{order.worker}")
-        line = lifeline.create(f"lifeline-{order.worker}")
-        output = WorkerOutput(settings.output, order.worker, local_rank, lambda: self._label(order.worker))
+        page = tagpage.create(f"worker-{effect.worker}")
+        line = lifeline.create(f"lifeline-{effect.worker}")
+        output = WorkerOutput(settings.output, effect.worker, local_rank, lambda: self._label(effect.worker))
         config = WorkerConfig(
-            worker=order.worker,
-            rank=order.rank,
+            worker=effect.worker,
+            rank=effect.rank,
             local_rank=local_rank,
             world_size=settings.world_size,
             run_dir=str(settings.run_dir),
@@ -211,22 +215,17 @@ class Agent:
             observer=settings.observer,
             checkpoint_root=settings.checkpoint_root,
         )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        listener = asyncio.create_task(self._listen(order.worker, reader))
-        worker = AgentWorker(
-            order.worker,
-            order.rank,
+        self.workers[effect.worker] = AgentWorker(
+            effect.worker,
+            effect.rank,
             local_rank,
             tagpage.TagReader(page),
             output,
-            writer,
-            listener,
             lifeline.Lifeline(line),
+            asyncio.create_task(self._listen(effect.worker, ours)),
         )
-        self.workers[order.worker] = worker
-        self._liveness.watch(order.worker, order.rank, time.monotonic())
         request = SpawnWorker(
-            order.worker,
+            effect.worker,
             settings.command,
             settings.module,
             settings.raw,
@@ -252,9 +251,8 @@ class Agent:
             case WorkerSpawned():
                 worker = self.workers[report.worker]
                 worker.pid = report.pid
-                self._channel.send(WorkerStarted(report.worker, report.pid))
-                if worker.fenced:
-                    self._kill(worker)
+                self._machine.spawned(report.worker, report.pid)
+                self._act()
             case WorkerExited():
                 self._run_later(self._exited(report))
 
@@ -275,17 +273,11 @@ class Agent:
         await asyncio.wait({worker.listener}, timeout=DRAIN_DEADLINE_S)
         view = worker.page.read()
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
+        self._watch_first_step(worker)
         self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
-        if worker.told_lost:
-            self._channel.send(WorkerEnded(worker.worker, cause, _ending(report.status)))
-        elif worker.fenced:
-            self._channel.send(WorkerFenced(worker.worker))
-        elif report.status == 0 and view.tag.phase in (Phase.STARTING, Phase.UPDATED):
-            self._channel.send(WorkerDone(worker.worker))
-        else:
-            lost = WorkerLost(worker.worker, cause, _ending(report.status), True, view.tag, report.at_s)
-            self._channel.send(lost)
+        self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s)
+        self._act()
 
     def _watch_lifeline(self, number: int) -> None:
         """From now on the death of the worker's training thread is told at once."""
@@ -298,66 +290,56 @@ class Agent:
         self.workers[number].lifeline.watch(died)
 
     def _training_thread_died(self, number: int) -> None:
-        """In a step that is a loss, whatever the exit status: the process can touch nothing any more.
-
-        Outside of a step it may have ended well, which its exit status tells when the kernel is done with it.
-        """
         worker = self.workers.get(number)
-        if worker is None or worker.fenced or self._spawner.has_ended:
+        if worker is None or self._spawner.has_ended:
             return  # without its spawner no worker lives, and none is the cause of anything
-        tag = worker.page.read().tag
-        if tag.phase in (Phase.STARTING, Phase.UPDATED):
-            return
-        worker.told_lost = True
-        self._liveness.forget(number)
-        self._kill(worker)
-        now_s = time.monotonic()
-        self._channel.send(WorkerLost(number, Cause.EXIT, "its process died", True, tag, now_s))
+        self._watch_first_step(worker)
+        self._machine.training_thread_died(number, worker.page.read().tag, time.monotonic())
+        self._act()
 
     def _drop(self, worker: AgentWorker) -> None:
         worker.output.close()  # while its lines still get its label
         self.workers.pop(worker.worker, None)
-        self._liveness.forget(worker.worker)
         worker.listener.cancel()
-        worker.writer.close()
+        if worker.writer is not None:
+            worker.writer.close()
         worker.page.close()
 
-    def _fence(self, number: int) -> None:
+    def _kill(self, number: int) -> None:
         worker = self.workers.get(number)
-        if worker is None:
-            self._channel.send(WorkerFenced(number))
-            return
-        worker.fenced = True
-        self._kill(worker)
-
-    def _kill(self, worker: AgentWorker) -> None:
-        if worker.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
+        if worker is not None:
+            worker.is_leaving = True
+            if worker.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
 
     # ---- what workers say -------------------------------------------------------------------------------------------
 
-    async def _listen(self, number: int, reader: asyncio.StreamReader) -> None:
+    async def _listen(self, number: int, line: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=line)
+        worker = self.workers[number]
+        worker.writer = writer
+        writer.write(worker.unwritten)
         decoder = FrameDecoder()
         try:
             while data := await reader.read(1 << 16):
                 for message in decoder.feed(data):
                     self._worker_said(number, message)
-        except (ConnectionError, ProtocolError) as error:
-            worker = self.workers.get(number)
-            if worker is not None and isinstance(error, ProtocolError):
-                view = worker.page.read()
-                detail = f"it broke the protocol: {error}"
-                self._channel.send(WorkerLost(number, Cause.EXIT, detail, False, view.tag, time.monotonic()))
+                self._act()
+        except ConnectionError:
+            pass  # its end is told by the spawner
+        except ProtocolError as error:
+            tag = worker.page.read().tag
+            self._machine.broke_protocol(number, str(error), tag, time.monotonic())
+            self._act()
 
     def _worker_said(self, number: int, message: AnyMessage) -> None:
-        if not isinstance(message, WorkerReport) or message.worker != number:
-            raise ProtocolError(f"worker {number} sent {type(message).__name__}, which is not for it to send")
+        if isinstance(message, StoreRequested) and message.worker == number:
+            self._channel.send(message)  # a question, of no use once its generation is over: neither kept nor repeated
+            return
+        self._machine.said(number, message, time.monotonic())
         if isinstance(message, WorkerJoined):
             self._watch_lifeline(number)
-        if isinstance(message, SafePointReached):
-            self._liveness.safe(number)
-        self._channel.send(message)
 
     # ---- what can be seen -------------------------------------------------------------------------------------------
 
@@ -371,8 +353,8 @@ class Agent:
             for worker in self.workers.values():
                 if worker.pid is not None:
                     self._look(worker, now_s)
-            for verdict in self._liveness.judge(now_s):
-                self._channel.send(verdict)
+            self._machine.tick(now_s)
+            self._act()
 
     def _look(self, worker: AgentWorker, now_s: float) -> None:
         view = worker.page.read()
@@ -381,13 +363,14 @@ class Agent:
         elif now_s - worker.moved_s > STAND_S:
             worker.moved_s, worker.stopped = now_s, _is_stopped(worker.pid)
         look = Observation(view.tag, view.progress, view.waiting, view.entered > view.left, worker.stopped)
-        self._liveness.observe(worker.worker, look, now_s)
-        if worker.watched_generation is not None:
-            self._watch_first_step(worker)
-            worker.events_read = view.events_written
+        self._machine.observe(worker.worker, look, now_s)
+        self._watch_first_step(worker)
 
     def _watch_first_step(self, worker: AgentWorker) -> None:
-        """Reports the first step that the worker completes after a recovery, with its times from the ring."""
+        """Tells of the first step that the worker completes after a recovery, with its times from the ring."""
+        if worker.watched_generation is None:
+            return
+        num_events = worker.page.read().events_written
         for event in worker.page.events_since(worker.events_read):
             if event.generation != worker.watched_generation or event.step < worker.resume_step:
                 continue
@@ -395,10 +378,10 @@ class Agent:
                 worker.last_forward_ns = event.at_ns
             if event.phase is Phase.UPDATED:
                 step_s = (event.at_ns - worker.last_forward_ns) / 1e9 if worker.last_forward_ns else 0.0
-                report = StepObserved(worker.worker, event.generation, event.step, event.at_ns / 1e9, step_s)
-                self._channel.send(report)
+                self._machine.step_completed(worker.worker, event.generation, event.step, event.at_ns / 1e9, step_s)
                 worker.watched_generation, worker.last_forward_ns = None, 0
                 return
+        worker.events_read = num_events
 
     def status(self) -> list[dict[str, object]]:
         """One entry a worker: where it is, as its tag page shows it."""
@@ -420,9 +403,10 @@ class Agent:
 
 
 def _ending(status: int) -> str:
+    """How a process ended; empty where it ended with exit code 0, which may be well."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
-    return f"exit code {status}" + (" in the middle of a step" if status == 0 else "")
+    return f"exit code {status}" if status else ""
 
 
 def _is_stopped(pid: int | None) -> bool:

@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("run", "run a training script; takes torchrun's flags"),
         ("drill", "run it without and with failures, and compare the weights"),
         ("status", "show the workers of a running job"),
+        ("simulate", "run whole jobs in virtual time, with faults, and check what came of it"),
     ):
         commands.add_parser(name, help=text, add_help=False)
     chosen, rest = parser.parse_known_args(arguments[:1]), arguments[1:]
@@ -45,6 +46,10 @@ def _run(command: str, arguments: list[str]) -> int:
             from keepstep.cli import drill
 
             return drill.main(arguments)
+        case "simulate":
+            from keepstep.cli import simulate
+
+            return simulate.main(arguments)
         case _:
             from keepstep.cli import status
 

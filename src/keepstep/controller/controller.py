@@ -1,64 +1,55 @@
-"""The loop around the controller's machine: receive, step the machine, journal, perform."""
+"""The loop around the controller's machine: packets in, journal, packets out."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
-import msgspec
-
+from keepstep.controller.journal import Journal
 from keepstep.controller.rendezvous import Rendezvous
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.messages import AnyMessage, EndJob, Report, StoreRequested
-from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
+from keepstep.protocol.controller import ControllerMachine
+from keepstep.protocol.messages import EndJob, Packet, StoreRequested
+from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
 from keepstep.transports.memory import MemoryChannel
 
 
-class JournalEntry(msgspec.Struct, omit_defaults=True):
-    """One line of the journal: what came in, or what was ordered and why."""
-
-    at_s: float
-    generation: int
-    stage: str
-    received: AnyMessage | None = None
-    ordered: AnyMessage | None = None
-    reason: str = ""
-
-
 class Controller:
-    """Runs a `RecoveryMachine` over the channel to an agent until the job has ended."""
+    """Runs a `ControllerMachine` over the channel to an agent until the job has ended."""
 
     def __init__(self, settings: RecoverySettings, channel: MemoryChannel, journal: Path) -> None:
-        self.machine = RecoveryMachine(settings)
+        # No lease: the agent lives in this very process, so it can only seem lost when the process itself has stood
+        # still (SIGSTOP, a laptop that slept), and then giving up the only node would end a healthy job.
+        self.machine = ControllerMachine(settings, lease_s=None)
         self._channel = channel
         self._rendezvous = Rendezvous()
         self._journal_path = journal
-        self._journal: BinaryIO | None = None
-        self._encoder = msgspec.json.Encoder()
-        self.on_change: Callable[[], None] = lambda: None
-        """Called after every event, for whoever draws progress."""
+
+    @property
+    def job(self) -> RecoveryMachine:
+        """What is decided, and was: stage, generation, records, and the job's end."""
+        return self.machine.job
 
     async def run(self) -> EndJob:
         """Runs until the job has ended and returns how."""
-        with self._journal_path.open("ab") as self._journal:
-            while self.machine.ended is None:
+        with Journal(self._journal_path) as journal:
+            while self.job.ended is None:
                 message = await self._next()
                 now_s = time.monotonic()
-                if message is None:
-                    self._perform(self.machine.tick(now_s), now_s)
-                elif isinstance(message, StoreRequested):
+                if isinstance(message, StoreRequested):
                     self._answer(message)
+                    continue
+                if message is None:
+                    self.machine.tick(now_s)
                 else:
-                    self._note(JournalEntry(now_s, self.machine.generation, self.machine.stage, received=message))
-                    self._perform(self.machine.receive(message, now_s), now_s)
-                self.on_change()
-        return self.machine.ended
+                    self.machine.receive(message, now_s)
+                journal.write(self.machine.take_entries())
+                self._transmit(now_s)
+        return self.job.ended
 
-    async def _next(self) -> Report | None:
-        """The next report, or None when a deadline has come first."""
+    async def _next(self) -> Packet | StoreRequested | None:
+        """What comes next from the agent, or None when a deadline has come first."""
         due = self.machine.next_deadline()
         timeout = None if due is None else max(0.0, due - time.monotonic())
         try:
@@ -67,27 +58,21 @@ class Controller:
                 message = await self._channel.receive()
         except TimeoutError:
             return None
-        if not isinstance(message, Report):
-            raise RemoteProtocolError(f"an agent sent an order: {type(message).__name__}")
+        if not isinstance(message, Packet | StoreRequested):
+            raise RemoteProtocolError(f"an agent sent {type(message).__name__} outside of any packet")
         return message
 
-    def _perform(self, effects: list[Effect], now_s: float) -> None:
-        for answer in self._rendezvous.begin(self.machine.generation):
-            self._channel.send(answer)
-        for effect in effects:
-            entry = JournalEntry(
-                now_s, self.machine.generation, self.machine.stage, ordered=effect.order, reason=effect.reason
-            )
-            self._note(entry)
-            self._channel.send(effect.order)
+    def _transmit(self, now_s: float) -> None:
+        self._begin_generation()
+        for packet in self.machine.packets(now_s):
+            self._channel.send(packet)
 
     def _answer(self, request: StoreRequested) -> None:
-        for answer in self._rendezvous.begin(self.machine.generation):
-            self._channel.send(answer)
+        self._begin_generation()
         for answer in self._rendezvous.request(request):
             self._channel.send(answer)
 
-    def _note(self, entry: JournalEntry) -> None:
-        if self._journal is not None:
-            self._journal.write(self._encoder.encode(entry) + b"\n")
-            self._journal.flush()
+    def _begin_generation(self) -> None:
+        """Whoever waits in the rendezvous of a generation that is over is told so, before the order that ended it."""
+        for answer in self._rendezvous.begin(self.job.generation):
+            self._channel.send(answer)

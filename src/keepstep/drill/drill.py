@@ -15,7 +15,7 @@ from keepstep.drill.injector import OutsideInjector
 from keepstep.errors import KeepstepError
 from keepstep.launcher import report
 from keepstep.launcher.job import Job, JobOptions, run_job
-from keepstep.protocol.records import RecoveryRecord
+from keepstep.protocol.recovery.records import RecoveryRecord
 
 OBSERVER = "keepstep.drill.inject:install"
 OnProgress = Callable[[str, Job], Awaitable[None]]
@@ -77,7 +77,7 @@ def _run(options: JobOptions, directory: Path, faults: list[Fault], on_progress:
         raise DrillFailed(f"the run {title} did not begin: {result['reason']}")
     durations = seen[0].agent.step_durations_s
     step_ms = round(statistics.median(durations) * 1000, 3) if durations else None
-    return Run(result, seen[0].controller.machine.records, step_ms, injector)
+    return Run(result, seen[0].controller.job.records, step_ms, injector)
 
 
 def _compare(reference: Run, struck: Run, faults: list[Fault], directory: Path) -> dict[str, Any]:

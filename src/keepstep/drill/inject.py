@@ -13,7 +13,7 @@ from typing import Protocol
 
 from keepstep import config
 from keepstep.drill.faults import Fault, claim, read_plan
-from keepstep.protocol.phases import StepMachine
+from keepstep.protocol.worker import WorkerMachine
 
 HOLD_S = 20.0
 """How long ranks wait for one another at a staged moment before the drill goes on without."""
@@ -23,13 +23,8 @@ EXIT_CODE = 7
 class Observed(Protocol):
     """What the injector needs of a worker's `keepstep.worker.coordination.Coordination`."""
 
-    rank: int | None
     observe: Callable[[str], None]
-    machine: StepMachine
-
-    @property
-    def target_generation(self) -> int:
-        """The generation that this rank is in, or on its way to."""
+    machine: WorkerMachine
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
         """Blocks until a failure is known."""
@@ -66,8 +61,8 @@ class Injector:
 
     def observe(self, moment: str) -> None:
         """A moment of this rank's step or recovery has come."""
-        rank = self._coordination.rank
-        step = self._coordination.machine.step
+        machine = self._coordination.machine
+        rank, step = machine.rank, machine.steps.step
         for fault in self._faults:
             if fault.during is not None:
                 if rank == fault.rank and _is_moment(fault.during, moment) and not self._is_start():
@@ -79,7 +74,7 @@ class Injector:
 
     def _is_start(self) -> bool:
         """The first generation is connected and restored, too, but that is no recovery."""
-        return self._coordination.target_generation <= 1
+        return self._coordination.machine.target_generation <= 1
 
     def _stage_barrier(self, fault: Fault, moment: str, rank: int | None, step: int) -> None:
         """The rank fails when another one has left the barrier and the rest has not."""

@@ -38,10 +38,10 @@ class OutsideInjector:
             if not await self._until(job, lambda: self._is_training(job)):
                 return
             await asyncio.sleep(generator.uniform(0.0, 3.0 * self._step_s(job)))
-            rank = generator.randrange(job.controller.machine.settings.world_size) if fault.rank is None else fault.rank
-            known = len(job.controller.machine.records)
-            if any(worker.finished for worker in job.controller.machine.roster.holders()):
-                return  # the code after the last step is the script's own
+            rank = generator.randrange(job.controller.job.settings.world_size) if fault.rank is None else fault.rank
+            known = len(job.controller.job.records)
+            if job.controller.job.digests:
+                return  # a rank has completed the last step, and the code after it is the script's own
             if self._strike(fault, job, rank):
                 await self._until(job, functools.partial(self._has_more_records, job, known))
 
@@ -70,24 +70,24 @@ class OutsideInjector:
 
     @staticmethod
     def _has_more_records(job: Job, known: int) -> bool:
-        return len(job.controller.machine.records) > known
+        return len(job.controller.job.records) > known
 
     @staticmethod
     def _is_training(job: Job) -> bool:
         """Training, and at least one step was completed since the last recovery."""
-        machine = job.controller.machine
+        machine = job.controller.job
         if machine.stage is not Stage.TRAINING:
             return False
         return machine.records[-1].resumed_s is not None if machine.records else machine.trained_to > 0
 
     @staticmethod
     def _step_s(job: Job) -> float:
-        return max((record.first_step_s or 0.0 for record in job.controller.machine.records[-4:]), default=0.05)
+        return max((record.first_step_s or 0.0 for record in job.controller.job.records[-4:]), default=0.05)
 
     @staticmethod
     async def _until(job: Job, condition: Callable[[], bool]) -> bool:
         """Waits for ``condition()``; False when the job has finished its steps first."""
-        while job.controller.machine.stage not in (Stage.FINISHED, Stage.RESCUING, Stage.ENDED):
+        while job.controller.job.stage not in (Stage.FINISHED, Stage.RESCUING, Stage.ENDED):
             if condition():
                 return True
             await asyncio.sleep(LOOK_S)

@@ -7,8 +7,8 @@ import asyncio
 from rich.console import Console
 
 from keepstep.launcher.job import Job
-from keepstep.protocol.records import RecoveryRecord
 from keepstep.protocol.recovery import Stage
+from keepstep.protocol.recovery.records import RecoveryRecord
 
 REFRESH_S = 0.2
 
@@ -26,8 +26,8 @@ async def follow_closely(job: Job) -> None:
 async def _follow(job: Job, show_places: bool) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     told = 0
-    while job.controller.machine.stage not in (Stage.FINISHED, Stage.ENDED):
-        records = job.controller.machine.records
+    while job.controller.job.stage not in (Stage.FINISHED, Stage.ENDED):
+        records = job.controller.job.records
         while told < len(records) and (records[told].resumed_s is not None or records[told].superseded):
             console.print(f"[yellow]keepstep:[/yellow] {_sentence(records[told])}")
             told += 1

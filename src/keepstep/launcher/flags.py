@@ -83,7 +83,9 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
         ),
         output=output,
     )
-    recovery = RecoverySettings(world_size, arguments.spares, arguments.max_restarts)
+    recovery = RecoverySettings(
+        world_size, arguments.spares, ranks_per_node=world_size, max_restarts=arguments.max_restarts
+    )
     return JobOptions(agent, recovery, report, keep_run_dir=named)
 
 

@@ -53,7 +53,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """The report so far, with every worker's place."""
-        return report.describe(self.controller.machine, self.agent.status())
+        return report.describe(self.controller.job, self.agent.status())
 
 
 Companion = Callable[[Job], Awaitable[None]]
@@ -126,9 +126,9 @@ async def _run(options: JobOptions, companion: Companion | None) -> dict[str, An
         await agent.stop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
-    if controller.machine.ended is None:
-        controller.machine.ended = _unfinished(agent, stopped)
-    return report.describe(controller.machine)
+    if controller.job.ended is None:
+        controller.job.ended = _unfinished(agent, stopped)
+    return report.describe(controller.job)
 
 
 async def _accompany(

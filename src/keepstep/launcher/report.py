@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from keepstep.protocol.records import RecoveryRecord
 from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.protocol.recovery.records import RecoveryRecord
 
 
 def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = None) -> dict[str, Any]:

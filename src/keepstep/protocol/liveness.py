@@ -44,6 +44,8 @@ class LivenessSettings:
     """Between two steps a script evaluates and saves, for as long as it likes."""
     recovery_s: float = 30.0
     """For connecting groups and moving state; each message moves it on."""
+    blind_s: float = 0.5
+    """An agent that did not look for longer was itself held up, and cannot tell who stood still meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,6 +69,7 @@ class LivenessMachine:
         self._workers: dict[int, _Watched] = {}
         self._durations: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW) for phase in Phase}
         self._stalled_generation = -1
+        self._looked_s: float | None = None
 
     def watch(self, worker: int, rank: int | None, now_s: float) -> None:
         """A worker was started, or a spare was given a rank."""
@@ -97,13 +100,15 @@ class LivenessMachine:
             watched.changed_s = now_s
 
     def resumed(self, now_s: float) -> None:
-        """Training goes on."""
+        """Training goes on, and whatever stands still from now on is told anew."""
+        self._stalled_generation = -1
         for watched in self._workers.values():
             watched.stopping = watched.safe = False
             watched.changed_s = watched.phase_began_s = now_s
 
     def observe(self, worker: int, look: Observation, now_s: float) -> None:
         """One look at a worker's page and process."""
+        self._forgive_blindness(now_s)
         watched = self._workers.get(worker)
         if watched is None or (watched.seen is not None and look == watched.seen):
             return
@@ -135,6 +140,7 @@ class LivenessMachine:
 
     def judge(self, now_s: float) -> list[WorkerLost | JobStalled]:
         """Who is lost, or whether the node's part of the job stands still with nobody to blame."""
+        self._forgive_blindness(now_s)
         verdicts: list[WorkerLost | JobStalled] = []
         holders = [number for number, watched in self._workers.items() if watched.rank is not None]
         overdue = [number for number in holders if self._still_s(number, now_s) > self.deadline_s(number)]
@@ -150,6 +156,18 @@ class LivenessMachine:
             verdicts += self._stalled(holders)
         return verdicts
 
+    def _forgive_blindness(self, now_s: float) -> None:
+        """A suspended machine, a stopped agent, a clock that jumped: that time counts against nobody."""
+        before, self._looked_s = self._looked_s, now_s
+        if before is None or abs(now_s - before) <= self.settings.blind_s:
+            return
+        gap_s = now_s - before
+        for watched in self._workers.values():
+            watched.changed_s += gap_s
+            watched.phase_began_s += gap_s
+            if watched.stopped_since_s is not None:
+                watched.stopped_since_s += gap_s
+
     def _at_fault(self, watched: _Watched) -> bool:
         if watched.seen is None or watched.seen.waiting:
             return False
@@ -163,7 +181,11 @@ class LivenessMachine:
         if generation == self._stalled_generation:
             return []
         self._stalled_generation = generation
-        return [JobStalled(self.node, f"all {len(looks)} ranks of {self.node} wait in a collective past its deadline")]
+        return [
+            JobStalled(
+                self.node, generation, f"all {len(looks)} ranks of {self.node} wait in a collective past its deadline"
+            )
+        ]
 
     def _still_s(self, worker: int, now_s: float) -> float:
         return now_s - self._workers[worker].changed_s

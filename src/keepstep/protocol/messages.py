@@ -2,7 +2,11 @@
 
 Three kinds of program talk: worker, agent, controller. Reports travel up and are named in the past tense; orders
 travel down and are named in the imperative. Each carries the generation it belongs to; one of another generation
-is dropped at a single entrance (`RecoveryMachine.receive`, and `Link` on the worker's side).
+is dropped at a single entrance (`RecoveryMachine.receive`, and `WorkerMachine.receive` on the worker's side).
+
+An order that concerns every rank names no worker: it is the same for all nodes, and each agent hands it to those of
+its workers that hold a rank. What all ranks answer alike names the workers it speaks for, so an agent sends one answer
+for its node.
 
 On the wire: msgpack arrays made by msgspec, tagged with the class name, unknown fields refused. Nothing that is
 received can run code.
@@ -17,7 +21,6 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.resume import Action
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger frames are refused before they are decoded. State never travels in messages, so only error texts and
@@ -34,6 +37,8 @@ class Cause(enum.StrEnum):
     STOPPED = "stopped process"
     COLLECTIVE = "collective failed"
     STUCK = "stuck collective"
+    NODE = "node lost"
+    CONTROLLER = "controller restarted"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
@@ -89,9 +94,9 @@ class CollectiveFailed(Message, frozen=True):
 
 
 class SafePointReached(Message, frozen=True):
-    """The worker stands still and can say what its shard can be at. ``generation`` is the one named by `Stop`."""
+    """The workers stand still and can say what their shards can be at. ``generation`` is the one named by `Stop`."""
 
-    worker: int
+    workers: tuple[int, ...]
     generation: int
     step: int
     phase: Phase
@@ -101,24 +106,24 @@ class SafePointReached(Message, frozen=True):
 
 
 class GroupsReset(Message, frozen=True):
-    """The worker's process groups are connected in this generation."""
+    """The process groups of the workers are connected in this generation."""
 
-    worker: int
+    workers: tuple[int, ...]
     generation: int
 
 
 class StateRecovered(Message, frozen=True):
-    """The worker's shard is at the resume step, checked; it waits for `Resume`."""
+    """The shards of the workers are at the resume step, checked; they wait for `Resume`."""
 
-    worker: int
+    workers: tuple[int, ...]
     generation: int
     received_bytes: int
 
 
 class StepsFinished(Message, frozen=True):
-    """The worker has completed its last step. ``digest`` is of all protected state, where it was asked for."""
+    """The workers have completed their last step. ``digest`` is of all protected state, where it was asked for."""
 
-    worker: int
+    workers: tuple[int, ...]
     generation: int
     step: int
     digest: str | None
@@ -155,10 +160,12 @@ class StoreRequested(Message, frozen=True):
 # ---- agent -> controller: reports ---------------------------------------------------------------------------------
 
 
-class AgentJoined(Message, frozen=True):
-    """A node offers itself."""
+class NodeJoined(Message, frozen=True):
+    """A node offers itself: room for ``slots`` workers at a time. Nodes of one ``domain`` may fail together."""
 
     node: str
+    slots: int
+    domain: str
 
 
 class WorkerStarted(Message, frozen=True):
@@ -207,13 +214,17 @@ class JobStalled(Message, frozen=True):
     """Every rank of the node waits in a collective past its deadline, and nobody can be told apart."""
 
     node: str
+    generation: int
     detail: str
 
 
 class StepObserved(Message, frozen=True):
-    """The first step that a worker completed in a generation, read from its tag page."""
+    """A node's ranks have completed their first step in a generation, as their tag pages show.
 
-    worker: int
+    ``at_s`` is the agent's time at which the last of them did, ``step_s`` what the slowest took.
+    """
+
+    node: str
     generation: int
     step: int
     at_s: float
@@ -248,58 +259,57 @@ class Assign(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Generation ``generation - 1`` is over: break the communicators, drain to a safe point, report it.
+    """Every generation before ``generation`` is over: break the communicators, drain to a safe point, report it.
 
     ``synced_step`` is the step whose gradients a lost rank had complete. A rank that is in the backward of that step
     has all it needs in its own sockets, and ends the backward before it breaks anything.
     """
 
-    workers: tuple[int, ...]
     generation: int
     reason: str
     synced_step: int | None
 
 
-class Recover(Message, frozen=True):
-    """Get to the resume step in this generation, in the way that ``action`` says.
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """State that moves within one replica group: ranks that hold it at the resume step, and ranks that need it."""
 
-    ``sources`` are the ranks that hold the shard at the resume step, ``receivers`` those of the same replica group
-    that need it. Both are the same on all ranks of a replica group.
-    """
-
-    worker: int
-    generation: int
-    resume_step: int
-    action: Action
     sources: tuple[int, ...]
     receivers: tuple[int, ...]
+
+
+class Recover(Message, frozen=True):
+    """Get to the resume step in this generation.
+
+    A rank that is among the receivers of a transfer restores. Every other one knows from what it reported, by
+    `keepstep.protocol.resume.action`, whether it stays, advances or rewinds.
+    """
+
+    generation: int
+    resume_step: int
+    transfers: tuple[Transfer, ...]
 
 
 class Resume(Message, frozen=True):
     """Every rank stands at the resume step: training goes on."""
 
-    workers: tuple[int, ...]
     generation: int
 
 
 class Complete(Message, frozen=True):
     """Every rank has completed the last step: the script's code after the loop may run."""
 
-    workers: tuple[int, ...]
     generation: int
 
 
 class Abandon(Message, frozen=True):
     """A peer was lost after the last step: break the communicators, let the errors reach the script."""
 
-    workers: tuple[int, ...]
     reason: str
 
 
 class Rescue(Message, frozen=True):
     """The job cannot go on: save the shard, report it with `StateRescued`, and end."""
 
-    workers: tuple[int, ...]
     reason: str
 
 
@@ -332,13 +342,39 @@ WorkerReport: TypeAlias = (
     | StoreRequested
 )
 AgentReport: TypeAlias = (
-    AgentJoined | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced | JobStalled | StepObserved
+    NodeJoined | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced | JobStalled | StepObserved
 )
 WorkerOrder: TypeAlias = Assign | Stop | Recover | Resume | Complete | Abandon | Rescue | StoreAnswered
 AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
 
 Report: TypeAlias = WorkerReport | AgentReport
-AnyMessage: TypeAlias = Report | AgentOrder
+GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished
+"""What every rank answers to the same order; see `AgentMachine`."""
+
+
+class Packet(Message, frozen=True):
+    """What one end of a `keepstep.protocol.conversation.Conversation` transmits.
+
+    ``life`` tells one life of a node's agent from the next: a new agent, or one whose node was given up, begins anew.
+    ``first`` is the number of ``messages[0]``; ``received`` is how many of the other end's have arrived without a gap.
+    """
+
+    node: str
+    life: int
+    first: int
+    received: int
+    messages: tuple[Report | AgentOrder, ...]
+
+
+class NodeEvicted(Message, frozen=True):
+    """The node was given up in this life: its ranks belong to others. End its workers and offer it anew."""
+
+    node: str
+    life: int
+    reason: str
+
+
+AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted
 
 
 def text(value: object, limit: int = 4000) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable
 
 from keepstep.errors import NothingToRecoverFrom
@@ -18,7 +17,6 @@ from keepstep.protocol.messages import (
     WorkerReady,
     WorkerReport,
 )
-from keepstep.protocol.resume import Action
 from keepstep.worker.link import Link
 
 
@@ -27,12 +25,11 @@ class LinkToNobody(Link):
 
     def __init__(self) -> None:
         self.worker = 0
-        self._orders: queue.SimpleQueue[WorkerOrder] = queue.SimpleQueue()
         self._on_order: Callable[[WorkerOrder], None] | None = None
         self._keys: dict[str, bytes] = {}
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
-        """Remembers who looks at orders first."""
+        """Remembers who takes the orders."""
         self._on_order = on_order
 
     def send(self, report: WorkerReport) -> None:
@@ -47,12 +44,10 @@ class LinkToNobody(Link):
             case WorkerJoined():
                 self._give(Assign(0, 1, 0, 1))
             case WorkerReady():
-                step = max((*report.reach, *report.snapshots))
-                action = Action.REWIND if step in report.snapshots else Action.STAY
-                self._give(Recover(0, 1, step, action, (), ()))
-                self._give(Resume((0,), 1))
+                self._give(Recover(1, max((*report.reach, *report.snapshots)), ()))
+                self._give(Resume(1))
             case StepsFinished():
-                self._give(Complete((0,), 1))
+                self._give(Complete(1))
             case _:
                 pass
 
@@ -71,4 +66,3 @@ class LinkToNobody(Link):
     def _give(self, order: WorkerOrder) -> None:
         assert self._on_order is not None
         self._on_order(order)
-        self._orders.put(order)

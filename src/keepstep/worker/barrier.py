@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from keepstep.protocol.phases import StepEvent
-from keepstep.protocol.resume import Action
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.registry import WORLD
 from keepstep.worker.recovery import Recovery
@@ -19,14 +18,12 @@ def pass_gradient_barrier(coordination: Coordination, recovery: Recovery) -> Non
         StepInterrupted: the step is to be undone.
     """
     recovery.before_barrier()
-    if coordination.interrupted or coordination.tainted:
+    if coordination.interrupted or coordination.machine.tainted:
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
     if not _everybody_came(coordination):
-        order = recovery.decide_at_barrier()
-        if order.action is not Action.ADVANCE:
-            raise StepInterrupted
+        recovery.decide_at_barrier()
     coordination.move(StepEvent.BARRIER_LEFT)
 
 

@@ -1,14 +1,13 @@
 """The worker's line to its agent: one socket that was inherited, and one thread that listens on it.
 
 The training thread is often inside a collective or a kernel when an order comes, so the listener deals with what
-cannot wait (`Stop`: break the communicators) and queues the rest for the training thread.
+cannot wait (`Stop`: break the communicators) and leaves the rest to the training thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import queue
 import socket
 import sys
 import threading
@@ -30,13 +29,12 @@ class Link:
         self.worker = worker
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._orders: queue.SimpleQueue[WorkerOrder] = queue.SimpleQueue()
         self._on_order: Callable[[WorkerOrder], None] | None = None
         self._requests: dict[int, Future[tuple[bytes, ...] | None]] = {}
         self._numbers = itertools.count()
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
-        """Starts the listener. ``on_order`` sees every order first, in the listener's thread, and must not block."""
+        """Starts the listener. ``on_order`` is given every order, in the listener's thread, and must not block."""
         self._on_order = on_order
         threading.Thread(target=self._listen, name="keepstep-link", daemon=True).start()
 
@@ -47,17 +45,6 @@ class Link:
                 self._connection.sendall(frame(report))
         except OSError:
             pass  # the listener sees the end of the same stream
-
-    def next_order(self, timeout_s: float) -> WorkerOrder:
-        """The next order for the training thread.
-
-        Raises:
-            PeerLost: none came in time.
-        """
-        try:
-            return self._orders.get(timeout=timeout_s)
-        except queue.Empty:
-            raise PeerLost(f"worker {self.worker}: no order from the controller within {timeout_s:g} s") from None
 
     def request(
         self, generation: int, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float
@@ -100,7 +87,6 @@ class Link:
                     continue
                 assert self._on_order is not None
                 self._on_order(message)  # type: ignore[arg-type]  # the agent sends orders only
-                self._orders.put(message)  # type: ignore[arg-type]  # as above
         print("keepstep: the agent of this worker is gone, so the worker ends", file=sys.stderr, flush=True)
         os._exit(EXIT_ORPHANED)
 

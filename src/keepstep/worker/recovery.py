@@ -1,22 +1,22 @@
-"""Carrying out a recovery on one rank, in its training thread: CLEAN, RESET, RESTORE, ROLLBACK."""
+"""Carrying out a recovery on one rank, in its training thread: CLEAN, RESTORE, ROLLBACK."""
 
 from __future__ import annotations
 
-import sys
+from typing import NoReturn, assert_never
 
 from torch.nn.parallel import DistributedDataParallel
 
-from keepstep.errors import NothingToRecoverFrom, RemoteProtocolError
-from keepstep.protocol.messages import Recover, Rescue, StateRecovered, StateRescued, text
-from keepstep.protocol.phases import Phase, StepEvent
-from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
+from keepstep.errors import InternalError, NothingToRecoverFrom, RemoteProtocolError
+from keepstep.protocol.messages import Rescue, text
+from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import Action
-from keepstep.worker.coordination import Coordination, Superseded
+from keepstep.protocol.worker import Build, End, Load, SaveAndEnd, Train, Undo, Update
+from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.inner import Inner
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.ddp import settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import Route, receive_state, send_state
+from keepstep.worker.state.restore import receive_state, send_state
 from keepstep.worker.state.rollback import StepSnapshot
 
 
@@ -32,13 +32,12 @@ class Recovery:
     ) -> None:
         self.snapshot = StepSnapshot(state)
         self._coordination = coordination
+        self._machine = coordination.machine
         self._state = state
         self._ddp = ddp
         self._checkpoints = checkpoints
-        self._held: Recover | None = None
-        """A decision taken at the barrier, to be carried out when the step has been completed or undone."""
         self._resumed = False
-        coordination.on_rescue = self._rescue
+        coordination.snapshots = self.snapshots
 
     @property
     def checkpointing(self) -> bool:
@@ -66,15 +65,21 @@ class Recovery:
         for module in self._ddp:
             share_buffers(module)
 
-    def decide_at_barrier(self) -> Recover:
-        """A failure came while this rank was synced: reports that it can be at this step or the next, and waits."""
-        self._held = self._coordination.stand(self.snapshots(), self._coordination.generation)
-        return self._held
+    def decide_at_barrier(self) -> None:
+        """A failure came while this rank was synced: reports that it can be at this step or the next, and waits.
 
-    @property
-    def due(self) -> bool:
-        """Whether a failure is waiting to be recovered from."""
-        return self._held is not None or self._coordination.interrupted
+        Raises:
+            StepInterrupted: the step is to be undone, by `after_interruption`.
+        """
+        match self._coordination.next_move():
+            case Update():
+                return
+            case Undo():
+                raise StepInterrupted
+            case SaveAndEnd() as move:
+                self._rescue(move.order)
+            case move:
+                raise InternalError(f"rank {self._machine.rank} stands in the gradient barrier and is to {move}")
 
     def after_step(self) -> None:
         """The step is complete: writes a checkpoint where one is due.
@@ -82,9 +87,9 @@ class Recovery:
         A failure that came meanwhile is not recovered from here but when the next step is asked for: what the script
         does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
         """
-        coordination = self._coordination
-        if self._checkpoints is not None and coordination.rank == 0 and not coordination.torn:
-            self._checkpoints.after_step(coordination.machine.step + 1, coordination.generation)
+        machine = self._machine
+        if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
+            self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
 
     def after_last_step(self) -> None:
         """Waits for the checkpoint that is being written."""
@@ -92,85 +97,73 @@ class Recovery:
             self._checkpoints.flush()
 
     def after_interruption(self) -> None:
-        """The step was left early: undoes it, unless the decision may still be to complete it."""
-        machine = self._coordination.machine
-        self._coordination.stopped_in = (machine.step, machine.phase)
-        if machine.phase is not Phase.SYNCED or self._held is not None:
-            self._undo()
-
-    def run(self, order: Recover | None = None) -> None:
-        """Recovers, however many generations it takes.
-
-        Args:
-            order: the decision, where it has been received already.
-        """
+        """The step was left early: CLEAN and ROLLBACK of what it did. Its update has not begun."""
         coordination = self._coordination
-        order, self._held = order or self._held, None
-        generation = coordination.generation
-        while True:
-            try:
-                if order is None:
-                    order = coordination.stand(self.snapshots(), generation)
-                generation = order.generation
-                self._carry_out(order)
-            except Superseded:
-                order = None
-                continue
-            self._resumed = order.resume_step > 0 or order.generation > 1
-            return
-
-    # ---- the parts of a recovery ------------------------------------------------------------------------------------
-
-    def _undo(self) -> None:
-        """CLEAN and ROLLBACK of a step whose update has not begun."""
-        coordination = self._coordination
-        if coordination.machine.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
+        if coordination.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
             return
         assert coordination.groups is not None
         coordination.groups.drain()
-        if coordination.machine.phase is Phase.BACKWARD:
+        if coordination.phase is Phase.BACKWARD:
             for module in self._ddp:
                 settle_buckets(module)
         self.snapshot.put_back()
-        coordination.move(StepEvent.STEP_UNDONE)
+        self._machine.undone()
+        coordination.show()
 
-    def _carry_out(self, order: Recover) -> None:
+    def run(self) -> Train | End:
+        """Recovers, however many generations it takes, if there is anything to recover from."""
+        while True:
+            match self._coordination.next_move():
+                case Undo():
+                    self.after_interruption()
+                case Load() as move:
+                    self._load(move)
+                case SaveAndEnd() as move:
+                    self._rescue(move.order)
+                case Train() | End() as move:
+                    return move
+                case Build() | Update() as move:
+                    raise InternalError(f"rank {self._machine.rank} stands between two steps and is to {move}")
+                case move:
+                    assert_never(move)
+
+    # ---- the parts of a recovery ------------------------------------------------------------------------------------
+
+    def _load(self, move: Load) -> None:
+        """Gets this rank to the resume step, and others with it."""
         coordination = self._coordination
-        coordination.check_current(order.generation)
-        self._undo()
-        if coordination.generation != order.generation:
-            coordination.connect(order.generation)
-        received = self._restore(order)
-        coordination.link.send(StateRecovered(coordination.link.worker, order.generation, received))
-        coordination.await_resume(order.generation)
-
-    def _restore(self, order: Recover) -> int:
-        coordination, rank = self._coordination, self._coordination.rank
         coordination.observe("restore")
-        route = Route(order.sources, order.receivers)
         coordination.page.set_waiting(True)  # each side waits for the other
         try:
-            match order.action:
-                case Action.RESTORE:
-                    return self._receive(order.resume_step, route)
-                case Action.REWIND:
-                    self._rewind(order.resume_step)
-                case Action.STAY | Action.ADVANCE:
-                    pass
-            if route.receivers and rank in route.sources:
-                assert rank is not None
-                send_state(self._state, order.resume_step, rank, route, self._world(), self._moved)
+            received = self._get_there(move)
         except (RuntimeError, RemoteProtocolError) as error:
-            raise coordination.lost_in(order.generation, "restore", error) from error
+            coordination.fell_out("restore", error)
+            return
         finally:
             coordination.page.set_waiting(False)
-        return 0
+        self._machine.loaded(received)
+        if move.action in (Action.RESTORE, Action.REWIND):
+            coordination.show()
+        self._resumed = move.order.resume_step > 0 or move.order.generation > 1
 
-    def _receive(self, step: int, route: Route) -> int:
-        world = self._world()
-        self._coordination.torn = True
-        received = receive_state(self._state, step, route, world, self._moved)
-        self._stand_at(step)
+    def _get_there(self, move: Load) -> int:
+        """Carries the action out and sends what others need; the number of bytes received."""
+        step, transfer, rank = move.order.resume_step, move.transfer, self._machine.rank
+        received = 0
+        match move.action:
+            case Action.RESTORE:
+                assert transfer is not None
+                received = receive_state(self._state, step, transfer, self._world(), self._moved)
+                self._settle()
+            case Action.REWIND:
+                assert self._checkpoints is not None
+                self._checkpoints.load(step)
+                self._settle()
+            case Action.STAY | Action.ADVANCE:
+                pass
+        if transfer is not None and rank in transfer.sources:
+            assert rank is not None
+            send_state(self._state, step, rank, transfer, self._world(), self._moved)
         return received
 
     def _world(self) -> Inner:
@@ -181,37 +174,25 @@ class Recovery:
             raise RuntimeError("the group was taken down before the transfer began")
         return inner
 
-    def _rewind(self, step: int) -> None:
-        assert self._checkpoints is not None
-        self._coordination.torn = True
-        self._checkpoints.load(step)
-        self._stand_at(step)
-
-    def _stand_at(self, step: int) -> None:
+    def _settle(self) -> None:
+        """Makes gradients that came with the state views of the buckets, where they are to be."""
         for module in self._ddp:
             if module.gradient_as_bucket_view:
-                settle_buckets(module)  # gradients that came with the state become views of the buckets
-        coordination = self._coordination
-        coordination.torn = False
-        coordination.machine.restored(step)
-        coordination.show()
+                settle_buckets(module)
 
     def _moved(self) -> None:
         self._coordination.page.progress()
         self._coordination.observe("bucket")
 
-    def _rescue(self, order: Rescue) -> None:
+    def _rescue(self, order: Rescue) -> NoReturn:
         """The job cannot go on: saves what this rank holds, if it is whole, and ends the process."""
-        coordination = self._coordination
-        at = coordination.machine.parameters_at
+        at = self._machine.steps.parameters_at
         path, problem = None, None
         try:
-            if coordination.torn or at is None:
+            if self._machine.torn or at is None:
                 raise NothingToRecoverFrom("its copy is not whole")
-            self._undo()
-            path = rescue(self._state, at, coordination.rank or 0)
+            self.after_interruption()
+            path = rescue(self._state, at, self._machine.rank or 0)
         except (OSError, RuntimeError, NothingToRecoverFrom) as error:
             problem = text(error)
-        coordination.link.send(StateRescued(coordination.link.worker, path, problem))
-        print(f"keepstep: rank {coordination.rank} ends: {order.reason}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_TOO_FEW_RANKS)
+        self._coordination.end(order, path, problem)

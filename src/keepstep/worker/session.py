@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep import config, lifeline, tagpage
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
-from keepstep.protocol.messages import StepsFinished, WorkerReady
 from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.protocol.worker import End
 from keepstep.worker import stop_points
 from keepstep.worker.alone import LinkToNobody
 from keepstep.worker.barrier import pass_gradient_barrier
@@ -126,7 +126,7 @@ class Session:
     @property
     def generation(self) -> int:
         """Number of the present membership: 1 at the start, one more at every recovery."""
-        return self._coordination.generation
+        return self._coordination.machine.generation
 
     # ---- what is protected ----------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Session:
         Each must be used as ``with step:``. An interrupted step comes again with the same index.
 
         Raises:
-            UsageError: `protect` was not called, or a step was not entered.
+            UsageError: `protect` was not called, a step was not entered, or the job has completed fewer steps already.
         """
         if self._recovery is None or self._state is None:
             raise UsageError(
@@ -185,13 +185,10 @@ class Session:
         return self._loop(num_steps, self._recovery)
 
     def _loop(self, num_steps: int, recovery: Recovery) -> Iterator[Step]:
-        coordination = self._coordination
-        if coordination.machine.phase is Phase.STARTING:
+        if self._coordination.phase is Phase.STARTING:
             self._stand_ready(recovery)
-        while True:
-            if recovery.due:
-                recovery.run()
-            index = coordination.machine.parameters_at
+        while not isinstance(recovery.run(), End):
+            index = self._coordination.machine.steps.parameters_at
             assert index is not None
             if index < num_steps:
                 self._attempts = self._attempts + 1 if index == self._last_index else 0
@@ -200,31 +197,22 @@ class Session:
                 yield step
                 if not step.entered:
                     raise UsageError(f"step {index} was handed out but not entered: write 'with step:' in the loop")
-            elif self._finish(index):
-                return
+            else:
+                self._finish(recovery)
+        reached = self._coordination.machine.steps.parameters_at
+        if reached is not None and reached < num_steps:
+            raise UsageError(
+                f"steps({num_steps}) after all ranks have completed steps({reached}): one loop has all steps"
+            )
 
     def _stand_ready(self, recovery: Recovery) -> None:
-        coordination = self._coordination
+        machine = self._coordination.machine
         self._check_replicas()
-        if coordination.generation > 0 and not coordination.tainted:
-            coordination.machine.restored(0)
-        if coordination.rank is None:
+        if machine.rank is None:
             self._warm_up()
         else:
             recovery.inspect_checkpoints()
-        snapshots = recovery.snapshots()
-        report = WorkerReady(
-            coordination.link.worker,
-            coordination.generation,
-            coordination.own_reach(),
-            snapshots,
-            recovery.checkpointing,
-            "0",
-        )
-        coordination.link.send(report)
-        coordination.observe("ready")
-        order = coordination.await_decision()
-        recovery.run(order)
+        machine.built("0", recovery.snapshots(), recovery.checkpointing)
 
     def _warm_up(self) -> None:
         """Has a spare take the memory of its optimizer state before it is needed: one update on zero gradients.
@@ -242,27 +230,23 @@ class Session:
 
     def _check_replicas(self) -> None:
         """Compares this rank's tensors with those of rank 0, while all ranks start together."""
-        coordination = self._coordination
-        if coordination.generation == 0 or coordination.tainted or coordination.rank is None:
+        machine = self._coordination.machine
+        if machine.generation == 0 or machine.tainted or machine.rank is None:
             return
         assert self._state is not None
-        store = LinkStore(coordination.link, coordination.generation, "layout", _STORE_TIMEOUT)
+        store = LinkStore(self._coordination.link, machine.generation, "layout", _STORE_TIMEOUT)
         try:
-            compare_with_rank_0(self._state, coordination.rank, store)
+            compare_with_rank_0(self._state, machine.rank, store)
         except PeerLost:
-            coordination.tainted = True  # a rank was lost while all started: this start-up does not count
+            machine.echoed()  # a rank was lost while all started: this start-up does not count
 
-    def _finish(self, index: int) -> bool:
-        assert self._recovery is not None
-        self._recovery.after_last_step()
-        coordination = self._coordination
+    def _finish(self, recovery: Recovery) -> None:
+        recovery.after_last_step()
         digest = None
         if self._settings is not None and self._settings.digest:
             assert self._state is not None
             digest = self._state.digest()
-        report = StepsFinished(coordination.link.worker, coordination.generation, index, digest)
-        coordination.link.send(report)
-        return coordination.await_completion()
+        self._coordination.machine.finished(digest)
 
     # ---- one step, called by Step ---------------------------------------------------------------------------------
 
@@ -278,7 +262,7 @@ class Session:
 
     def _complete_step(self) -> None:
         assert self._recovery is not None
-        if self._coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD):
+        if self._coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
             self._refuse_leftover_gradients()
             pass_gradient_barrier(self._coordination, self._recovery)
         self._coordination.move(StepEvent.STEP_COMPLETED)
@@ -288,7 +272,7 @@ class Session:
     def _refuse_leftover_gradients(self) -> None:
         """A step without an update must not leave gradients for the next: a rollback would lose them."""
         assert self._state is not None
-        if self._coordination.machine.phase is not Phase.BACKWARD or self._coordination.interrupted:
+        if self._coordination.phase is not Phase.BACKWARD or self._coordination.interrupted:
             return
         gradients = [p.grad for _name, p in self._state.parameters() if p.grad is not None]
         if not self._state.optimizers or not any(bool(gradient.any()) for gradient in gradients):
@@ -296,7 +280,7 @@ class Session:
         overflow = self._state.scalers() and not all(bool(gradient.isfinite().all()) for gradient in gradients)
         if not overflow:  # for which a GradScaler skips the update
             raise UsageError(
-                f"step {self._coordination.machine.step} ends with gradients but without optimizer.step(): one "
+                f"step {self._coordination.machine.steps.step} ends with gradients but without optimizer.step(): one "
                 "'with step' is one optimizer step; accumulate inside it, or call zero_grad() when an update is skipped"
             )
 
@@ -305,11 +289,12 @@ class Session:
         coordination = self._coordination
         if isinstance(error, StepInterrupted):
             return True
-        before_update = coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if not before_update or not isinstance(error, Exception) or not coordination.tainted:
+        before_update = coordination.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if not before_update or not isinstance(error, Exception) or not coordination.machine.tainted:
             return False
         print(
-            f"keepstep: step {coordination.machine.step} comes again; it ended in echo with {error!r}", file=sys.stderr
+            f"keepstep: step {coordination.machine.steps.step} comes again; it ended in echo with {error!r}",
+            file=sys.stderr,
         )
         return True
 
@@ -321,11 +306,11 @@ class Session:
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
     def _check_stop(self) -> None:
-        if self._coordination.interrupted and self._coordination.machine.phase in (Phase.FORWARD, Phase.BACKWARD):
+        if self._coordination.interrupted and self._coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
             raise StepInterrupted
 
     def _mark_phase(self, phase: Phase) -> None:
-        present = self._coordination.machine.phase
+        present = self._coordination.phase
         if present is not phase and present in (Phase.FORWARD, Phase.BACKWARD):
             begun = StepEvent.FORWARD_BEGUN if phase is Phase.FORWARD else StepEvent.BACKWARD_BEGUN
             self._coordination.move(begun)
@@ -345,7 +330,7 @@ class Session:
             raise UsageError(
                 "optimizer.step() ran inside backward(): other gradients are not complete then; call it after"
             )
-        if coordination.machine.phase is not Phase.OPTIMIZER:
+        if coordination.phase is not Phase.OPTIMIZER:
             pass_gradient_barrier(coordination, self._recovery)
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:

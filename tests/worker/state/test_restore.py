@@ -13,9 +13,10 @@ from tests.worker.ranks import meet, plain_gloo, run_ranks
 from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
 
 from keepstep.errors import RemoteProtocolError, StateMismatch
+from keepstep.protocol.messages import Transfer
 from keepstep.worker.state import neighbour, restore
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import Route, receive_state, send_state
+from keepstep.worker.state.restore import receive_state, send_state
 
 SMALL_BUCKET_BYTES = 72
 """A few dozen buckets for the small model, and a boundary in the middle of most tensors."""
@@ -71,7 +72,7 @@ def choose(way: str) -> None:
 
 
 def transfer(
-    rank: int, size: int, path: Path, way: str, model: str, optimizer: str, route: Route, prepared: int, seed: int
+    rank: int, size: int, path: Path, way: str, model: str, optimizer: str, route: Transfer, prepared: int, seed: int
 ) -> tuple[Any, list[bytes], int, int]:
     """Sources have trained three steps; receivers ``prepared`` other ones. Then all train two more steps."""
     choose(way)
@@ -102,11 +103,11 @@ def transfer(
 
 
 ROUTES = {
-    "1 to 1": Route((0,), (1,)),
-    "1 to 2": Route((1,), (0, 2)),
-    "2 to 1": Route((0, 2), (1,)),
-    "2 to 2": Route((3, 1), (0, 2)),
-    "3 to 1": Route((2, 0, 3), (1,)),
+    "1 to 1": Transfer((0,), (1,)),
+    "1 to 2": Transfer((1,), (0, 2)),
+    "2 to 1": Transfer((0, 2), (1,)),
+    "2 to 2": Transfer((3, 1), (0, 2)),
+    "3 to 1": Transfer((2, 0, 3), (1,)),
 }
 
 
@@ -125,7 +126,7 @@ def test_every_receiver_becomes_a_replica(name: str, way: str, tmp_path: Path, s
     assert max(shares) <= 2 * min(shares), "the sources share the work"
 
 
-def assert_replicas(answers: list[Any], route: Route) -> None:
+def assert_replicas(answers: list[Any], route: Transfer) -> None:
     (source, _digest, gradients), later, _received, _moved = answers[route.sources[0]]
     assert all(gradients)
     for answer in answers:
@@ -143,7 +144,7 @@ def assert_replicas(answers: list[Any], route: Route) -> None:
 def test_every_optimizer_and_whatever_the_receiver_has(
     optimizer: str, prepared: int, tmp_path: Path, seed: int
 ) -> None:
-    route = Route((0,), (1,))
+    route = Transfer((0,), (1,))
     assert_replicas(run_ranks(2, transfer, tmp_path, "memory", "small", optimizer, route, prepared, seed), route)
 
 
@@ -172,9 +173,9 @@ def onto_a_torn_state(rank: int, size: int, path: Path, how: str, seed: int) -> 
                 states[module[0].weight]["step"] = 5
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Route((0,), (1,)), group, lambda: None)
+        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
     else:
-        receive_state(state, 0, Route((0,), (1,)), group, lambda: None)
+        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
     return content(state), state.digest()
 
 
@@ -207,9 +208,9 @@ def gradients_of(rank: int, size: int, path: Path) -> list[list[float] | None]:
             parameter.grad = torch.ones_like(parameter)
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Route((0,), (1,)), group, lambda: None)
+        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
     else:
-        receive_state(state, 0, Route((0,), (1,)), group, lambda: None)
+        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
     return [None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters]
 
 
@@ -245,9 +246,9 @@ def mismatched(rank: int, size: int, path: Path, how: str) -> tuple[str, list[An
     before = content(state)
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Route((0,), (1,)), group, lambda: None)
+        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
     try:
-        receive_state(state, 0, Route((0,), (1,)), group, lambda: None)
+        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
     except StateMismatch as error:
         return str(error), [content(state) == before]
     raise AssertionError("it was accepted")
@@ -292,9 +293,9 @@ def other_objects(rank: int, size: int, path: Path, how: str) -> str:
     state = ProtectedState(objects)
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Route((0,), (1,)), group, lambda: None)
+        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
     try:
-        receive_state(state, 0, Route((0,), (1,)), group, lambda: None)
+        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
     except StateMismatch as error:
         return str(error)
     return "accepted"
@@ -340,11 +341,11 @@ def damaged(rank: int, size: int, path: Path, way: str, tag: int, number: int, s
     group = plain_gloo(path, rank, size)
     if rank == 0:
         with suppress(RuntimeError):  # the receiver may leave in the middle
-            send_state(state, 0, 0, Route((0,), (1,)), Damaging(group, tag, number), lambda: None)
+            send_state(state, 0, 0, Transfer((0,), (1,)), Damaging(group, tag, number), lambda: None)
     if way == "memory" and tag == restore._BUCKET_TAG:
         damage_reads(number)
     try:
-        receive_state(state, 0, Route((0,), (1,)), group, lambda: None)
+        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
     except RemoteProtocolError as error:
         return str(error), state.host_bytes()[0] == host
     return "accepted", state.host_bytes()[0] == host
@@ -405,7 +406,7 @@ def in_mid_transfer(rank: int, size: int, path: Path, way: str, lost: int, seed:
         if rank == lost and next(count) == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    route = Route((0, 1), (2,))
+    route = Transfer((0, 1), (2,))
     with pytest.raises(RuntimeError):
         receive_state(state, 0, route, group, moved) if rank == 2 else send_state(state, 0, rank, route, group, moved)
     return "raised"
@@ -428,7 +429,7 @@ def forged(rank: int, size: int, path: Path, what: str) -> str:
             group.send([torch.tensor([number])], 1, restore._HEADER_TAG).wait()
         meet(path, size, "never")
     try:
-        receive_state(state, 0, Route((0,), (1,)), group, lambda: None)
+        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
     except RemoteProtocolError as error:
         return str(error)
     return "accepted"
@@ -451,9 +452,9 @@ def at_another_step(rank: int, size: int, path: Path) -> str:
     state = ProtectedState({"model": small()})
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 4, 0, Route((0,), (1,)), group, lambda: None)
+        send_state(state, 4, 0, Transfer((0,), (1,)), group, lambda: None)
     try:
-        receive_state(state, 3, Route((0,), (1,)), group, lambda: None)
+        receive_state(state, 3, Transfer((0,), (1,)), group, lambda: None)
     except RemoteProtocolError as error:
         return str(error)
     return "accepted"
@@ -469,10 +470,10 @@ def nothing_but_empty_tensors(rank: int, size: int, path: Path) -> int:
     state = ProtectedState({"model": model})
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Route((0,), (1,)), group, lambda: None)
+        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
         meet(path, size, "through")
         return 0
-    received = receive_state(state, 0, Route((0,), (1,)), group, lambda: None)
+    received = receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
     meet(path, size, "through")
     return received
 

@@ -1,18 +1,40 @@
-"""DECIDE: the resume rule applied to what the live workers reported, and the order that each of them gets."""
+"""DECIDE: the resume rule applied to what the live workers reported, and what moves to whom."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
 
-from keepstep.protocol import topology
-from keepstep.protocol.messages import Recover
-from keepstep.protocol.resume import Action, action, resume_step
-from keepstep.protocol.roster import Roster, Worker
+from keepstep.protocol import resume
+from keepstep.protocol.messages import Transfer
+from keepstep.protocol.recovery.roster import Roster, Worker
+from keepstep.protocol.resume import Action
+
+MAX_SOURCES = 16
+"""Ranks of one replica group that send to its receivers. Two fill a receiver's line; more only help when many restore
+at once, and the list is part of an order that goes to every node."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """How all ranks get to the resume step."""
+
+    step: int
+    actions: dict[int, Action]
+    """rank -> what it does."""
+    transfers: tuple[Transfer, ...]
 
 
 def ready_now(worker: Worker, generation: int) -> bool:
     """Whether the worker came to its first step in this generation (and not in one that is over)."""
     return worker.ready is not None and worker.ready.generation == generation
+
+
+def snapshots_of(worker: Worker) -> frozenset[int]:
+    """The steps of the checkpoints that the worker can load, by its last word."""
+    report = worker.safe or worker.ready
+    return frozenset(report.snapshots) if report is not None else frozenset()
 
 
 def reachable_step(roster: Roster, shard_of: Mapping[int, str], generation: int) -> int | None:
@@ -25,39 +47,52 @@ def reachable_step(roster: Roster, shard_of: Mapping[int, str], generation: int)
     """
     if len(shard_of) < roster.world_size:
         return None
-    shards: dict[str, list[frozenset[int]]] = {shard: [] for shard in shard_of.values()}
+    shards: dict[str, set[Report | None]] = {shard: set() for shard in shard_of.values()}
     for worker in roster.holders():
         if worker.rank is not None and worker.rank in shard_of:
-            shards[shard_of[worker.rank]].append(_reach(worker, generation) | _snapshots(worker))
-    return resume_step(shards)
+            shards[shard_of[worker.rank]].add(_last_word(worker, generation))
+    return resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
 
 
-def recovery_orders(
-    holders: list[Worker], shard_of: Mapping[int, str], step: int, generation: int
-) -> Iterator[tuple[Worker, Recover]]:
-    """For each rank holder: stay, advance, rewind or restore, and who sends to whom within its replica group."""
-    actions = {worker.worker: _action(worker, step, generation) for worker in holders}
-    for ranks in topology.replica_groups(shard_of).values():
-        group = [worker for worker in holders if worker.rank in ranks]
-        receivers = tuple(worker.rank or 0 for worker in group if actions[worker.worker] is Action.RESTORE)
-        sources = topology.sources_of(ranks, [rank for rank in ranks if rank not in receivers])
-        for worker in group:
-            yield worker, Recover(worker.worker, generation, step, actions[worker.worker], sources, receivers)
+def decide(roster: Roster, shard_of: Mapping[int, str], step: int, generation: int) -> Decision:
+    """For each rank: stay, advance, rewind or restore, and who sends to whom within its replica group."""
+    actions: dict[int, Action] = {}
+    receivers: dict[str, list[int]] = defaultdict(list)
+    by_word: dict[Report | None, Action] = {}
+    for worker in roster.holders():
+        assert worker.rank is not None
+        word = _last_word(worker, generation)
+        if (action := by_word.get(word)) is None:
+            action = by_word[word] = _action(word, step)
+        actions[worker.rank] = action
+        if action is Action.RESTORE:
+            receivers[shard_of[worker.rank]].append(worker.rank)
+    sources: dict[str, list[int]] = {shard: [] for shard in receivers}
+    if receivers:
+        for rank in sorted(actions):
+            of_shard = sources.get(shard_of[rank])
+            if of_shard is not None and actions[rank] is not Action.RESTORE and len(of_shard) < MAX_SOURCES:
+                of_shard.append(rank)
+    transfers = tuple(Transfer(tuple(sources[shard]), tuple(sorted(ranks))) for shard, ranks in receivers.items())
+    return Decision(step, actions, transfers)
 
 
-def _action(worker: Worker, step: int, generation: int) -> Action:
-    current = worker.safe.current_step if worker.safe else 0
-    return action(step, _reach(worker, generation), current, _snapshots(worker))
+Report = tuple[tuple[int, ...], int | None, tuple[int, ...]]
+"""What a rank has said: its reach, the step it is at, and its snapshots. Most ranks say the same."""
 
 
-def _reach(worker: Worker, generation: int) -> frozenset[int]:
-    if worker.safe is not None:
-        return frozenset(worker.safe.reach)
-    if worker.ready is not None and ready_now(worker, generation):
-        return frozenset(worker.ready.reach)
-    return frozenset()
+def _last_word(worker: Worker, generation: int) -> Report | None:
+    if (safe := worker.safe) is not None:
+        return safe.reach, safe.current_step, safe.snapshots
+    if (ready := worker.ready) is not None:
+        return ready.reach if ready.generation == generation else (), 0, ready.snapshots
+    return None
 
 
-def _snapshots(worker: Worker) -> frozenset[int]:
-    report = worker.safe or worker.ready
-    return frozenset(report.snapshots) if report is not None else frozenset()
+def _reaches(word: Report | None) -> frozenset[int]:
+    return frozenset(word[0]) | frozenset(word[2]) if word is not None else frozenset()
+
+
+def _action(word: Report | None, step: int) -> Action:
+    reach, current, snapshots = word or ((), 0, ())
+    return resume.action(step, frozenset(reach), current, frozenset(snapshots))

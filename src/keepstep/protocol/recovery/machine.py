@@ -2,98 +2,160 @@
 
 `RecoveryMachine` is a function from (state, message, ``now_s``) to effects. It reads no clock, and every deadline is
 a field: call `tick` when `next_deadline` has come. Each effect says its reason, and log, journal and tests show it.
+
+What a stage waits for is a set of workers that becomes empty, and each event ends by asking whether it has: so a report
+costs the same whatever the world size.
 """
 
 from __future__ import annotations
 
 from keepstep.errors import InternalError
-from keepstep.protocol import invariants
 from keepstep.protocol import messages as msg
+from keepstep.protocol import resume
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.records import Failure, RecoveryRecord
-from keepstep.protocol.recovery import ending
-from keepstep.protocol.recovery.decision import reachable_step, ready_now, recovery_orders
+from keepstep.protocol.recovery import ending, invariants
+from keepstep.protocol.recovery.decision import decide, reachable_step, ready_now, snapshots_of
 from keepstep.protocol.recovery.orders import Orders
-from keepstep.protocol.recovery.stages import TRANSITIONS, Effect, RecoverySettings, Stage
-from keepstep.protocol.roster import Roster, Worker
+from keepstep.protocol.recovery.processes import Processes
+from keepstep.protocol.recovery.records import Failure, RecoveryRecord
+from keepstep.protocol.recovery.roster import Roster, Worker
+from keepstep.protocol.recovery.stages import Course, Effect, RecoverySettings, Stage
 
-MAX_SPARE_FAILURES = 3
-"""How many fresh processes lost in a row, none of which came to its first step, are replaced by another."""
+SPARES_GRACE_S = 30.0
+"""When there is room for all ranks, nodes that bring the room for the spares are waited for so long."""
 
 
-class RecoveryMachine:
+class RecoveryMachine(Course):
     """Decides for one job. Owns the generation number; never touches a tensor."""
 
     def __init__(self, settings: RecoverySettings) -> None:
+        super().__init__()
         self.settings = settings
         first = settings.world_size + settings.num_spares
         limit = None if settings.max_restarts is None else first + settings.max_restarts
         self.roster = Roster(settings.world_size, limit)
-        self.nodes: list[str] = []
-        self.stage = Stage.STARTING
-        self.generation = 1
         self.shard_of: dict[int, str] = {}
         self.records: list[RecoveryRecord] = []
         self.digests: dict[int, str] = {}
-        self.ended: msg.EndJob | None = None
         self.trained_to = 0
         """The greatest step at which the job is known to have been."""
         self._has_trained = False
         """Whether all ranks ever stood at a step together: before that, a script that fails is at fault itself."""
+        self._is_fresh = True
+        """Whether no live rank has trained yet: all were started since the job last did, if it ever did."""
+        self._all_ranks_fit = False
+        """Whether the nodes have room for all ranks, and only that for spares is waited for."""
+        self._is_placed = False
+        """Whether the ranks have been given to nodes."""
+        self._connected: set[int] = set()
+        """The rank holders whose groups are connected in this generation."""
+        self._moving: set[str] = set()
+        """The nodes with ranks of which not all are known to wait in a collective past its deadline."""
         self._resume_at = 0
         self._checkpointing = False
-        self._deadline_s: float | None = None
         self._without_progress = 0
-        self._spare_failures = 0
-        self._end_reason: str | None = None
-        """Why the job ends, while the ranks rescue their state or their scripts come to their end."""
-        self._orders = Orders(self.roster, self.nodes)
+        self._record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
+        """What happens in this generation. That of the first is in no list: nothing is recovered from there."""
+        self._orders = Orders()
+        self._processes = Processes(settings, self.roster, self._orders)
+        self._ending = ending.Ending(self, self.roster, self._orders, settings.end_deadline_s)
 
-    # ---- the two entrances ----------------------------------------------------------------------------------------
+    # ---- the entrances ----------------------------------------------------------------------------------------------
 
-    def receive(self, message: msg.Report, now_s: float) -> list[Effect]:
-        """One report in, orders out. A report of an older generation is dropped here and nowhere else."""
+    def receive(self, node: str, message: msg.Report, now_s: float) -> list[Effect]:
+        """One report of a node in, orders out. A report of an older generation is dropped here and nowhere else."""
         generation = getattr(message, "generation", None)
         fenced = generation is not None and not isinstance(message, msg.WorkerReady)
         if self.stage is Stage.ENDED or (fenced and generation != self.generation):
             return []
-        self._dispatch(message, now_s)
-        return self._flush()
+        self._dispatch(node, message, now_s)
+        return self._proceed(now_s)
+
+    def node_lost(self, node: str, why: str, now_s: float) -> list[Effect]:
+        """A node was given up with everything on it. What still runs there is harmless: it is of an old generation."""
+        if self.stage is Stage.ENDED:
+            return []
+        lost = self.roster.remove_node(node)
+        if self._all_ranks_fit and not self._is_placed:
+            self._all_ranks_fit, self.deadline_s = False, now_s + self.settings.start_deadline_s
+        self._mourn(
+            [(worker, msg.WorkerLost(worker.worker, msg.Cause.NODE, why, True, None, now_s)) for worker in lost], now_s
+        )
+        return self._proceed(now_s)
+
+    def restarted(self, now_s: float) -> list[Effect]:
+        """The controller is back after a crash, with its journal: what was lost is the rendezvous of the ranks."""
+        if self.deadline_s is not None:
+            self.deadline_s = max(self.deadline_s, now_s + self.settings.end_deadline_s)
+        if self._is_placed and self.stage in (Stage.STARTING, Stage.RECOVERING):
+            self._interrupt(msg.Cause.CONTROLLER, "the controller was restarted", [], now_s)
+        return self._proceed(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
         """Acts on a deadline that has come; harmless when none has."""
-        if self._deadline_s is None or now_s < self._deadline_s:
+        if self.deadline_s is None or now_s < self.deadline_s:
             return []
-        self._deadline_s = None
+        self.deadline_s = None
         self._overdue(now_s)
-        return self._flush()
+        return self._proceed(now_s)
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due, on the clock of ``now_s``; None while nothing is waited for."""
-        return self._deadline_s
+        return self.deadline_s
 
-    def _flush(self) -> list[Effect]:
+    def enter(self, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
+        """Goes on to a stage, and checks everything that must hold."""
+        super().enter(stage, awaited, deadline_s)
         invariants.check(self)
-        return self._orders.take()
 
-    def _dispatch(self, message: msg.Report, now_s: float) -> None:
-        worker = self.roster.workers.get(getattr(message, "worker", -1))
+    def _dispatch(self, node: str, message: msg.Report, now_s: float) -> None:
         match message:
-            case msg.AgentJoined():
-                self._agent_joined(message, now_s)
+            case msg.NodeJoined():
+                self._node_joined(message, now_s)
             case msg.JobStalled():
                 self._job_stalled(message, now_s)
+            case msg.StepObserved():
+                self._step_observed(message)
             case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
+            case msg.SafePointReached() | msg.GroupsReset() | msg.StateRecovered() | msg.StepsFinished():
+                self._answered(node, message)
             case _:
-                if worker is None:
-                    return
-                self._from_worker(worker, message, now_s)
+                worker = self.roster.workers.get(message.worker)
+                if worker is not None and worker.node == node:
+                    self._from_worker(worker, message, now_s)
 
-    def _from_worker(self, worker: Worker, message: msg.Report, now_s: float) -> None:
+    def _answered(self, node: str, message: msg.GroupAnswer) -> None:
+        """An answer that all ranks give, for those of one node: a hundred thousand of them come at once."""
+        known = self.roster.workers
+        speakers = [known[number] for number in message.workers if number in known]
+        speakers = [worker for worker in speakers if worker.node == node and not worker.lost]
+        if not speakers:
+            return
+        numbers = [worker.worker for worker in speakers]
         match message:
-            case msg.AgentJoined() | msg.JobStalled() | msg.StoreRequested():
-                raise InternalError(f"{type(message).__name__} comes from no worker")
+            case msg.SafePointReached():
+                for worker in speakers:
+                    worker.safe = message
+                self.trained_to = max(self.trained_to, min(message.reach, default=0))
+                self._answered_in(Stage.STOPPING, numbers)
+            case msg.GroupsReset():
+                self._connected.update(numbers)
+            case msg.StateRecovered():
+                self._record.received_bytes += message.received_bytes * len(numbers)
+                self._answered_in(Stage.RECOVERING, numbers)
+            case msg.StepsFinished():
+                self._answered_in(Stage.TRAINING, numbers)
+                self.trained_to = max(self.trained_to, message.step)
+                if message.digest is not None:
+                    self.digests |= {worker.rank: message.digest for worker in speakers if worker.rank is not None}
+
+    def _answered_in(self, stage: Stage, numbers: list[int]) -> None:
+        if self.stage is stage:
+            self.awaited.difference_update(numbers)
+
+    def _from_worker(self, worker: Worker, message: msg.WorkerReport | msg.AgentReport, now_s: float) -> None:
+        match message:
             case msg.WorkerStarted():
                 worker.pid = message.pid
             case msg.WorkerJoined():
@@ -103,73 +165,57 @@ class RecoveryMachine:
             case msg.WorkerLost():
                 self._lost(worker, message, now_s)
             case msg.WorkerEnded():
-                if worker.rank is not None and self.records:
-                    self.records[-1].name_cause(worker.rank, message.cause, message.detail)
+                if worker.rank is not None:
+                    self._record.name_cause(worker.rank, message.cause, message.detail)
             case msg.WorkerFenced():
-                worker.gone = True
-                self._proceed(now_s)
+                self.roster.mark_lost(worker, gone=True)
+                self.awaited.discard(worker.worker)
+                self._there_is_room("there is room again: a spare is started")
             case msg.WorkerDone():
                 self._done(worker, now_s)
             case msg.StateRescued():
-                worker.rescued, worker.rescue_error, worker.answered_rescue = message.path, message.error, True
-                self._proceed(now_s)
-            case msg.StepObserved():
-                self._step_observed(message)
+                worker.rescued, worker.rescue_error = message.path, message.error
+                self.awaited.discard(worker.worker)
             case msg.CollectiveFailed():
                 detail = f"group {message.group}: {message.error}"
-                self._interrupt(msg.Cause.COLLECTIVE, f"rank {worker.rank}: {detail}", None, now_s)
-            case _ if worker.lost:
-                return
-            case msg.RankAwaited():
+                self._interrupt(msg.Cause.COLLECTIVE, f"rank {worker.rank}: {detail}", [], now_s)
+            case msg.RankAwaited() if not worker.lost:
                 worker.awaits_rank = True
-                self._proceed(now_s)
-            case msg.WorkerReady():
-                worker.ready = message
-                self._checkpointing = message.checkpointing
-                self._spare_failures = 0
-                self._proceed(now_s)
-            case msg.SafePointReached():
-                worker.safe = message
-                self._proceed(now_s)
-            case msg.GroupsReset():
-                worker.groups_reset = True
-                self._proceed(now_s)
-            case msg.StateRecovered():
-                worker.recovered = True
-                if self.records:
-                    self.records[-1].received_bytes += message.received_bytes
-                self._proceed(now_s)
-            case msg.StepsFinished():
-                worker.finished = True
-                self.trained_to = max(self.trained_to, message.step)
-                if message.digest is not None and worker.rank is not None:
-                    self.digests[worker.rank] = message.digest
-                self._proceed(now_s)
+            case msg.WorkerReady() if not worker.lost:
+                self._ready(worker, message)
+            case _:
+                pass
 
-    # ---- starting -------------------------------------------------------------------------------------------------
+    # ---- starting ---------------------------------------------------------------------------------------------------
 
-    def _agent_joined(self, message: msg.AgentJoined, now_s: float) -> None:
-        if self.nodes:
-            raise InternalError(f"a second node, {message.node}: one node is supported")
-        self.nodes.append(message.node)
+    def _node_joined(self, message: msg.NodeJoined, now_s: float) -> None:
+        self.roster.add_node(message)
+        if self._is_placed:
+            self._there_is_room(f"node {message.node} has joined")
+            return
+        if self.deadline_s is None:
+            self.deadline_s = now_s + self.settings.start_deadline_s
+        if not self._all_ranks_fit and self._processes.all_ranks_fit():
+            self._all_ranks_fit = True
+            self.deadline_s = min(self.deadline_s, now_s + SPARES_GRACE_S)
+        if self._all_ranks_fit and self._processes.all_spares_fit():
+            self._start_job(now_s)
+
+    def _there_is_room(self, reason: str) -> None:
+        """In a recovery, ranks come first: what they need is started as it goes on, and spares when all train again."""
+        if self.stage in (Stage.STARTING, Stage.TRAINING):
+            self._processes.top_up_spares(reason)
+
+    def _start_job(self, now_s: float) -> None:
+        self._is_placed = True
         self._start_ranks(now_s, "the job starts")
-        self._top_up_spares("the job starts")
+        self._processes.top_up_spares("the job starts")
 
     def _start_ranks(self, now_s: float, reason: str) -> None:
-        self._enter(Stage.STARTING)
-        for rank in range(self.settings.world_size):
-            self._start(rank, reason)
-        self._deadline_s = now_s + self.settings.start_deadline_s
-
-    def _start(self, rank: int | None, reason: str) -> None:
-        self._orders.start(self.roster.add(self.nodes[0], rank), reason)
-
-    def _top_up_spares(self, reason: str) -> None:
-        """Brings the number of spares back to what was asked for, as far as the budget goes."""
-        missing = self.settings.num_spares - len(self.roster.spares())
-        for _ in range(missing):
-            if self.roster.may_start() and self._spare_failures <= MAX_SPARE_FAILURES:
-                self._start(None, reason)
+        self._is_fresh = True
+        self._processes.start_ranks(reason)
+        self._connected.clear()
+        self.enter(Stage.STARTING, self.roster.holder_numbers(), now_s + self.settings.start_deadline_s)
 
     def _joined(self, worker: Worker) -> None:
         if worker.rank is not None and not worker.lost and self.stage is Stage.STARTING:
@@ -180,295 +226,272 @@ class RecoveryMachine:
         order = msg.Assign(worker.worker, self.generation, worker.rank, self.settings.world_size)
         self._orders.send(worker.node, order, reason)
 
-    # ---- failures -------------------------------------------------------------------------------------------------
+    def _ready(self, worker: Worker, message: msg.WorkerReady) -> None:
+        worker.ready = message
+        self._checkpointing = message.checkpointing
+        self._processes.came_up()
+        if self.stage is Stage.STARTING and ready_now(worker, self.generation):
+            self.awaited.discard(worker.worker)
+
+    # ---- failures ---------------------------------------------------------------------------------------------------
 
     def _failed(self, worker: Worker, message: msg.WorkerFailed) -> None:
         worker.error = message.error
         if message.fatal or self._fails_in_start_up(worker):
-            self._end(ending.failed(worker, message.error))
+            self._ending.end(ending.failed(worker, message.error))
 
     def _fails_in_start_up(self, worker: Worker) -> bool:
         """Whether a failing script ends the job: started anew it would fail again, and nothing is lost yet."""
-        if worker.rank is None or worker.lost:
+        if worker.rank is None or worker.lost or self._has_trained:
             return False
-        recoverable = (Stage.STOPPING, Stage.RECOVERING)
-        return self.stage is Stage.STARTING or (self.stage in recoverable and not self._has_trained)
+        return self.stage in (Stage.STARTING, Stage.STOPPING, Stage.RECOVERING)
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
-        if worker.lost:
-            worker.gone = worker.gone or message.gone
-            self._proceed(now_s)
+        if worker.lost or worker.done:
+            self.roster.mark_lost(worker, gone=message.gone)
             return
         in_start_up = message.cause is msg.Cause.EXIT and self._fails_in_start_up(worker)
-        worker.lost, worker.gone = True, message.gone
-        if worker.rank is not None and message.tag is not None:
-            self.trained_to = max(self.trained_to, message.tag.step)
-        detail = message.detail if worker.error is None else f"{message.detail}: {worker.error}"
-        if not worker.gone:
-            self._orders.fence(worker, detail)
-        if worker.rank is None:
-            self._spare_lost(worker, detail, now_s)
-        elif in_start_up:
-            self._end(ending.exited_in_start_up(worker, detail))
-        elif self.stage is Stage.FINISHED:
-            self._lost_after_last_step(worker, detail, now_s)
-        elif self.stage is Stage.RESCUING:
-            self._proceed(now_s)
+        self.roster.mark_lost(worker, gone=message.gone)
+        if in_start_up:
+            self._ending.end(ending.exited_in_start_up(worker, _detail(worker, message)))
         else:
-            tag = message.tag
-            step, phase = (tag.step, str(tag.phase)) if tag else (None, None)
-            cause = msg.Cause.EXCEPTION if worker.error is not None else message.cause
-            failure = Failure(worker.rank, cause, detail, step, phase, message.since_s)
-            self._interrupt(cause, f"rank {worker.rank} lost: {detail}", failure, now_s)
+            self._mourn([(worker, message)], now_s)
 
-    def _spare_lost(self, spare: Worker, detail: str, now_s: float) -> None:
-        if not spare.ready and not spare.awaits_rank:
-            self._spare_failures += 1
-        if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.STOPPING):
-            self._top_up_spares(f"a spare was lost: {detail}")
-        if self._spare_failures > MAX_SPARE_FAILURES and self.stage is Stage.STOPPING:
-            self._rescue(now_s, f"{self._spare_failures} fresh processes in a row were lost: {detail}")
-        self._proceed(now_s)
+    def _mourn(self, lost: list[tuple[Worker, msg.WorkerLost]], now_s: float) -> None:
+        """What the loss of workers at one moment, marked as lost already, gives rise to."""
+        failures: list[Failure] = []
+        for worker, message in lost:
+            self.awaited.discard(worker.worker)
+            detail = _detail(worker, message)
+            if not worker.gone:
+                self._orders.fence(worker, detail)
+            if worker.rank is not None:
+                tag = message.tag
+                self.trained_to = max(self.trained_to, min(resume.reach(tag.step, tag.phase), default=0) if tag else 0)
+                cause = msg.Cause.EXCEPTION if worker.error is not None else message.cause
+                step, phase = (tag.step, str(tag.phase)) if tag else (None, None)
+                failures.append(Failure(worker.rank, cause, detail, step, phase, message.since_s))
+        if failures and self.stage is Stage.FINISHED:
+            self._ending.lost_after_last_step(failures[0], now_s)
+        elif failures:
+            who = f"rank {failures[0].rank}" if len(failures) == 1 else f"ranks {[each.rank for each in failures]}"
+            self._interrupt(failures[0].cause, f"{who} lost: {failures[0].detail}", failures, now_s)
+        for spare, message in lost:
+            if spare.rank is None:
+                self._spare_lost(spare, message.cause, _detail(spare, message), now_s)
+
+    def _spare_lost(self, spare: Worker, cause: msg.Cause, detail: str, now_s: float) -> None:
+        if not spare.ready and not spare.awaits_rank and cause is not msg.Cause.NODE:
+            self._processes.lost_before_ready()
+        if self.stage in (Stage.STARTING, Stage.TRAINING, Stage.STOPPING):
+            self._processes.top_up_spares(f"a spare was lost: {detail}")
+        if self._processes.keep_failing and self.stage is Stage.STOPPING:
+            self._ending.rescue(f"fresh processes are lost one after the other: {detail}", now_s)
 
     def _job_stalled(self, message: msg.JobStalled, now_s: float) -> None:
+        """Where another node still moves, the one to blame is there, and its agent finds it."""
         if self.stage is Stage.TRAINING:
-            self._interrupt(msg.Cause.STUCK, message.detail, None, now_s)
+            self._moving.discard(message.node)
+            if not self._moving:
+                self._interrupt(msg.Cause.STUCK, message.detail, [], now_s)
 
-    def _interrupt(self, cause: msg.Cause, detail: str, failure: Failure | None, now_s: float) -> None:
+    def _interrupt(self, cause: str, detail: str, failures: list[Failure], now_s: float) -> None:
         """A failure: begins a new generation, or adds to the one whose survivors are just being stopped."""
         if self.stage not in (Stage.STARTING, Stage.TRAINING, Stage.STOPPING, Stage.RECOVERING):
             return
-        record = self.records[-1] if self.records else None
-        if self.stage is not Stage.STOPPING or record is None:
-            if record is not None and self.stage is Stage.RECOVERING:
-                record.superseded = True
+        if self.stage is not Stage.STOPPING:
+            self._record.superseded = self.stage is Stage.RECOVERING
             self.generation += 1
             self._without_progress += 1
-            record = RecoveryRecord(self.generation, cause, detail, now_s)
-            self.records.append(record)
-            self._enter(Stage.STOPPING)
-            self._deadline_s = now_s + self.settings.stop_deadline_s
-            for worker in self.roster.workers.values():
-                worker.begin_generation()
-            synced_step = failure.step if failure is not None and failure.phase == Phase.SYNCED else None
-            self._orders.to_holders(lambda holders: msg.Stop(holders, self.generation, detail, synced_step), detail)
-        if failure is not None:
-            record.add_failure(failure, cause, detail)
-        self._proceed(now_s)
+            self._record = RecoveryRecord(self.generation, cause, detail, now_s)
+            self.records.append(self._record)
+            self._connected.clear()
+            for worker in self.roster.holders():
+                worker.safe = None
+            self.enter(Stage.STOPPING, self.roster.holder_numbers(), now_s + self.settings.stop_deadline_s)
+            synced_step = next((each.step for each in failures if each.phase == Phase.SYNCED), None)
+            self._orders.to_all(msg.Stop(self.generation, detail, synced_step), detail)
+        for failure in failures:
+            self._record.add_failure(failure, cause, detail)
 
     # ---- progress: each stage waits for all of something ------------------------------------------------------------
 
-    def _proceed(self, now_s: float) -> None:
-        holders = self.roster.holders()
+    def _proceed(self, now_s: float) -> list[Effect]:
+        """The end of every event: the stage goes on when it has all that it waits for. Returns the event's orders."""
         match self.stage:
             case Stage.STARTING:
-                if len(holders) == self.settings.world_size and all(
-                    ready_now(worker, self.generation) for worker in holders
-                ):
+                if self._is_placed and not self.awaited and self.roster.num_holders == self.settings.world_size:
                     self._decide(now_s)
             case Stage.STOPPING:
-                if all(worker.safe for worker in holders) and not self.roster.unfenced():
+                if not self.awaited and not self.roster.unfenced():
                     self._stopped(now_s)
             case Stage.RECOVERING:
-                self._recovering(holders, now_s)
+                if self._record.reset_s is None and len(self._connected) >= self.settings.world_size:
+                    self._record.reset_s = now_s
+                if not self.awaited:
+                    self._recovered(now_s)
             case Stage.TRAINING:
-                if holders and all(worker.finished for worker in holders):
-                    self._complete()
-            case Stage.RESCUING:
-                if all(worker.answered_rescue for worker in holders):
-                    self._end(ending.rescued(self.roster, self._end_reason))
-            case Stage.FINISHED:
-                if not holders:
-                    self._end(ending.scripts_through(self.roster, self._end_reason, self._last_detail()))
+                if not self.awaited and self.roster.num_holders:
+                    self._ending.complete()
+            case Stage.FINISHED | Stage.RESCUING:
+                self._ending.proceed(self._record.detail)
             case Stage.ENDED:
                 pass
+        return self._orders.take()
 
     def _stopped(self, now_s: float) -> None:
-        record = self.records[-1]
+        record = self._record
         if record.stopped_s is None:
             record.stopped_s = now_s
         if self._without_progress > self.settings.max_recoveries_without_progress:
-            self._rescue(now_s, f"{self._without_progress} failures in a row without a completed step: {record.detail}")
-            return
-        if ended_early := ending.ended_early(self.roster):
-            self._end(ended_early)
-            return
-        holders = self.roster.holders()
-        if not holders and record.failures and all(failure.cause == msg.Cause.EXCEPTION for failure in record.failures):
-            self._end(ending.failed_everywhere(record.detail))
+            in_a_row = f"{self._without_progress} failures in a row without a completed step"
+            self._ending.rescue(f"{in_a_row}: {record.detail}", now_s)
+        elif ended_early := ending.ended_early(self.roster):
+            self._ending.end(ended_early)
+        elif len(record.failures) == self.settings.world_size and all(
+            failure.cause == msg.Cause.EXCEPTION for failure in record.failures
+        ):
+            self._ending.end(ending.failed_everywhere(record.detail))
         elif reachable_step(self.roster, self.shard_of, self.generation) is None:
             self._nobody_reaches(now_s)
         elif self._fill_ranks(now_s):
             self._decide(now_s)
 
     def _nobody_reaches(self, now_s: float) -> None:
-        record = self.records[-1]
         if self.trained_to > 0 and not self._checkpointing:
-            self._end(ending.nothing_to_recover(self.generation, record.detail))
+            self._ending.end(ending.nothing_to_recover(self.generation, self._record.detail))
             return
         reason = "no live rank reaches a step: all ranks start anew"
-        for worker in self.roster.holders():
-            worker.lost = True
+        for worker in list(self.roster.holders()):
+            self.roster.mark_lost(worker, gone=False)
             self._orders.fence(worker, reason)
         if self.roster.unfenced():
             return
         if not self.roster.may_start(self.settings.world_size):
-            self._end(ending.restarts_used_up(record.detail))
+            self._ending.end(ending.restarts_used_up(self._record.detail))
             return
-        record.decided_s = now_s
+        if self._processes.room_for_ranks() < self.settings.world_size:
+            self._processes.make_room()  # where that is not enough, another node has to come
+            self.deadline_s = now_s + self.settings.start_deadline_s
+            return
+        self._record.decided_s = now_s
         self._start_ranks(now_s, reason)
 
     def _fill_ranks(self, now_s: float) -> bool:
         """Gives every missing rank a warm spare, or none yet where there are too few. True when all are filled."""
         replacements = self.roster.replacements()
         if replacements is None:
-            self._wait_for_processes(len(self.roster.missing_ranks()), now_s)
+            self._wait_for_processes(now_s)
             return False
         for rank, worker in replacements.items():
-            worker.rank = rank
-            self.records[-1].replacements[rank] = worker.worker
+            self.roster.give_rank(worker, rank)
+            self._record.replacements[rank] = worker.worker
             self._assign(worker, f"spare {worker.worker} takes rank {rank}")
         return True
 
-    def _wait_for_processes(self, num_missing: int, now_s: float) -> None:
-        for _ in range(num_missing - len(self.roster.spares())):
-            if not self.roster.may_start():
-                self._rescue(now_s, f"--max-restarts is used up: {self.records[-1].detail}")
-                return
-            self._start(None, "no spare is left: a fresh process takes the rank")
-        self._deadline_s = now_s + self.settings.start_deadline_s
+    def _wait_for_processes(self, now_s: float) -> None:
+        if not self._processes.start_fresh(self.roster.missing_ranks()):
+            self._ending.rescue(f"--max-restarts is used up: {self._record.detail}", now_s)
+            return
+        self.deadline_s = now_s + self.settings.start_deadline_s
 
     # ---- decide and recover -----------------------------------------------------------------------------------------
 
     def _decide(self, now_s: float) -> None:
-        holders = self.roster.holders()
-        for worker in holders:
+        for worker in self.roster.holders():
             if worker.rank is not None and worker.ready is not None:
                 self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
-        if step is None or (step < self.trained_to and self.stage is Stage.STARTING and not self._may_go_back()):
-            self._end(ending.no_checkpoint_found(self.trained_to))
+        if step is None or (self._is_fresh and step == 0 < self.trained_to and not self._is_checkpoint(0)):
+            self._ending.end(ending.no_checkpoint_found(self.trained_to))
             return
-        record = self.records[-1] if self.records else None
-        if record is not None:
-            record.resume_step = step
-            record.decided_s = now_s
-            record.stopped_at_step = max((worker.safe.step for worker in holders if worker.safe), default=None)
-        for worker, order in recovery_orders(holders, self.shard_of, step, self.generation):
-            reason = f"resume at step {step}, the greatest that every shard can reach: {order.action}"
-            self._orders.send(worker.node, order, reason)
-            if record is not None and worker.rank is not None:
-                record.actions[worker.rank] = order.action
+        decision = decide(self.roster, self.shard_of, step, self.generation)
+        record = self._record
+        record.resume_step = step
+        record.decided_s = now_s
+        record.stopped_at_step = max((w.safe.step for w in self.roster.holders() if w.safe), default=None)
+        record.actions |= decision.actions
         self._resume_at = step
-        self._enter(Stage.RECOVERING)
-        self._deadline_s = now_s + self.settings.recover_deadline_s
+        self.enter(Stage.RECOVERING, self.roster.holder_numbers(), now_s + self.settings.recover_deadline_s)
+        reason = f"resume at step {step}, the greatest that every shard can reach"
+        self._orders.to_all(msg.Recover(self.generation, step, decision.transfers), reason)
 
-    def _may_go_back(self) -> bool:
-        return any(worker.ready is not None and worker.ready.snapshots for worker in self.roster.holders())
+    def _is_checkpoint(self, step: int) -> bool:
+        return any(step in snapshots_of(worker) for worker in self.roster.holders())
 
-    def _recovering(self, holders: list[Worker], now_s: float) -> None:
-        record = self.records[-1] if self.records else None
-        if record is not None and record.reset_s is None and all(worker.groups_reset for worker in holders):
-            record.reset_s = now_s
-        if not all(worker.recovered for worker in holders):
-            return
-        if record is not None:
-            record.restored_s = now_s
+    def _recovered(self, now_s: float) -> None:
+        self._record.restored_s = now_s
         self.trained_to = max(self.trained_to, self._resume_at)
-        self._enter(Stage.TRAINING)
-        self._has_trained = True
-        self._deadline_s = None
-        reason = f"all ranks stand at step {self._resume_at}"
-        self._orders.to_holders(lambda workers: msg.Resume(workers, self.generation), reason)
+        self._has_trained, self._is_fresh = True, False
+        self._moving = {worker.node for worker in self.roster.holders()}
+        self.enter(Stage.TRAINING, self.roster.holder_numbers(), None)
+        self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self._resume_at}")
 
     def _step_observed(self, message: msg.StepObserved) -> None:
         self._without_progress = 0
         self.trained_to = max(self.trained_to, message.step + 1)
-        record = self.records[-1] if self.records else None
-        if record is not None and record.generation == message.generation:
-            record.observe_step(message.at_s, message.step_s)
+        self._record.observe_step(message.at_s, message.step_s)
         if self.stage is Stage.TRAINING:
-            self._top_up_spares("a spare took a rank: another is started")
+            self._processes.top_up_spares("a spare took a rank: another is started")
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
-    def _complete(self) -> None:
-        self._enter(Stage.FINISHED)
-        self._orders.to_holders(
-            lambda workers: msg.Complete(workers, self.generation), "all ranks completed the last step"
-        )
-        for spare in self.roster.spares():
-            spare.lost = True
-            self._orders.fence(spare, "the last step is complete: it is not needed any more")
-
     def _done(self, worker: Worker, now_s: float) -> None:
-        worker.done = worker.gone = True
+        if worker.lost:
+            self.roster.mark_gone(worker)
+            return
+        self.roster.mark_done(worker)
+        self.awaited.discard(worker.worker)
         if worker.rank is None:
-            self._spare_lost(worker, "its script ended", now_s)
-        elif not self.roster.holders():
-            self._end(ending.scripts_through(self.roster, self._end_reason, self._last_detail()))
+            self._spare_lost(worker, msg.Cause.EXIT, "its script ended", now_s)
+        elif not self.roster.num_holders:
+            self._ending.through(self._record.detail)
         elif self.stage is Stage.TRAINING:
-            self._deadline_s = self._deadline_s or now_s + self.settings.end_deadline_s
-        else:
-            self._proceed(now_s)
-
-    def _lost_after_last_step(self, worker: Worker, detail: str, now_s: float) -> None:
-        reason = f"rank {worker.rank} failed in the code after the last step: {detail}"
-        self._end_reason = self._end_reason or reason
-        self._orders.to_holders(lambda workers: msg.Abandon(workers, detail), reason)
-        self._deadline_s = now_s + self.settings.end_deadline_s
-        self._proceed(now_s)
-
-    def _last_detail(self) -> str:
-        return self.records[-1].detail if self.records else "no failure was seen"
-
-    def _rescue(self, now_s: float, reason: str) -> None:
-        self._enter(Stage.RESCUING)
-        self._end_reason = reason
-        self._deadline_s = now_s + self.settings.end_deadline_s
-        self._orders.to_holders(lambda workers: msg.Rescue(workers, reason), reason)
-        self._proceed(now_s)
+            self.deadline_s = self.deadline_s or now_s + self.settings.end_deadline_s
 
     def _overdue(self, now_s: float) -> None:
         match self.stage:
+            case Stage.STARTING if not self._is_placed:
+                if self._processes.room_for_ranks() >= self.settings.world_size:
+                    self._start_job(now_s)
+                else:
+                    order = ending.too_few_nodes(self.settings.world_size, self._processes.room_for_ranks())
+                    self._ending.end(order)
+            case Stage.STARTING if not self._has_trained:
+                self._ending.end(ending.start_overdue(self._late_ranks(), self.settings.start_deadline_s))
             case Stage.STARTING:
-                waiting = [worker.rank for worker in self.roster.holders() if not ready_now(worker, self.generation)]
-                self._end(ending.start_overdue(waiting, self.settings.start_deadline_s))
+                # What has trained before is tried once more: the late ones are those that cannot stop.
+                detail = f"ranks {self._late_ranks()} did not come to their first step in time"
+                self._interrupt(msg.Cause.HANG, detail, [], now_s)
             case Stage.STOPPING:
-                self._give_up([worker for worker in self.roster.holders() if not worker.safe], now_s)
+                self._give_up([self.roster.workers[number] for number in sorted(self.awaited)], now_s)
             case Stage.RECOVERING:
-                late = [worker.rank for worker in self.roster.holders() if not worker.recovered]
                 # Who waits for a rank that hangs is late as well: all are stopped, and who cannot stop is the one.
-                self._interrupt(msg.Cause.HANG, f"ranks {late} did not recover in time", None, now_s)
-            case Stage.RESCUING:
-                self._end(ending.rescued(self.roster, self._end_reason))
+                detail = f"ranks {self._late_ranks()} did not recover in time"
+                self._interrupt(msg.Cause.HANG, detail, [], now_s)
             case Stage.TRAINING:
                 if ended_early := ending.ended_early(self.roster):
-                    self._end(ended_early)
-            case Stage.FINISHED:
-                self._end(ending.scripts_overdue(self._end_reason))
+                    self._ending.end(ended_early)
+            case Stage.FINISHED | Stage.RESCUING:
+                self._ending.overdue()
             case Stage.ENDED:
                 pass
 
+    def _late_ranks(self) -> list[int | None]:
+        return [self.roster.workers[number].rank for number in sorted(self.awaited)]
+
     def _give_up(self, overdue: list[Worker], now_s: float) -> None:
         """A survivor that does not answer in time is itself treated as failed."""
-        self._deadline_s = now_s + self.settings.end_deadline_s
+        self.deadline_s = now_s + self.settings.end_deadline_s
         if self.roster.unfenced() and not overdue:
             stuck = [worker.pid for worker in self.roster.unfenced()]
-            self._rescue(now_s, f"processes {stuck} cannot be killed, so their ranks cannot be given away")
+            self._ending.rescue(f"processes {stuck} cannot be killed, so their ranks cannot be given away", now_s)
         elif not overdue:
-            self._rescue(now_s, "no replacement came to its first step in time")
+            self._ending.rescue("no replacement came to its first step in time", now_s)
         for worker in overdue:
             detail = "it did not come to a safe point in time"
             self._lost(worker, msg.WorkerLost(worker.worker, msg.Cause.HANG, detail, False, None, now_s), now_s)
 
-    def _end(self, order: msg.EndJob) -> None:
-        self._enter(Stage.ENDED)
-        self._deadline_s = None
-        self.ended = order
-        self._orders.to_nodes(order, order.reason)
 
-    def _enter(self, stage: Stage) -> None:
-        if stage is not self.stage and stage not in TRANSITIONS[self.stage]:
-            raise InternalError(f"generation {self.generation}: {self.stage} cannot become {stage}")
-        self.stage = stage
+def _detail(worker: Worker, message: msg.WorkerLost) -> str:
+    return message.detail if worker.error is None else f"{message.detail}: {worker.error}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from keepstep.protocol.messages import AgentOrder
+from keepstep.errors import InternalError
+from keepstep.protocol.messages import AgentOrder, EndJob
 
 EXIT_FAILED = 1
 EXIT_NOTHING_TO_RECOVER = 75
@@ -27,7 +28,7 @@ class Stage(enum.StrEnum):
 TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     Stage.STARTING: {
         Stage.RECOVERING: "all ranks ready",
-        Stage.STOPPING: "rank lost",
+        Stage.STOPPING: "rank lost, or controller restarted",
         Stage.ENDED: "start-up failed",
     },
     Stage.TRAINING: {
@@ -59,6 +60,8 @@ class RecoverySettings:
 
     world_size: int
     num_spares: int
+    ranks_per_node: int | None = None
+    """None: as many as a node has room for."""
     max_restarts: int | None = None
     """Processes that may be started beyond the first ones; None: no bound while the job makes progress."""
     max_recoveries_without_progress: int = 8
@@ -74,6 +77,29 @@ class RecoverySettings:
 class Effect:
     """An order to the agent of one node, and why it is given."""
 
-    node: str
+    node: str | None
+    """None: the same to every node."""
     order: AgentOrder
     reason: str
+
+
+class Course:
+    """Where a job is: its stage, whom that stage waits for, and until when."""
+
+    def __init__(self) -> None:
+        self.stage = Stage.STARTING
+        self.generation = 1
+        self.awaited: set[int] = set()
+        """The rank holders whose answer the stage waits for; it goes on when none is left."""
+        self.deadline_s: float | None = None
+        self.ended: EndJob | None = None
+
+    def enter(self, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
+        """Goes on to a stage, which says whom it waits for and until when.
+
+        Raises:
+            InternalError: the stage cannot follow the present one.
+        """
+        if stage is not self.stage and stage not in TRANSITIONS[self.stage]:
+            raise InternalError(f"generation {self.generation}: {self.stage} cannot become {stage}")
+        self.stage, self.awaited, self.deadline_s = stage, awaited, deadline_s

@@ -10,7 +10,6 @@ as holding nothing.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -21,6 +20,7 @@ import xxhash
 from torch import distributed as dist
 
 from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.messages import Transfer
 from keepstep.protocol.transfer import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
 from keepstep.worker.groups.communicator import Carrier
 from keepstep.worker.state import neighbour, tree
@@ -55,16 +55,8 @@ class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     with_gradient: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Route:
-    """Who sends and who receives, as ranks of the group that carries it."""
-
-    sources: tuple[int, ...]
-    receivers: tuple[int, ...]
-
-
 def send_state(
-    state: ProtectedState, step: int, rank: int, route: Route, group: Carrier, moved: Callable[[], None]
+    state: ProtectedState, step: int, rank: int, route: Transfer, group: Carrier, moved: Callable[[], None]
 ) -> None:
     """Sends this source's share of the shard to every receiver.
 
@@ -106,7 +98,7 @@ def _is_read_by(receiver: int, views: list[torch.Tensor], group: Carrier) -> boo
     return _receive_sealed(receiver, group) == _READS
 
 
-def receive_state(state: ProtectedState, step: int, route: Route, group: Carrier, moved: Callable[[], None]) -> int:
+def receive_state(state: ProtectedState, step: int, route: Transfer, group: Carrier, moved: Callable[[], None]) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
     Until it returns the objects are in between and reach no step.

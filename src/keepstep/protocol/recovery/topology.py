@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a worker is: the failure domains it belongs to, smallest last."""
+    """Where a worker is: its node, and what else fails together with that."""
 
     node: str
+    domain: str = ""
 
 
 def replica_groups(shard_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
@@ -24,18 +25,18 @@ def replica_groups(shard_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
 def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault: bool) -> int | None:
     """The spare that takes a lost rank's place, or None if there is none.
 
-    A software fault prefers the lost rank's own node, a fault of the node another one; among equals the lowest
-    worker number, so that the choice is the same everywhere.
+    A software fault prefers the lost rank's own node, then its failure domain; a fault of the node prefers another
+    domain. Among equals the lowest worker number, so that the choice is the same everywhere.
 
     Args:
         lost: where the lost worker was.
         spares: the warm spares and where they are.
         node_at_fault: whether the node itself failed.
     """
-    return min(spares, key=lambda worker: ((spares[worker].node == lost.node) == node_at_fault, worker), default=None)
 
+    def order(worker: int) -> tuple[int, int]:
+        place = spares[worker]
+        near = (place.node == lost.node) + (place.domain == lost.domain)
+        return (near if node_at_fault else -near), worker
 
-def sources_of(group: Iterable[int], holders: Iterable[int]) -> tuple[int, ...]:
-    """The ranks of one replica group that hold the shard at the resume step: they share the sending evenly."""
-    live = set(holders)
-    return tuple(rank for rank in group if rank in live)
+    return min(spares, key=order, default=None)

@@ -1,0 +1,134 @@
+"""``keepstep simulate``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from keepstep.errors import ConfigurationError
+from keepstep.sim import batch
+from keepstep.sim.batch import Tally
+from keepstep.sim.run import Outcome, case_of, run
+from keepstep.sim.shrink import shrink, with_faults
+
+DEFAULT_SEEDS = 1000
+
+
+def main(arguments: list[str]) -> int:
+    """Simulates jobs from seeds, replays one, or runs one of the studies; 0 only if no check failed."""
+    chosen = _parser().parse_args(arguments)
+    console = Console(soft_wrap=True)
+    if chosen.goodput:
+        from keepstep.sim.studies import goodput
+
+        goodput.report(console, chosen.plot, chosen.first)
+        return 0
+    if chosen.devices is not None:
+        from keepstep.sim.studies import scale
+
+        scale.report(console, chosen.devices, chosen.plot)
+        return 0
+    if chosen.seed is not None:
+        return _replay(console, chosen.seed, chosen.faults, chosen.shrink)
+    end = None if chosen.seeds is None and chosen.seconds else chosen.first + (chosen.seeds or DEFAULT_SEEDS)
+    if chosen.json_lines:
+        for tally in batch.run_seeds(chosen.first, end, chosen.stride, chosen.seconds):
+            sys.stdout.buffer.write(msgspec.json.encode(tally) + b"\n")
+            sys.stdout.buffer.flush()
+        return 0
+    return _batch(console, chosen, end)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="keepstep simulate",
+        description="Runs whole jobs in virtual time, each from one seed: the real machines of controller, agents and "
+        "workers, a cluster that fails, and an oracle that watches.",
+    )
+    many = parser.add_argument_group("many seeds")
+    many.add_argument("--seeds", type=int, help=f"how many (default: {DEFAULT_SEEDS})")
+    many.add_argument("--from", dest="first", type=int, default=0, metavar="SEED", help="the first one")
+    many.add_argument("--seconds", type=float, help="stop after so long")
+    many.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
+    many.add_argument("--json", type=Path, metavar="FILE", help="write what came out of it")
+    many.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
+    many.add_argument("--json-lines", action="store_true", help=argparse.SUPPRESS)
+    one = parser.add_argument_group("one seed")
+    one.add_argument("--seed", type=int, help="run this one and print its story")
+    one.add_argument("--faults", help="only these faults of its plan, by number: 0,2")
+    one.add_argument("--shrink", action="store_true", help="find the smallest set of its faults that still fails")
+    studies = parser.add_argument_group("studies")
+    studies.add_argument(
+        "--devices", type=int, metavar="N", help="the controller's cost by world size, up to N devices"
+    )
+    studies.add_argument("--goodput", action="store_true", help="effective training time against checkpoint-restart")
+    studies.add_argument("--plot", type=Path, metavar="FILE", help="draw the study's curve, as .svg or .png")
+    return parser
+
+
+def _replay(console: Console, seed: int, faults: str | None, shrinks: bool) -> int:
+    case, kept = case_of(seed), None
+    if faults is not None:
+        kept = _numbers(faults, len(case.plan))
+        case = with_faults(case, kept)
+    outcome = run(case)
+    if shrinks and outcome.check is not None:
+        case, kept = shrink(outcome)
+        console.print(f"replay: {replay_command(seed, kept)}\n", highlight=False, markup=False)
+    outcome = run(case, tell=True)
+    console.print("\n".join(outcome.story), highlight=False, markup=False)
+    return int(outcome.check is not None)
+
+
+def _numbers(text: str, count: int) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ConfigurationError(f"--faults {text}: give numbers such as 0,2") from None
+    if any(not 0 <= number < count for number in numbers):
+        raise ConfigurationError(f"--faults {text}: the plan of this seed has faults 0 to {count - 1}")
+    return numbers
+
+
+def replay_command(seed: int, kept: tuple[int, ...] | None = None) -> str:
+    """The command that runs a failing seed again."""
+    faults = "" if kept is None else f" --faults {','.join(map(str, kept))}"
+    return f"keepstep simulate --seed {seed}{faults}"
+
+
+def _batch(console: Console, chosen: argparse.Namespace, end: int | None) -> int:
+    if chosen.jobs < 1 or (chosen.seeds is not None and chosen.seeds < 1):
+        raise ConfigurationError("--jobs and --seeds: allowed are 1 and more")
+    total = Tally()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=None if end is None else end - chosen.first)
+        for tally in batch.run_on_all_cores(chosen.first, end, chosen.jobs, chosen.seconds):
+            total.add(tally)
+            progress.update(task, completed=total.num_seeds, description=f"{total.num_failures} failures")
+    console.print(summary(total), highlight=False)
+    for failed in total.failed[:20]:
+        console.print(f"  {failed.check}: {failed.detail}", highlight=False, markup=False)
+        console.print(f"    {replay_command(failed.seed)} --shrink", highlight=False, markup=False)
+    if chosen.json is not None:
+        chosen.json.write_bytes(msgspec.json.format(msgspec.json.encode(total), indent=2))
+    return int(bool(total.failed))
+
+
+def summary(total: Tally) -> str:
+    """What some seeds came to, in one line."""
+    return (
+        f"{total.num_seeds:,} seeds, {total.num_failures:,} simulated failures, {total.num_recoveries:,} recoveries, "
+        f"{total.num_events:,} events, {total.virtual_s / 3600:,.1f} h of virtual time; "
+        f"{len(total.failed)} seeds failed"
+    )
+
+
+def failing_seed(outcome: Outcome) -> str:
+    """What a test prints of a seed that failed."""
+    return f"{outcome.check}: {outcome.detail}\n  {replay_command(outcome.case.seed)} --shrink"

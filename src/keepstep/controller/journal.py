@@ -1,0 +1,66 @@
+"""The journal of a job: a line of JSON for each event, written before what follows from it is transmitted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from keepstep.errors import ConfigurationError
+from keepstep.protocol.controller import JournalEntry
+
+
+class Journal:
+    """Appends to a journal; a torn last line of an earlier writer is cut off first.
+
+    What was written has left this process, so it survives the process, though not the machine: another node cannot
+    know the difference, for the controller does not come back on a machine that has lost its files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        _cut_torn_line(path)
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, entries: list[JournalEntry]) -> None:
+        """Appends entries; when this returns they are with the operating system."""
+        if entries:
+            data = memoryview(b"".join(self._encoder.encode(entry) + b"\n" for entry in entries))
+            while data:
+                data = data[self._file.write(data) :]
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[JournalEntry]:
+    """All entries of a journal, oldest first. A torn last line was never acted upon, and is left away.
+
+    Raises:
+        ConfigurationError: a line cannot be read, or the file cannot; naming file and line.
+    """
+    try:
+        *lines, _torn = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigurationError(f"journal {path}: {error.strerror}") from error
+    decoder = msgspec.json.Decoder(JournalEntry)
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entries.append(decoder.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"journal {path}, line {number}: not an entry of a journal: {error}") from error
+    return entries
+
+
+def _cut_torn_line(path: Path) -> None:
+    whole = path.read_bytes().rfind(b"\n") + 1
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)

@@ -1,0 +1,341 @@
+"""The agent's machine: what one node does on its controller's orders, and what it says of its workers.
+
+The shell around it owns processes and sockets. It tells what became of them, takes the effects, and transmits the
+packets. Who is lost because it stands still is decided in `keepstep.protocol.liveness`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol import messages as msg
+from keepstep.protocol.conversation import Conversation
+from keepstep.protocol.liveness import LivenessMachine, LivenessSettings, Observation
+from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.phases import Phase
+
+HEARTBEAT_S = 1.0
+"""A third of the default lease: two may be lost before the node is."""
+MIDDLE_OF_A_STEP = "exit code 0 in the middle of a step"
+HOLD_S = 0.05
+"""How long answers wait for those of the node's other ranks, to go up as one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start a worker's process; then call `spawned`, and `exited` when it has ended."""
+
+    worker: int
+    rank: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill a worker's process and all that it started."""
+
+    worker: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandOver:
+    """Give an order to workers."""
+
+    workers: tuple[int, ...]
+    order: msg.WorkerOrder
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leave:
+    """End every process of this node's part of the job, and then this one."""
+
+    exit_code: int
+    reason: str
+
+
+AgentEffect = Spawn | Kill | HandOver | Leave
+
+
+@dataclasses.dataclass(slots=True)
+class _Process:
+    rank: int | None
+    is_running: bool = False
+    told_lost: bool = False
+    fenced: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _FirstSteps:
+    """The first step of each rank of the node in one generation."""
+
+    at_s: float = 0.0
+    step_s: float = 0.0
+    workers: set[int] = dataclasses.field(default_factory=set)
+
+
+class AgentMachine:
+    """One node's part of a job."""
+
+    def __init__(self, joined: msg.NodeJoined, life: int, liveness: LivenessSettings) -> None:
+        self.node = joined.node
+        self.life = life
+        self.liveness = LivenessMachine(joined.node, liveness)
+        self._joined = joined
+        self._liveness_settings = liveness
+        self._conversation = Conversation(joined.node, life)
+        self._conversation.say([joined])
+        self._processes: dict[int, _Process] = {}
+        self._held: dict[tuple[type, int], list[msg.GroupAnswer]] = {}
+        self._held_since_s = 0.0
+        self._answered: dict[tuple[type, int], set[int]] = {}
+        """Who has given each answer since the last `Stop`, be it held or gone up."""
+        self._first_steps: dict[int, _FirstSteps] = {}
+        self._evicted = False
+        self._heartbeat_s = 0.0
+        self._effects: list[AgentEffect] = []
+
+    # ---- what the shell calls ---------------------------------------------------------------------------------------
+
+    def take(self) -> list[AgentEffect]:
+        """What is to be done, in this order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def packets(self, now_s: float) -> list[msg.Packet]:
+        """What is to be transmitted to the controller now."""
+        due = now_s >= self._heartbeat_s
+        packets = self._conversation.packets(now_s, heartbeat=due)
+        if packets:
+            self._heartbeat_s = now_s + HEARTBEAT_S
+        return packets
+
+    def reconnected(self) -> None:
+        """There is a new connection to the controller, which may be another one and waits to hear what has arrived."""
+        self._conversation.reconnected()
+        self._heartbeat_s = 0.0
+
+    def next_deadline(self) -> float:
+        """When `tick` and `packets` are next due, apart from the regular looks at the workers."""
+        return min(self._heartbeat_s, self._held_since_s + HOLD_S) if self._held else self._heartbeat_s
+
+    def tick(self, now_s: float) -> None:
+        """Judges the workers by what was observed of them, and lets go what was held too long."""
+        if self._evicted:
+            return
+        for verdict in self.liveness.judge(now_s):
+            self._say(verdict)
+        if self._held and now_s >= self._held_since_s + HOLD_S:
+            self._release()
+
+    def receive(self, packet: msg.Packet | msg.NodeEvicted, now_s: float) -> None:
+        """A packet of the controller. One that was meant for an earlier life is dropped."""
+        if packet.life != self.life or self._evicted:
+            return
+        if isinstance(packet, msg.NodeEvicted):
+            self._begin_new_life(now_s)
+            return
+        for order in self._conversation.receive(packet, now_s):
+            self._obey(order, now_s)  # type: ignore[arg-type]  # the wrong kind is refused there
+
+    # ---- orders -----------------------------------------------------------------------------------------------------
+
+    def _obey(self, order: msg.AgentOrder, now_s: float) -> None:
+        match order:
+            case msg.StartWorker():
+                self._processes[order.worker] = _Process(order.rank)
+                self.liveness.watch(order.worker, order.rank, now_s)
+                self._effects.append(Spawn(order.worker, order.rank))
+            case msg.FenceWorker():
+                self._fence(order.worker)
+            case msg.EndJob():
+                self._effects.append(Leave(order.exit_code, order.reason))
+            case msg.Assign():
+                if order.worker in self._processes:
+                    self._processes[order.worker].rank = order.rank
+                    self.liveness.watch(order.worker, order.rank, now_s)
+                    self._effects.append(HandOver((order.worker,), order))
+            case msg.StoreAnswered():
+                self._effects.append(HandOver((order.worker,), order))
+            case msg.Stop() | msg.Recover() | msg.Resume() | msg.Complete() | msg.Abandon() | msg.Rescue():
+                self._for_holders(order, now_s)
+            case _:
+                raise RemoteProtocolError(f"a controller sent {type(order).__name__}, which is a report")
+
+    def _for_holders(self, order: msg.WorkerOrder, now_s: float) -> None:
+        holders = tuple(number for number, process in self._processes.items() if process.rank is not None)
+        match order:
+            case msg.Stop():
+                self.liveness.stopping(holders, now_s)
+                self._forget_answers()  # to an order of a generation that is over
+            case msg.Recover():
+                for number in holders:
+                    self.liveness.recovering(number, now_s)
+            case msg.Resume():
+                self.liveness.resumed(now_s)
+                self._first_steps = {order.generation: _FirstSteps()}
+            case _:
+                pass
+        if holders:
+            self._effects.append(HandOver(holders, order))
+
+    def _fence(self, number: int) -> None:
+        process = self._processes.get(number)
+        if process is None:
+            self._say(msg.WorkerFenced(number))
+            return
+        process.fenced = True
+        self._effects.append(Kill(number))
+
+    def _begin_new_life(self, now_s: float) -> None:
+        """The node was given up: whatever still runs here is nobody's. When it is gone, the node offers itself anew."""
+        self._evicted = True
+        self._forget_answers()
+        self._effects += [Kill(number) for number in self._processes]
+        self._be_reborn(now_s)
+
+    def _be_reborn(self, now_s: float) -> None:
+        if self._processes:
+            return
+        self._evicted = False
+        self.life += 1
+        self.liveness = LivenessMachine(self.node, self._liveness_settings)
+        self._first_steps.clear()
+        self._conversation = Conversation(self.node, self.life)
+        self._conversation.say([self._joined])
+        self._heartbeat_s = now_s
+
+    # ---- what became of processes -----------------------------------------------------------------------------------
+
+    def spawned(self, number: int, pid: int) -> None:
+        """A worker's process exists."""
+        process = self._processes.get(number)
+        if process is None:
+            return
+        process.is_running = True
+        self._say(msg.WorkerStarted(number, pid))
+        if process.fenced or self._evicted:
+            self._effects.append(Kill(number))
+
+    def exited(self, number: int, cause: Cause, detail: str, tag: Tag, at_s: float) -> None:
+        """A worker's process is gone.
+
+        Args:
+            number: the worker.
+            cause: `Cause.EXIT` or `Cause.SIGNAL`.
+            detail: how it ended; empty for exit code 0.
+            tag: the last word of its tag page.
+            at_s: when, on the clock of ``now_s``.
+        """
+        process = self._processes.pop(number, None)
+        self.liveness.forget(number)
+        if process is None:
+            return
+        if self._evicted:
+            self._be_reborn(at_s)
+        elif process.told_lost:
+            self._say(msg.WorkerEnded(number, cause, detail or MIDDLE_OF_A_STEP))
+        elif process.fenced:
+            self._say(msg.WorkerFenced(number))
+        elif not detail and tag.phase in (Phase.STARTING, Phase.UPDATED):
+            self._say(msg.WorkerDone(number))
+        else:
+            self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s))
+
+    def training_thread_died(self, number: int, tag: Tag, at_s: float) -> bool:
+        """The kernel has taken the life of a worker's training thread; the process goes after it.
+
+        In a step that is a loss, whatever the exit status: the process can touch nothing any more. Outside of a step
+        it may have ended well, which its exit status tells when the kernel is done with it.
+
+        Returns:
+            whether it was told as a loss.
+        """
+        process = self._processes.get(number)
+        if process is None or process.fenced or self._evicted or tag.phase in (Phase.STARTING, Phase.UPDATED):
+            return False
+        process.told_lost = True
+        self.liveness.forget(number)
+        self._effects.append(Kill(number))
+        self._say(msg.WorkerLost(number, Cause.EXIT, "its process died", True, tag, at_s))
+        return True
+
+    # ---- what workers say and show ----------------------------------------------------------------------------------
+
+    def said(self, number: int, report: msg.AnyMessage, now_s: float) -> None:
+        """A worker's report.
+
+        Raises:
+            RemoteProtocolError: it is not for this worker to send.
+        """
+        speaks_for = getattr(report, "workers", None) or (getattr(report, "worker", None),)
+        if not isinstance(report, msg.WorkerReport) or speaks_for != (number,):
+            raise RemoteProtocolError(f"worker {number} sent {type(report).__name__}, which is not for it to send")
+        if self._evicted:
+            return
+        if isinstance(report, msg.SafePointReached):
+            self.liveness.safe(number)
+        if isinstance(report, msg.GroupAnswer):
+            self._hold(report, now_s)
+        else:
+            self._say(report)
+
+    def broke_protocol(self, number: int, error: str, tag: Tag, now_s: float) -> None:
+        """What a worker sent cannot be read."""
+        self._say(msg.WorkerLost(number, Cause.EXIT, f"it broke the protocol: {error}", False, tag, now_s))
+
+    def observe(self, number: int, look: Observation, now_s: float) -> None:
+        """One look at a worker's page and process."""
+        self.liveness.observe(number, look, now_s)
+
+    def step_completed(self, number: int, generation: int, step: int, at_s: float, step_s: float) -> None:
+        """A worker has completed its first step of a generation."""
+        first = self._first_steps.get(generation)
+        if first is None:
+            return
+        first.workers.add(number)
+        first.at_s, first.step_s = max(first.at_s, at_s), max(first.step_s, step_s)
+        if first.workers >= self._speakers():
+            del self._first_steps[generation]
+            self._say(msg.StepObserved(self.node, generation, step, first.at_s, first.step_s))
+
+    # ---- what goes up -----------------------------------------------------------------------------------------------
+
+    def _speakers(self) -> set[int]:
+        """The workers whose answers make up the node's."""
+        return {
+            number
+            for number, process in self._processes.items()
+            if process.rank is not None and not process.fenced and not process.told_lost
+        }
+
+    def _hold(self, answer: msg.GroupAnswer, now_s: float) -> None:
+        """Answers of all ranks of the node go up together, equal ones as one. Who comes last waits for nobody."""
+        if not self._held:
+            self._held_since_s = now_s
+        kind = (type(answer), answer.generation)
+        self._held.setdefault(kind, []).append(answer)
+        answered = self._answered.setdefault(kind, set())
+        answered.update(answer.workers)
+        if answered >= self._speakers():
+            self._release()
+
+    def _forget_answers(self) -> None:
+        self._held.clear()
+        self._answered.clear()
+
+    def _release(self) -> None:
+        for answers in self._held.values():
+            together: dict[msg.GroupAnswer, list[int]] = {}
+            for answer in answers:
+                together.setdefault(msgspec.structs.replace(answer, workers=()), []).extend(answer.workers)
+            self._conversation.say(
+                msgspec.structs.replace(answer, workers=tuple(workers)) for answer, workers in together.items()
+            )
+        self._held.clear()
+
+    def _say(self, report: msg.Report) -> None:
+        self._release()
+        if not self._evicted:
+            self._conversation.say([report])

@@ -1,0 +1,253 @@
+"""The controller's machine as its shell sees it: packets of all nodes in, packets out, leases, and a journal.
+
+Everything that changes the decisions of `RecoveryMachine` is one of four events, and each is written to the journal
+before anything that follows from it is transmitted. The machine is a function of its events, so a controller that was
+killed comes back by living through its journal once more: the same state, the same orders with the same numbers. What
+an agent sent after the last entry was never acknowledged, so it comes again, and orders that an agent has not heard
+are transmitted again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import assert_never
+
+import msgspec
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol import messages as msg
+from keepstep.protocol.conversation import Conversation, Spoken
+from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
+
+LEASE_S = 3.0
+"""A node not heard of for so long is given up."""
+ISOLATED_S = 60.0
+"""A controller that hears nobody at all is more likely cut off itself than that everybody is gone. To give everybody
+up would lose the state of all, so it waits for so long."""
+
+
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """A node's agent said this, in one of its lives."""
+
+    node: str
+    life: int
+    reports: tuple[Spoken, ...]
+
+
+class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
+    """A node was not heard of for too long, or its agent began a new life."""
+
+    node: str
+    why: str
+
+
+class DeadlineCame(msgspec.Struct, frozen=True, tag=True):
+    """A deadline of the recovery machine has come."""
+
+
+class Restarted(msgspec.Struct, frozen=True, tag=True):
+    """The controller was started again with its journal."""
+
+
+Event = Heard | LeaseExpired | DeadlineCame | Restarted
+
+
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the journal: an event, and for who reads it the orders that followed with their reasons."""
+
+    at_s: float
+    event: Event
+    stage: str = ""
+    generation: int = 0
+    orders: tuple[tuple[str | None, msg.AgentOrder, str], ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class _Line:
+    """The controller's end of the line to one node."""
+
+    conversation: Conversation
+    heard_s: float
+    is_silent: bool = False
+    """Not heard of since the controller was restarted, so nobody knows which orders have arrived there."""
+
+
+class ControllerMachine:
+    """Serves all nodes of one job."""
+
+    def __init__(self, settings: RecoverySettings, lease_s: float | None = LEASE_S) -> None:
+        """Args:
+        settings: of the job.
+        lease_s: how long a node may be silent; None: for ever.
+        """
+        self.job = RecoveryMachine(settings)
+        self._lease_s = lease_s
+        self._lines: dict[str, _Line] = {}
+        self._given_up: dict[str, tuple[int, str]] = {}
+        """node -> the last life of it that was given up, and why."""
+        self._touched: dict[str, None] = {}
+        """Nodes for which there may be something to transmit, in order."""
+        self._answers: list[msg.Packet | msg.NodeEvicted] = []
+        self._entries: list[JournalEntry] = []
+        self._look_at_leases_s: float | None = None
+
+    # ---- in ---------------------------------------------------------------------------------------------------------
+
+    def receive(self, packet: msg.Packet, now_s: float) -> None:
+        """A packet of a node's agent.
+
+        Raises:
+            RemoteProtocolError: something in it is not for that node to send; nothing of it was heard.
+        """
+        _check(packet)
+        life, why = self._given_up.get(packet.node, (-1, ""))
+        line = self._lines.get(packet.node)
+        if packet.life <= life or (line is not None and packet.life < line.conversation.life):
+            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why or "its agent has begun a new life"))
+            return
+        if line is not None and packet.life > line.conversation.life:
+            self._happened(LeaseExpired(packet.node, "its agent was started again"), now_s)
+            line = None
+        if line is None:
+            if packet.first != 0 or packet.received != 0 or not packet.messages:
+                # Its first words are still under way, or were lost: it hears that none have come.
+                self._answers.append(msg.Packet(packet.node, packet.life, 0, 0, ()))
+                return
+            line = self._open(packet.node, packet.life, now_s)
+        line.heard_s, line.is_silent = now_s, False
+        self._touched[packet.node] = None
+        reports = line.conversation.receive(packet, now_s)
+        if reports:
+            self._happened(Heard(packet.node, packet.life, reports), now_s)
+
+    def reconnected(self, node: str) -> None:
+        """There is a new connection to a node."""
+        if node in self._lines:
+            self._lines[node].conversation.reconnected()
+            self._touched[node] = None
+
+    def tick(self, now_s: float) -> None:
+        """Acts on leases and deadlines that have come; harmless when none has."""
+        if self._lease_s is not None and self._look_at_leases_s is not None and now_s >= self._look_at_leases_s:
+            self._look_at_leases(self._lease_s, now_s)
+        due = self.job.next_deadline()
+        if due is not None and now_s >= due:
+            self._happened(DeadlineCame(), now_s)
+
+    def _look_at_leases(self, lease_s: float, now_s: float) -> None:
+        silent = [node for node, line in self._lines.items() if now_s >= line.heard_s + lease_s]
+        last_heard_s = max((line.heard_s for line in self._lines.values()), default=now_s)
+        if silent and len(silent) == len(self._lines) and now_s < last_heard_s + ISOLATED_S:
+            self._look_at_leases_s = now_s + lease_s
+            return
+        for node in silent:
+            self._happened(LeaseExpired(node, f"not heard of for {lease_s:g} s"), now_s)
+        self._schedule_leases()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is next due; None while nothing is waited for."""
+        dues = [due for due in (self._look_at_leases_s, self.job.next_deadline()) if due is not None]
+        return min(dues, default=None)
+
+    # ---- out --------------------------------------------------------------------------------------------------------
+
+    def take_entries(self) -> list[JournalEntry]:
+        """What must be in the journal before anything of `packets` is transmitted."""
+        entries, self._entries = self._entries, []
+        return entries
+
+    def packets(self, now_s: float) -> list[msg.Packet | msg.NodeEvicted]:
+        """What is to be transmitted now."""
+        out: list[msg.Packet | msg.NodeEvicted] = list(self._answers)
+        self._answers.clear()
+        for node in self._touched:
+            line = self._lines.get(node)
+            if line is not None and not line.is_silent:
+                out += line.conversation.packets(now_s)
+        self._touched.clear()
+        return out
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def _happened(self, event: Event, now_s: float) -> None:
+        effects = self._apply(event, now_s)
+        orders = tuple((effect.node, effect.order, effect.reason) for effect in effects)
+        self._entries.append(JournalEntry(now_s, event, self.job.stage, self.job.generation, orders))
+
+    def _apply(self, event: Event, now_s: float) -> list[Effect]:
+        match event:
+            case Heard():
+                effects = [effect for report in event.reports for effect in self._report(event.node, report, now_s)]
+            case LeaseExpired():
+                self._given_up[event.node] = (self._lines.pop(event.node).conversation.life, event.why)
+                effects = self.job.node_lost(event.node, f"node {event.node} lost: {event.why}", now_s)
+            case DeadlineCame():
+                effects = self.job.tick(now_s)
+            case Restarted():
+                effects = self.job.restarted(now_s)
+            case _:
+                assert_never(event)
+        for effect in effects:
+            for node in self._lines if effect.node is None else (effect.node,):
+                if node in self._lines:
+                    self._lines[node].conversation.say((effect.order,))
+                    self._touched[node] = None
+        return effects
+
+    def _report(self, node: str, report: Spoken, now_s: float) -> list[Effect]:
+        assert isinstance(report, msg.Report), f"{report} was let in by `receive`"
+        return self.job.receive(node, report, now_s)
+
+    def _open(self, node: str, life: int, now_s: float) -> _Line:
+        line = self._lines[node] = _Line(Conversation(node, life), now_s)
+        if self._look_at_leases_s is None and self._lease_s is not None:
+            self._look_at_leases_s = now_s + self._lease_s
+        return line
+
+    def _schedule_leases(self) -> None:
+        heard_s = min((line.heard_s for line in self._lines.values()), default=None)
+        self._look_at_leases_s = None if heard_s is None or self._lease_s is None else heard_s + self._lease_s
+
+    # ---- after a crash ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_journal(
+        cls, settings: RecoverySettings, entries: Iterable[JournalEntry], now_s: float, lease_s: float | None = LEASE_S
+    ) -> ControllerMachine:
+        """The controller as its journal left it. Every lease begins anew: nobody could renew it meanwhile.
+
+        Args:
+            settings: those of the job, as at the first start.
+            entries: the journal, oldest first; a torn last line left away.
+            now_s: the present time, on the same clock as that of the entries.
+            lease_s: as at the first start.
+        """
+        machine = cls(settings, lease_s)
+        heard: dict[str, int] = {}
+        for entry in entries:
+            event = entry.event
+            if isinstance(event, Heard):
+                if event.node not in machine._lines:
+                    machine._open(event.node, event.life, entry.at_s)
+                    heard[event.node] = 0
+                heard[event.node] += len(event.reports)
+            machine._apply(event, entry.at_s)
+        for node, line in machine._lines.items():
+            line.heard_s, line.is_silent = now_s, True
+            line.conversation.resume_at(heard[node])
+        machine._schedule_leases()
+        machine._happened(Restarted(), now_s)
+        return machine
+
+
+def _check(packet: msg.Packet) -> None:
+    """Before anything of it counts: a packet is refused as a whole, so that no part of it goes unnoticed."""
+    for number, report in enumerate(packet.messages, start=packet.first):
+        named = report.node if isinstance(report, msg.NodeJoined | msg.JobStalled | msg.StepObserved) else packet.node
+        is_report = isinstance(report, msg.Report) and not isinstance(report, msg.StoreRequested)
+        if not is_report or named != packet.node or isinstance(report, msg.NodeJoined) != (number == 0):
+            raise RemoteProtocolError(
+                f"node {packet.node} sent {type(report).__name__} of {named} as message {number}, "
+                "which is not for it to send"
+            )

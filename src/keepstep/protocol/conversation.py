@@ -1,0 +1,112 @@
+"""One end of a conversation between an agent and the controller, over connections that may break and come back.
+
+What is said arrives exactly once and in order, or not at all: messages are numbered, what came twice is dropped, what
+came too early is dropped as well and comes again. So the machines above need to think of neither loss nor repetition.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.messages import AgentOrder, Packet, Report
+
+RESEND_S = 2.5
+"""Lost is a message only together with its connection, and whoever opens a new one sends at once (`reconnected`); this
+is for a connection that goes on but swallowed something. Two heartbeats and a half: what nothing is said in answer to
+is acknowledged with the next heartbeat, for a packet of its own would double what a controller has to send."""
+MAX_MESSAGES = 1024
+"""In one packet: a long silence must not end in a frame beyond the size that is accepted."""
+
+Spoken = Report | AgentOrder
+
+
+class Conversation:
+    """One end, for one life of a node's agent."""
+
+    def __init__(self, node: str, life: int) -> None:
+        self.node = node
+        self.life = life
+        self._unheard: deque[Spoken] = deque()
+        """Said, and not yet acknowledged; the first has the number ``_acknowledged``."""
+        self._acknowledged = 0
+        self._transmitted = 0
+        """How many were put into a packet since they were said, or since the connection came back."""
+        self._received = 0
+        self._resend_at_s: float | None = None
+        self._owes_news = False
+        """Something has arrived that nothing transmitted since acknowledges."""
+        self._owes_answer = False
+        """The other end waits for that, and transmits for nothing what has arrived."""
+
+    @property
+    def received(self) -> int:
+        """How many messages of the other end have arrived."""
+        return self._received
+
+    def say(self, messages: Iterable[Spoken]) -> None:
+        """Adds messages to what the other end must come to hear."""
+        self._unheard.extend(messages)
+
+    def receive(self, packet: Packet, now_s: float) -> tuple[Spoken, ...]:
+        """The messages of a packet that are new and in order.
+
+        A packet of another life must not come here: whoever owns the conversations picks by `life`.
+
+        Raises:
+            RemoteProtocolError: its numbers cannot be; nothing has changed.
+        """
+        if packet.first < 0 or packet.received > self._acknowledged + len(self._unheard):
+            raise RemoteProtocolError(
+                f"node {packet.node}: a packet acknowledges {packet.received} messages, of which "
+                f"{self._acknowledged + len(self._unheard)} were said, and begins with number {packet.first}"
+            )
+        for _ in range(packet.received - self._acknowledged):
+            self._unheard.popleft()
+        if packet.received > self._acknowledged:
+            self._acknowledged = packet.received
+            self._transmitted = max(self._transmitted, self._acknowledged)
+            self._resend_at_s = now_s + RESEND_S if self._unheard else None
+        if not packet.messages and packet.received < self._transmitted:
+            self._transmitted = self._acknowledged  # the other end has nothing else to say, and misses something
+        skip = self._received - packet.first
+        if skip < 0:
+            self._owes_answer = True
+            return ()  # some before it are missing, and will come again together with these
+        new = packet.messages[skip:]
+        came_before = len(new) < len(packet.messages)
+        self._owes_answer = self._owes_answer or came_before or (self._owes_news and not packet.messages)
+        self._owes_news = self._owes_news or bool(new)
+        self._received += len(new)
+        return new
+
+    def reconnected(self) -> None:
+        """A new connection: what was not acknowledged may have been lost with the old one."""
+        self._transmitted = self._acknowledged
+
+    def resume_at(self, received: int) -> None:
+        """The other end's messages up to this number are known, from a journal."""
+        self._received = received
+
+    def packets(self, now_s: float, *, heartbeat: bool = False) -> list[Packet]:
+        """What is to be transmitted now: what was not yet, or was and got no answer in time.
+
+        Args:
+            now_s: the present time in seconds.
+            heartbeat: transmit a packet even if there is nothing to say.
+        """
+        if self._resend_at_s is not None and now_s >= self._resend_at_s:
+            self._transmitted = self._acknowledged
+        if self._transmitted - self._acknowledged == len(self._unheard) and not (heartbeat or self._owes_answer):
+            return []
+        waiting = list(self._unheard)[self._transmitted - self._acknowledged :]
+        chunks = [tuple(waiting[at : at + MAX_MESSAGES]) for at in range(0, len(waiting), MAX_MESSAGES)]
+        packets = []
+        for chunk in chunks or [()]:
+            packets.append(Packet(self.node, self.life, self._transmitted, self._received, chunk))
+            self._transmitted += len(chunk)
+        if waiting:
+            self._resend_at_s = now_s + RESEND_S
+        self._owes_answer = self._owes_news = False
+        return packets

@@ -1,0 +1,92 @@
+"""Which processes are started, and on which node: ranks at the start, spares, and fresh ones where no spare is left."""
+
+from __future__ import annotations
+
+from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.roster import Roster, Worker
+from keepstep.protocol.recovery.stages import RecoverySettings
+
+MAX_SPARE_FAILURES = 3
+"""How many fresh processes lost in a row, none of which came to its first step, are replaced by another."""
+
+
+class Processes:
+    """Starts what the job needs, as far as the budget and the room on the nodes go."""
+
+    def __init__(self, settings: RecoverySettings, roster: Roster, orders: Orders) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._orders = orders
+        self._failures = 0
+        """Fresh processes lost in a row."""
+
+    @property
+    def keep_failing(self) -> bool:
+        """Whether so many fresh processes were lost in a row that no other one is tried."""
+        return self._failures > MAX_SPARE_FAILURES
+
+    def room_for_ranks(self) -> int:
+        """How many ranks the nodes have room for."""
+        limit = self._settings.ranks_per_node
+        return sum(min(node.num_free, limit or node.num_free) for node in self._roster.nodes.values())
+
+    def all_ranks_fit(self) -> bool:
+        """Whether there is room for all ranks. Asked of each node that joins, it counts only where it can be enough."""
+        world_size, free = self._settings.world_size, self._roster.num_free
+        if free < world_size or len(self._roster.nodes) * (self._settings.ranks_per_node or world_size) < world_size:
+            return False
+        return self.room_for_ranks() >= world_size
+
+    def all_spares_fit(self) -> bool:
+        """Whether there is room for all spares beside all ranks."""
+        return self._roster.num_free >= self._settings.world_size + self._settings.num_spares
+
+    def start_ranks(self, reason: str) -> None:
+        """A process for every rank, node by node."""
+        rank = 0
+        for node in self._roster.nodes.values():
+            for _ in range(min(node.num_free, self._settings.ranks_per_node or node.num_free)):
+                if rank < self._settings.world_size:
+                    self._start(node.name, rank, reason)
+                    rank += 1
+
+    def top_up_spares(self, reason: str) -> None:
+        """Brings the number of spares back to what was asked for."""
+        for _ in range(self._settings.num_spares - len(self._roster.spares())):
+            node = self._roster.roomiest()
+            if node is None or self.keep_failing or not self._roster.may_start():
+                return
+            self._start(node.name, None, reason)
+
+    def start_fresh(self, missing_ranks: list[int]) -> bool:
+        """Starts what the spares that are there, warm or still starting, do not cover.
+
+        Returns:
+            False where the budget is used up. Where there is no room, a node that joins may bring it.
+        """
+        for rank in missing_ranks[len(self._roster.spares()) :]:
+            if not self._roster.may_start():
+                return False
+            node = self._roster.roomiest(near=self._roster.node_of(rank))
+            if node is not None:
+                self._start(node.name, None, "no spare is left: a fresh process takes the rank")
+        return True
+
+    def make_room(self) -> None:
+        """All ranks are to start anew, and spares are in their way."""
+        for spare in list(self._roster.spares()):
+            self._roster.mark_lost(spare, gone=False)
+            self._orders.fence(spare, "all ranks start anew, and it takes the room of one")
+
+    def lost_before_ready(self) -> None:
+        """A fresh process was lost on its way to its first step."""
+        self._failures += 1
+
+    def came_up(self) -> None:
+        """A fresh process stands at its first step."""
+        self._failures = 0
+
+    def _start(self, node: str, rank: int | None, reason: str) -> Worker:
+        worker = self._roster.add(node, rank)
+        self._orders.start(worker, reason)
+        return worker

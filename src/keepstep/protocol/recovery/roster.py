@@ -1,0 +1,214 @@
+"""The controller's list of nodes and workers: who holds which rank, who is a spare, who is gone, where there is room.
+
+What is asked at every report is kept up to date instead of counted anew: a job has up to a hundred thousand workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from keepstep.protocol.messages import NodeJoined, SafePointReached, WorkerReady
+from keepstep.protocol.recovery.topology import Placement, choose_spare
+
+
+@dataclasses.dataclass(slots=True)
+class Worker:
+    """What the controller knows of one worker process."""
+
+    worker: int
+    node: str
+    rank: int | None
+    pid: int | None = None
+    ready: WorkerReady | None = None
+    """Its last word that it stands at its first step; None while it starts up."""
+    awaits_rank: bool = False
+    """A spare whose script can go no further without a rank."""
+    lost: bool = False
+    gone: bool = False
+    """Its process no longer exists (a lost worker that is not gone must be fenced)."""
+    done: bool = False
+    safe: SafePointReached | None = None
+    """Its safe point in the present generation."""
+    rescued: str | None = None
+    """Where it saved its shard."""
+    rescue_error: str | None = None
+    """Why it could not."""
+    error: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Node:
+    """One machine of the job."""
+
+    name: str
+    slots: int
+    domain: str
+    workers: set[int] = dataclasses.field(default_factory=set)
+    """Those whose process exists there, be it that of a worker that is lost and not yet gone."""
+
+    @property
+    def num_free(self) -> int:
+        """How many more workers fit."""
+        return self.slots - len(self.workers)
+
+
+class Roster:
+    """All nodes and workers of the job, and the process budget."""
+
+    def __init__(self, world_size: int, max_starts: int | None) -> None:
+        self.world_size = world_size
+        self.max_starts = max_starts
+        """How many processes may be started in all, None for no bound."""
+        self.nodes: dict[str, Node] = {}
+        self.workers: dict[int, Worker] = {}
+        """Every worker there ever was."""
+        self.num_started = 0
+        self.num_free = 0
+        """How many more workers fit on all nodes together."""
+        self._holders: dict[int, Worker] = {}
+        self._spares: dict[int, Worker] = {}
+        self._unfenced: dict[int, Worker] = {}
+        self._last_place: dict[int, Placement] = {}
+        """rank -> where its process is, or was: the node itself may be given up by now."""
+
+    # ---- nodes ------------------------------------------------------------------------------------------------------
+
+    def add_node(self, joined: NodeJoined) -> None:
+        """Enters a node that has offered itself."""
+        self.nodes[joined.node] = Node(joined.node, joined.slots, joined.domain)
+        self.num_free += joined.slots
+
+    def remove_node(self, name: str) -> list[Worker]:
+        """A node is given up with everything on it; returns the workers that were live there."""
+        node = self.nodes.get(name)
+        if node is None:
+            return []
+        there = [self.workers[number] for number in sorted(node.workers)]
+        live = [worker for worker in there if not worker.lost]
+        for worker in there:
+            self.mark_lost(worker, gone=True)
+        del self.nodes[name]
+        self.num_free -= node.slots
+        return live
+
+    def roomiest(self, near: str | None = None) -> Node | None:
+        """The node for a new process: ``near`` if there is room, else where there is most; None if there is none."""
+        if self.num_free <= 0:
+            return None
+        if near in self.nodes and self.nodes[near].num_free > 0:
+            return self.nodes[near]
+        return max(self.nodes.values(), key=lambda node: node.num_free)
+
+    # ---- workers ----------------------------------------------------------------------------------------------------
+
+    def add(self, node: str, rank: int | None) -> Worker:
+        """Enters a worker that is about to be started."""
+        worker = Worker(self.num_started, node, rank)
+        self.workers[worker.worker] = worker
+        self.num_started += 1
+        self.nodes[node].workers.add(worker.worker)
+        self.num_free -= 1
+        if rank is None:
+            self._spares[worker.worker] = worker
+        else:
+            self._holders[rank] = worker
+            self._last_place[rank] = self._place(node)
+        return worker
+
+    def give_rank(self, worker: Worker, rank: int) -> None:
+        """A spare holds a rank from now on."""
+        worker.rank = rank
+        del self._spares[worker.worker]
+        self._holders[rank] = worker
+        self._last_place[rank] = self._place(worker.node)
+
+    def mark_lost(self, worker: Worker, *, gone: bool) -> None:
+        """A worker can do nothing any more; ``gone`` where its process no longer exists."""
+        if not worker.lost and not worker.done:
+            worker.lost = True
+            self._forget_live(worker)
+            self._unfenced[worker.worker] = worker
+        if gone:
+            self.mark_gone(worker)
+
+    def mark_gone(self, worker: Worker) -> None:
+        """The process of a worker no longer exists."""
+        if worker.gone:
+            return
+        worker.gone = True
+        self._unfenced.pop(worker.worker, None)
+        if worker.node in self.nodes:
+            self.nodes[worker.node].workers.discard(worker.worker)
+            self.num_free += 1
+
+    def mark_done(self, worker: Worker) -> None:
+        """The script of a worker that is not lost is through."""
+        worker.done = True
+        self._forget_live(worker)
+        self.mark_gone(worker)
+
+    def _forget_live(self, worker: Worker) -> None:
+        self._spares.pop(worker.worker, None)
+        if worker.rank is not None and self._holders.get(worker.rank) is worker:
+            del self._holders[worker.rank]
+
+    def may_start(self, num_processes: int = 1) -> bool:
+        """Whether the budget allows so many more processes."""
+        return self.max_starts is None or self.num_started + num_processes <= self.max_starts
+
+    # ---- who is there -----------------------------------------------------------------------------------------------
+
+    def holders(self) -> Collection[Worker]:
+        """The live workers that hold a rank, in no particular order; a view that changes with the roster."""
+        return self._holders.values()
+
+    @property
+    def num_holders(self) -> int:
+        """How many live workers hold a rank."""
+        return len(self._holders)
+
+    def holder_numbers(self) -> set[int]:
+        """The numbers of the live workers that hold a rank."""
+        return {worker.worker for worker in self._holders.values()}
+
+    def spares(self) -> Collection[Worker]:
+        """The live workers without a rank, warm or still starting; a view that changes with the roster."""
+        return self._spares.values()
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks that no live worker holds."""
+        if len(self._holders) == self.world_size:
+            return []
+        return [rank for rank in range(self.world_size) if rank not in self._holders]
+
+    def unfenced(self) -> Collection[Worker]:
+        """The lost workers whose process may still exist; a view that changes with the roster."""
+        return self._unfenced.values()
+
+    def node_of(self, rank: int) -> str:
+        """Where the rank is, or was last."""
+        return self._last_place[rank].node
+
+    def replacements(self) -> dict[int, Worker] | None:
+        """A spare for every missing rank, or None where there are too few. Nothing is given out yet.
+
+        Those that stand at their first step come before those that only wait for a rank.
+        """
+        ready = {spare.worker: self._place(spare.node) for spare in self.spares() if spare.ready}
+        waiting = {
+            spare.worker: self._place(spare.node) for spare in self.spares() if spare.awaits_rank and not spare.ready
+        }
+        chosen: dict[int, Worker] = {}
+        for rank in self.missing_ranks():
+            pool = ready or waiting
+            was_at = self._last_place[rank]
+            spare = choose_spare(was_at, pool, node_at_fault=was_at.node not in self.nodes)
+            if spare is None:
+                return None
+            del pool[spare]
+            chosen[rank] = self.workers[spare]
+        return chosen
+
+    def _place(self, name: str) -> Placement:
+        return Placement(name, self.nodes[name].domain)

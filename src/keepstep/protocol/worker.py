@@ -1,0 +1,435 @@
+"""The worker's machine: where one process of the job stands, what it may say, and what it must do next.
+
+Two threads of a worker meet in it. The listener gives it orders (`receive`) as they come, and does at once what cannot
+wait. The training thread asks, at its safe points, what to do (`next_move`), does it, and tells how it went. The table
+of a step's phases is in `keepstep.protocol.phases`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol import messages as msg
+from keepstep.protocol import resume
+from keepstep.protocol.phases import Phase, StepEvent, StepMachine
+from keepstep.protocol.resume import Action
+
+
+class Doing(enum.StrEnum):
+    """What the training thread is at."""
+
+    LAUNCHED = "launched"
+    JOINING = "joining"
+    CONNECTING = "connecting"
+    BUILDING = "building"
+    READY = "ready"
+    STANDING = "standing"
+    LOADING = "loading"
+    RECOVERED = "recovered"
+    TRAINING = "training"
+    FINISHED = "finished"
+    COMPLETE = "complete"
+
+
+WAITS_FOR_ORDERS = frozenset({Doing.JOINING, Doing.READY, Doing.STANDING, Doing.RECOVERED, Doing.FINISHED})
+
+
+# ---- what the training thread is told to do -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing can be done before another order has come."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Say:
+    """Send a report."""
+
+    report: msg.WorkerReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Build:
+    """Run the script up to its first step, then call `WorkerMachine.built`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect all groups in this generation, then call `connected` or `fell_out`."""
+
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Undo:
+    """Put the state back to where the interrupted step found it, then call `undone`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """Every rank had complete gradients: leave the barrier, run the optimizer step and complete the step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """Get to the resume step, or help others to; then call `loaded` or `fell_out`."""
+
+    order: msg.Recover
+    action: Action
+    transfer: msg.Transfer | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Train:
+    """Every rank stands at the resume step: go on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """Every rank has completed its last step: the script's code after the loop may run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveAndEnd:
+    """The job cannot go on: save the shard, report it, end."""
+
+    order: msg.Rescue
+
+
+Move = Wait | Say | Build | Connect | Undo | Update | Load | Train | End | SaveAndEnd
+
+
+class Urgency(enum.Enum):
+    """What the listener must do at once when an order has come."""
+
+    NONE = enum.auto()
+    BREAK = enum.auto()
+    """Break the communicators."""
+    SETTLE = enum.auto()
+    """Break them when the backward has ended, or has had its time: call `settled`."""
+
+
+class WorkerMachine:
+    """One worker, from its first line to its last. Touches no tensor, and knows no clock."""
+
+    def __init__(self, worker: int, pid: int, rank: int | None) -> None:
+        self.worker = worker
+        self.rank = rank
+        self.steps = StepMachine()
+        self.doing = Doing.LAUNCHED
+        self.generation = 0
+        """The generation whose groups this rank has connected, 0 before the first."""
+        self.tainted = False
+        """Something was echoed since the groups were last connected."""
+        self.torn = False
+        """The parameters are in between, and reach no step."""
+        self.stopped_in: tuple[int, Phase] | None = None
+        """Step and phase in which this rank was interrupted, until it is connected again."""
+        self._pid = pid
+        self._assignment: msg.Assign | None = None
+        self._stop_generation = 0
+        self._failed_generation = -1
+        self._settling: int | None = None
+        """The generation of a `Stop` that waits for the end of the backward."""
+        self._target = 0
+        """The generation that is being connected or loaded."""
+        self._reported = 0
+        """The newest generation for which the safe point was reported, or which this rank fell out of."""
+        self._snapshots: tuple[int, ...] = ()
+        self._order: msg.Recover | None = None
+        self._advanced = 0
+        """The newest generation in which this rank was to run the update it was synced for."""
+        self._resumed = 0
+        self._completed = 0
+        self._rescue: msg.Rescue | None = None
+        self._started = False
+        """Whether the script has come to its first step."""
+        self._sayings: list[msg.WorkerReport] = []
+
+    # ---- the listener -----------------------------------------------------------------------------------------------
+
+    def receive(self, order: msg.WorkerOrder) -> Urgency:
+        """Takes one order; says what cannot wait for the training thread."""
+        match order:
+            case msg.Assign():
+                self._assignment, self.rank = order, order.rank
+            case msg.Stop() if order.generation > self._stop_generation:
+                return self._stop(order)
+            case msg.Recover() if order.generation >= self._stop_generation:
+                self._order = order
+            case msg.Resume():
+                self._resumed = max(self._resumed, order.generation)
+            case msg.Complete():
+                self._completed = max(self._completed, order.generation)
+            case msg.Abandon():
+                return Urgency.BREAK
+            case msg.Rescue():
+                self._rescue = order
+            case _:
+                pass
+        return Urgency.NONE
+
+    def _stop(self, order: msg.Stop) -> Urgency:
+        settles = self.steps.phase is Phase.BACKWARD and self.steps.step == order.synced_step
+        self._settling = order.generation if settles else None
+        self._stop_generation = order.generation
+        return Urgency.SETTLE if settles else Urgency.BREAK
+
+    def settled(self, generation: int | None = None) -> Urgency:
+        """The backward has ended, or has had its time (for the `Stop` of ``generation``)."""
+        if self._settling is None or generation not in (None, self._settling):
+            return Urgency.NONE
+        self._settling = None
+        return Urgency.BREAK
+
+    # ---- what any thread may ask or tell ----------------------------------------------------------------------------
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
+        return (self._stopping and self._settling is None) or self._failed_generation == self.generation
+
+    @property
+    def target_generation(self) -> int:
+        """The generation that this rank is in, or on its way to."""
+        assigned = self._assignment.generation if self._assignment is not None else 0
+        return max(assigned, self._stop_generation, self.generation)
+
+    @property
+    def settling(self) -> bool:
+        """Whether a `Stop` waits for the end of the backward."""
+        return self._settling is not None
+
+    @property
+    def owes_safe_point(self) -> bool:
+        """Whether a `Stop` is to be answered: call `can_load` before `next_move`."""
+        return self._stop_generation > self._reported
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stop_generation > self.generation
+
+    def is_over(self, generation: int) -> bool:
+        """Whether a newer generation has begun."""
+        return self._stop_generation > generation
+
+    def collective_failed(self, group: str, error: str) -> msg.CollectiveFailed | None:
+        """A collective ended in an error: a peer may be gone. Returns the hint to send, the first time."""
+        if self.doing is Doing.COMPLETE:
+            return None
+        first = self._failed_generation != self.generation and not self._stopping
+        self._failed_generation = self.generation
+        return msg.CollectiveFailed(self.worker, self.generation, group, error) if first else None
+
+    def echoed(self) -> None:
+        """A collective was answered by echo."""
+        self.tainted = True
+        if self.steps.phase is Phase.OPTIMIZER:
+            self.torn = True
+
+    # ---- the training thread: what to do next -----------------------------------------------------------------------
+
+    def next_move(self) -> Move:
+        """What to do next; a `Say` counts as done when it was returned."""
+        if self._sayings:
+            return Say(self._sayings.pop(0))
+        if self._rescue is not None and self.doing in WAITS_FOR_ORDERS:
+            return SaveAndEnd(self._rescue)
+        match self.doing:
+            case Doing.LAUNCHED:
+                self.doing = Doing.JOINING
+                return Say(msg.WorkerJoined(self.worker, self._pid))
+            case Doing.JOINING:
+                return self._joining()
+            case Doing.CONNECTING:
+                return self._connecting()
+            case Doing.BUILDING:
+                return Build()
+            case Doing.READY:
+                if self.is_over(self.generation):
+                    return self._stand(self.generation)
+                return Wait() if self._order is None else self._carry_out(self._order)
+            case Doing.STANDING:
+                return self._standing()
+            case Doing.LOADING:
+                return self._loading()
+            case Doing.RECOVERED:
+                if self.is_over(self.generation):
+                    return self._stand(self.generation)
+                return self._go_on(Doing.TRAINING, Train()) if self._resumed == self.generation else Wait()
+            case Doing.TRAINING:
+                return self._stand(self.generation) if self.interrupted else Train()
+            case Doing.FINISHED:
+                if self.is_over(self.generation):
+                    return self._stand(self.generation)
+                return self._go_on(Doing.COMPLETE, End()) if self._completed == self.generation else Wait()
+            case Doing.COMPLETE:
+                return End()
+
+    def _go_on(self, doing: Doing, move: Move) -> Move:
+        self.doing = doing
+        return move
+
+    def _joining(self) -> Move:
+        if self.rank is None:
+            return self._go_on(Doing.BUILDING, Build())
+        assigned = self._assignment.generation if self._assignment is not None else 0
+        if self._stop_generation > assigned:
+            self.tainted = True  # the start-up goes on in echo and ends at the first step
+            return self._go_on(Doing.BUILDING, Build())
+        return self._connect(assigned) if assigned else Wait()
+
+    def _connecting(self) -> Move:
+        if not self.is_over(self._target):
+            return Connect(self._target)
+        self._fall_back(self._target)
+        return self.next_move()
+
+    def _connect(self, generation: int) -> Move:
+        self._target = generation
+        return self._go_on(Doing.CONNECTING, Connect(generation))
+
+    def _stand(self, after: int) -> Move:
+        """Waits for the decision on every `Stop` after the generation that is over."""
+        self._reported = max(self._reported, after)
+        self._order = None
+        self.doing = Doing.STANDING
+        if self.steps.phase in (Phase.FORWARD, Phase.BACKWARD):
+            return Undo()
+        return self._standing()
+
+    def _standing(self) -> Move:
+        if self._stop_generation > self._reported:
+            self._reported = self._stop_generation
+            step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
+            current = None if self.torn else self.steps.parameters_at
+            report = (self._stop_generation, step, phase, self.own_reach(), current, self._snapshots)
+            return Say(msg.SafePointReached((self.worker,), *report))
+        order = self._order
+        if order is None or not order.generation == self._stop_generation == self._reported:
+            return Wait()
+        return self._carry_out(order)
+
+    def _carry_out(self, order: msg.Recover) -> Move:
+        if self.is_over(order.generation):
+            return self._stand(order.generation)
+        if self.steps.phase is Phase.SYNCED:
+            if self._action(order) is not Action.ADVANCE:
+                return Undo()
+            self._advanced = order.generation
+            return Update()
+        if self.torn and self._advanced == order.generation:
+            self._target = order.generation
+            self.fell_out("update", "a collective in it was cut off, so this rank is not where it was to advance to")
+            return self.next_move()
+        if self.generation != order.generation:
+            return self._connect(order.generation)
+        self.doing = Doing.LOADING
+        return self._loading()
+
+    def _loading(self) -> Move:
+        order = self._order
+        assert order is not None
+        if self.is_over(order.generation):
+            return self._stand(order.generation)
+        transfer = next((each for each in order.transfers if self._takes_part(each)), None)
+        action = self._action(order)
+        if action in (Action.RESTORE, Action.REWIND):
+            self.torn = True
+        return Load(order, action, transfer)
+
+    def _takes_part(self, transfer: msg.Transfer) -> bool:
+        return self.rank in transfer.receivers or self.rank in transfer.sources
+
+    def _action(self, order: msg.Recover) -> Action:
+        if any(self.rank in transfer.receivers for transfer in order.transfers):
+            return Action.RESTORE
+        current = None if self.torn else self.steps.parameters_at
+        reached = frozenset(self.own_reach())
+        action = resume.action(order.resume_step, reached, current, frozenset(self._snapshots))
+        if action is Action.RESTORE:
+            raise RemoteProtocolError(
+                f"generation {order.generation}: rank {self.rank} is to resume at step {order.resume_step}, can be at "
+                f"{sorted(reached)}, and nobody is to send it anything"
+            )
+        return action
+
+    def own_reach(self) -> tuple[int, ...]:
+        """The steps this rank's copy can be at."""
+        if self.torn:
+            return ()
+        return tuple(sorted(resume.reach(self.steps.step, self.steps.phase)))
+
+    # ---- the training thread: how it went ---------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        """The groups are connected in the generation that was asked for."""
+        generation = self._target
+        self.generation = generation
+        self.tainted = False
+        self.stopped_in = None
+        if self.is_over(generation):
+            self._fall_back(generation)
+            return
+        self._sayings.append(msg.GroupsReset((self.worker,), generation))
+        self.doing = Doing.LOADING if self._started else Doing.BUILDING
+
+    def fell_out(self, where: str, error: str) -> None:
+        """A group could not be connected, or a transfer broke off. Tells the controller, unless it knows."""
+        if not self.is_over(self._target):
+            self._sayings.append(msg.CollectiveFailed(self.worker, self._target, where, error))
+        self._fall_back(self._target)
+
+    def _fall_back(self, generation: int) -> None:
+        if self._started:
+            self._reported = max(self._reported, generation)
+            self._order = None
+            self.doing = Doing.STANDING
+        else:
+            self.tainted = True
+            self.doing = Doing.BUILDING
+
+    def await_rank(self) -> msg.RankAwaited | None:
+        """A spare's script has come to a line that needs its rank."""
+        return msg.RankAwaited(self.worker) if self.rank is None else None
+
+    def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool) -> None:
+        """The script stands at its first step with everything protected."""
+        if self.generation > 0 and not self.tainted:
+            self.steps.restored(0)
+        self._started = True
+        self._snapshots = snapshots
+        self._sayings.append(
+            msg.WorkerReady(self.worker, self.generation, self.own_reach(), snapshots, checkpointing, shard)
+        )
+        self._target = self.generation
+        self.doing = Doing.READY
+
+    def loaded(self, received_bytes: int) -> None:
+        """This rank's shard is at the resume step."""
+        order = self._order
+        assert order is not None
+        if self.torn:
+            self.torn = False
+            self.steps.restored(order.resume_step)
+        self._sayings.append(msg.StateRecovered((self.worker,), order.generation, received_bytes))
+        self.doing = Doing.RECOVERED
+
+    def undone(self) -> None:
+        """The interrupted step is undone."""
+        self.stopped_in = (self.steps.step, self.steps.phase)
+        self.steps.advance(StepEvent.STEP_UNDONE)
+
+    def can_load(self, snapshots: tuple[int, ...]) -> None:
+        """The steps of the checkpoints that this rank can read, as of the safe point it has come to."""
+        self._snapshots = snapshots
+
+    def finished(self, digest: str | None) -> None:
+        """The last step is complete."""
+        step = self.steps.parameters_at
+        assert step is not None
+        self._sayings.append(msg.StepsFinished((self.worker,), self.generation, step, digest))
+        self.doing = Doing.FINISHED

@@ -1,0 +1,107 @@
+"""Many seeds on all cores: each core is a process of its own, and tells what it found as lines of JSON."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+
+from keepstep.errors import PeerLost
+from keepstep.sim.run import case_of, run
+
+REPORT_EVERY_S = 1.0
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A seed that failed."""
+
+    seed: int
+    check: str
+    detail: str
+
+
+class Tally(msgspec.Struct):
+    """What some seeds came to."""
+
+    num_seeds: int = 0
+    num_failures: int = 0
+    """Faults that a process, a node or the controller suffered."""
+    num_recoveries: int = 0
+    num_events: int = 0
+    virtual_s: float = 0.0
+    next_seed: int = 0
+    failed: list[Failed] = msgspec.field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Adds what other seeds came to."""
+        self.num_seeds += other.num_seeds
+        self.num_failures += other.num_failures
+        self.num_recoveries += other.num_recoveries
+        self.num_events += other.num_events
+        self.virtual_s += other.virtual_s
+        self.next_seed = max(self.next_seed, other.next_seed)
+        self.failed += other.failed
+
+
+def run_seeds(first: int, end: int | None, stride: int, seconds: float | None) -> Iterator[Tally]:
+    """Runs ``first``, ``first + stride``, ... up to ``end`` or for some seconds; a tally about once a second."""
+    begun_s = reported_s = time.monotonic()
+    tally, seed = Tally(), first
+    while (end is None or seed < end) and (seconds is None or time.monotonic() < begun_s + seconds):
+        _count(tally, seed)
+        seed += stride
+        if time.monotonic() > reported_s + REPORT_EVERY_S:
+            reported_s = time.monotonic()
+            yield tally
+            tally = Tally()
+    yield tally
+
+
+def _count(tally: Tally, seed: int) -> None:
+    outcome = run(case_of(seed))
+    tally.num_seeds += 1
+    tally.num_failures += outcome.num_failures
+    tally.num_recoveries += outcome.num_recoveries
+    tally.num_events += outcome.num_events
+    tally.virtual_s += outcome.virtual_s
+    tally.next_seed = seed + 1
+    if outcome.check is not None:
+        tally.failed.append(Failed(seed, outcome.check, outcome.detail))
+
+
+def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | None) -> Iterator[Tally]:
+    """The same on ``jobs`` processes; the tallies of all of them as they come.
+
+    Raises:
+        PeerLost: one of the processes ended before its seeds did.
+    """
+    decoder = msgspec.json.Decoder(Tally)
+    with ExitStack() as stack:
+        children = []
+        for job in range(jobs):
+            command = [
+                sys.executable,
+                "-m",
+                "keepstep.cli.main",
+                "simulate",
+                "--from",
+                str(first + job),
+                "--stride",
+                str(jobs),
+            ]
+            command += ["--json-lines"]
+            command += [] if end is None else ["--seeds", str(end - first - job)]
+            command += [] if seconds is None else ["--seconds", str(seconds)]
+            child = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(child.kill)
+            children.append(child)
+        for child in children:
+            assert child.stdout is not None
+            for line in child.stdout:
+                yield decoder.decode(line)
+            if child.wait() != 0:
+                raise PeerLost(f"a process of the simulation ended with exit code {child.returncode}")

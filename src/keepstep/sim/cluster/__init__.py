@@ -1,0 +1,1 @@
+"""The parts of a simulated cluster: time, network, ranks, nodes and the controller, each a thin shell."""

@@ -1,0 +1,127 @@
+"""What ranks do together: collectives that may end at some ranks and not at others, and the rendezvous of a group.
+
+A collective ends at a rank when what every member gave to it has got there. A member that dies, or breaks its
+connections, may have been heard by some and not by others: who, the seed decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from keepstep.sim.cluster.schedule import Event
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+Key = tuple[int, int, str]
+"""(number of the cohort, step, what for)."""
+
+
+@dataclasses.dataclass(slots=True)
+class Collective:
+    """One collective of all ranks."""
+
+    key: Key
+    inside: dict[int, str] = dataclasses.field(default_factory=dict)
+    """process -> node, of all that have entered and not left."""
+    given: dict[int, str] = dataclasses.field(default_factory=dict)
+    """rank -> node, of all whose part is on its way."""
+    deaf: set[int] = dataclasses.field(default_factory=set)
+    """Processes that some part will never reach."""
+    is_broken: bool = False
+    """A part was lost that not even those who come later will hear."""
+
+
+class Collectives:
+    """All collectives under way."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._open: dict[Key, Collective] = {}
+
+    def enter(self, key: Key, process: int, rank: int, node: str) -> None:
+        """A rank gives its part and waits; `SimulatedWorker.collective_ended` is called when it has got all others."""
+        collective = self._open.setdefault(key, Collective(key))
+        collective.inside[process] = node
+        collective.given[rank] = node
+        self._look(collective)
+
+    def leave(self, process: int) -> None:
+        """A process ends, or breaks its connections: who has not heard its part may never do."""
+        for collective in list(self._open.values()):
+            if process not in collective.inside:
+                continue
+            del collective.inside[process]
+            if len(collective.given) < self._world.layout.world_size and self._world.coin():
+                collective.is_broken = True
+            lost = [other for other in collective.inside if self._world.coin()]
+            collective.deaf.update(lost)
+            for other in lost:
+                if self._world.coin():
+                    delay_s = self._world.rng.uniform(0.0, 0.02)
+                    self._world.schedule.after(delay_s, Event(f"worker {other}", "peer_reset", (collective.key,)))
+            self._close_if_empty(collective)
+
+    def arrived(self, key: Key, process: int) -> None:
+        """The last part has come to a process."""
+        collective = self._open.get(key)
+        if collective is None or process not in collective.inside or process in collective.deaf:
+            return
+        del collective.inside[process]
+        self._close_if_empty(collective)
+        self._world.workers[process].collective_ended(key)
+
+    def look_again(self) -> None:
+        """A way is open that was closed."""
+        for collective in list(self._open.values()):
+            self._look(collective)
+
+    def _look(self, collective: Collective) -> None:
+        if len(collective.given) < self._world.layout.world_size or collective.is_broken:
+            return
+        sources = set(collective.given.values())
+        for process, node in collective.inside.items():
+            if process not in collective.deaf and self._world.network.all_reach(sources, node):
+                delay_s = self._world.draw(self._world.layout.durations.collective_s)
+                event = Event("collectives", "arrived", (collective.key, process))
+                self._world.schedule.after(delay_s, event)
+
+    def _close_if_empty(self, collective: Collective) -> None:
+        if not collective.inside and len(collective.given) == self._world.layout.world_size:
+            del self._open[collective.key]
+
+
+class Rendezvous:
+    """Where the members of a generation's groups find each other: at the controller, whose crash empties it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._waiting: dict[int, dict[int, int]] = {}
+        """generation -> rank -> process."""
+
+    def come(self, generation: int, rank: int, process: int) -> None:
+        """A rank comes to connect; `SimulatedWorker.groups_connected` is called when all have."""
+        if not self._world.controller.is_up:
+            return
+        waiting = self._waiting.setdefault(generation, {})
+        if (other := waiting.get(rank, process)) != process:
+            self._world.oracle.came_twice(rank, process, other)
+        waiting[rank] = process
+        if len(waiting) == self._world.layout.world_size:
+            members = self._waiting.pop(generation)
+            cohort = self._world.oracle.connected({rank: self._world.workers[p] for rank, p in members.items()})
+            for member in members.values():
+                delay_s = self._world.draw(self._world.layout.durations.connect_s)
+                event = Event(f"worker {member}", "groups_connected", (generation, cohort.number))
+                self._world.schedule.after(delay_s, event)
+
+    def leave(self, generation: int, rank: int, process: int) -> None:
+        """A rank does not wait any longer."""
+        waiting = self._waiting.get(generation, {})
+        if waiting.get(rank) == process:
+            del waiting[rank]
+
+    def forget(self) -> None:
+        """The controller has crashed."""
+        self._waiting.clear()

@@ -1,0 +1,97 @@
+"""The simulated controller: the real `ControllerMachine`, a journal that survives it, and its crashes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.controller import ControllerMachine, JournalEntry
+from keepstep.protocol.recovery import Stage
+from keepstep.sim.cluster.network import CONTROLLER
+from keepstep.sim.cluster.schedule import Event
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+
+class SimulatedController:
+    """The controller's process."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.is_up = True
+        self.machine = ControllerMachine(world.layout.settings)
+        self.journal: list[JournalEntry] = []
+        """What is on disk."""
+        self._dies_before: str | None = None
+        self._wake_s: float | None = None
+
+    def hear(self, packet: msg.Packet | msg.NodeEvicted) -> None:
+        """A packet of a node has come."""
+        if self.is_up and isinstance(packet, msg.Packet):
+            self.machine.receive(packet, self.world.schedule.now_s)
+            self._proceed()
+
+    def reconnected(self, node: str) -> None:
+        """The line to a node is a new one."""
+        if self.is_up:
+            self.machine.reconnected(node)
+            self._proceed()
+
+    def wake(self, due_s: float) -> None:
+        """A deadline has come."""
+        if self.is_up and due_s == self._wake_s:
+            self._wake_s = None
+            self.machine.tick(self.world.schedule.now_s)
+            self._proceed()
+
+    def _proceed(self) -> None:
+        """Writes the journal, and only then transmits."""
+        entries = self.machine.take_entries()
+        if self._dies_before is not None and any(entry.orders for entry in entries):
+            if self._dies_before == "transmitting":
+                self.journal += entries
+            self._dies_before = None
+            self.crash()
+            return
+        self.journal += entries
+        for entry in entries:
+            self.world.orders_given(entry)
+        for packet in self.machine.packets(self.world.schedule.now_s):
+            self.world.network.send(CONTROLLER, packet.node, packet)
+        self._wake_later()
+        if self.machine.job.stage is Stage.ENDED:
+            assert self.machine.job.ended is not None
+            self.world.job_ended(self.machine.job.ended)
+
+    def _wake_later(self) -> None:
+        due_s = self.machine.next_deadline()
+        if due_s is not None and (self._wake_s is None or due_s < self._wake_s):
+            self._wake_s = due_s
+            self.world.schedule.at(due_s, Event(CONTROLLER, "wake", (due_s,)))
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """SIGKILL: what is not on disk is lost, and the rendezvous with it."""
+        self.is_up = False
+        self._wake_s = None
+        self.world.oracle.controller_crashed()
+        self.world.rendezvous.forget()
+
+    def crash_before(self, what: str) -> None:
+        """The next orders are its last: it dies before ``journaling`` or before ``transmitting`` them."""
+        if self.is_up:
+            self._dies_before = what
+
+    def restart(self) -> None:
+        """Whoever runs it starts it again."""
+        self._dies_before = None
+        if self.is_up:
+            return
+        self.is_up = True
+        now_s = self.world.schedule.now_s
+        for node in self.world.nodes:
+            self.world.oracle.heard(node, anew=True)
+        self.machine = ControllerMachine.from_journal(self.world.layout.settings, self.journal, now_s)
+        self._proceed()

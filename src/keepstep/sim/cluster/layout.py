@@ -1,0 +1,154 @@
+"""What one seed gives: nodes and their devices, ranks and shards, durations, a network, and deadlines."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.recovery import RecoverySettings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """One machine. Its clock shows ``clock_offset_s + clock_rate * t`` at the true time t."""
+
+    name: str
+    slots: int
+    domain: str
+    clock_offset_s: float = 0.0
+    clock_rate: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NetworkLayout:
+    """How the control network behaves between the controller and the nodes."""
+
+    min_delay_s: float = 0.0002
+    max_delay_s: float = 0.001
+    loss: float = 0.0
+    duplication: float = 0.0
+    straggling: float = 0.0
+    """Part of the packets that take up to ``straggling_s``, and so overtake and are overtaken."""
+    straggling_s: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Durations:
+    """What things take, in seconds; each time a factor between 0.7 and 1.3 is drawn."""
+
+    forward_s: float = 0.1
+    backward_s: float = 0.2
+    collective_s: float = 0.002
+    optimizer_s: float = 0.05
+    spawn_s: float = 0.02
+    build_s: float = 0.5
+    connect_s: float = 0.02
+    restore_s: float = 0.05
+    stop_s: float = 0.005
+    """From the flag to the next stop point in forward or backward."""
+    local_s: float = 0.0001
+    """A message between a worker and its agent."""
+    exit_s: float = 0.01
+    """From SIGKILL until the agent has been told by the kernel."""
+    tick_s: float = 0.4
+    """How often an agent looks at its workers. The real one looks twenty times as often, at phases as much shorter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """One cluster and one job on it."""
+
+    nodes: tuple[NodeLayout, ...]
+    shards: tuple[str, ...]
+    """The shard of each rank."""
+    settings: RecoverySettings
+    liveness: LivenessSettings
+    network: NetworkLayout = NetworkLayout()
+    durations: Durations = Durations()
+    num_steps: int = 12
+    checkpoint_every: int | None = None
+    needs_rank: bool = False
+    """Whether the script of a spare comes to a line that needs its rank, before its first step."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.settings.world_size
+
+    def __str__(self) -> str:
+        kinds = {1: "DDP", self.world_size: "FSDP"}
+        num_shards = len(set(self.shards))
+        kind = kinds.get(num_shards, f"HSDP with {num_shards} shards")
+        checkpoints = f"a checkpoint every {self.checkpoint_every} steps" if self.checkpoint_every else "no checkpoints"
+        return (
+            f"{self.world_size} ranks ({kind}), {self.settings.num_spares} spares, {len(self.nodes)} nodes, "
+            f"{self.num_steps} steps, {checkpoints}"
+        )
+
+
+SETTINGS = RecoverySettings(
+    1, 0, start_deadline_s=120.0, stop_deadline_s=30.0, recover_deadline_s=40.0, end_deadline_s=20.0
+)
+"""Shorter than the defaults, in the same order: a run that has to wait for one of them ends sooner."""
+LIVENESS = LivenessSettings(
+    floor_s=1.5, factor=4.0, stopped_s=0.6, unknown_s=20.0, between_steps_s=25.0, recovery_s=15.0
+)
+
+
+def draw_layout(rng: random.Random) -> Layout:
+    """A layout from a seeded generator: mostly small, where everything is close to everything, now and then large."""
+    ranks_per_node = rng.choice((1, 1, 2, 2, 3, 4, 8))
+    num_rank_nodes = rng.choice((1, 1, 2, 2, 2, 3, 4)) if rng.random() < 0.97 else rng.randint(5, 64)
+    world_size = ranks_per_node * num_rank_nodes
+    num_spares = rng.choice((0, 1, 1, 2, 3))
+    nodes = _draw_nodes(rng, num_rank_nodes, ranks_per_node, num_spares)
+    settings = dataclasses.replace(
+        SETTINGS,
+        world_size=world_size,
+        num_spares=num_spares,
+        ranks_per_node=ranks_per_node,
+        max_restarts=rng.choice((None, None, None, 6)),
+    )
+    num_shards = rng.choice([count for count in (1, 1, 1, 2, 4, world_size) if world_size % count == 0])
+    shards = tuple(str(rank % num_shards) for rank in range(world_size))
+    checkpoint_every = rng.choice((None, 3, 5)) if num_shards < world_size else rng.choice((3, 5))
+    return Layout(
+        nodes,
+        shards,
+        settings,
+        LIVENESS,
+        _draw_network(rng),
+        num_steps=rng.randint(6, 12),
+        checkpoint_every=checkpoint_every,
+        needs_rank=rng.random() < 0.2,
+    )
+
+
+def _draw_nodes(
+    rng: random.Random, num_rank_nodes: int, ranks_per_node: int, num_spares: int
+) -> tuple[NodeLayout, ...]:
+    """The spares have room on nodes of their own, or beside the ranks."""
+    apart = rng.random() < 0.6
+    per_spare_node = max(1, min(num_spares, ranks_per_node))
+    num_spare_nodes = -(-num_spares // per_spare_node) if apart else rng.choice((0, 0, 1))
+    extra = 0 if apart else -(-num_spares // num_rank_nodes)
+    domains = rng.choice((1, 2, 3, 64))
+    nodes = []
+    for number in range(num_rank_nodes + num_spare_nodes):
+        slots = ranks_per_node + extra if number < num_rank_nodes else per_spare_node
+        skew_s, rate = rng.uniform(-5.0, 5.0), rng.uniform(0.999, 1.001)
+        nodes.append(NodeLayout(f"node-{number}", slots, f"rack-{number % domains}", skew_s, rate))
+    return tuple(nodes)
+
+
+def _draw_network(rng: random.Random) -> NetworkLayout:
+    if rng.random() < 0.5:
+        return NetworkLayout()
+    return NetworkLayout(
+        min_delay_s=rng.choice((0.0002, 0.005)),
+        max_delay_s=rng.choice((0.001, 0.02, 0.1)) + 0.005,
+        loss=rng.choice((0.0, 0.02, 0.1)),
+        duplication=rng.choice((0.0, 0.05)),
+        straggling=rng.choice((0.0, 0.05)),
+    )

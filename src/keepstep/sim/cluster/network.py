@@ -1,0 +1,82 @@
+"""The network: between controller and nodes packet by packet, between ranks as what may reach whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.protocol.messages import NodeEvicted, Packet
+from keepstep.sim.cluster.layout import NetworkLayout
+from keepstep.sim.cluster.schedule import Event
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+CONTROLLER = "controller"
+
+
+class Network:
+    """Who can reach whom, and how long it takes."""
+
+    def __init__(self, world: World, layout: NetworkLayout) -> None:
+        self._world = world
+        self._layout = layout
+        self._cuts: dict[tuple[str, str], int] = {}
+        """(from, to) -> how many causes keep that direction closed."""
+        self._connection: dict[str, int] = {}
+        """node -> number of its connection to the controller; what was sent on an older one is lost."""
+        self.extra_loss = 0.0
+
+    # ---- the control network ----------------------------------------------------------------------------------------
+
+    def send(self, source: str, destination: str, packet: Packet | NodeEvicted) -> None:
+        """Transmits one packet, which may be lost, doubled or late."""
+        layout = self._layout
+        if self.is_cut(source, destination) or self._happens(max(layout.loss, self.extra_loss)):
+            return
+        copies = 2 if self._happens(layout.duplication) else 1
+        for _ in range(copies):
+            delay_s = self._world.rng.uniform(layout.min_delay_s, layout.max_delay_s)
+            if self._happens(layout.straggling):
+                delay_s += self._world.rng.random() * layout.straggling_s
+            connection = self._connection.get(packet.node, 0)
+            event = Event("network", "arrive", (source, destination, packet, connection))
+            self._world.schedule.after(delay_s, event)
+
+    def _happens(self, probability: float) -> bool:
+        return probability > 0.0 and self._world.rng.random() < probability
+
+    def arrive(self, source: str, destination: str, packet: Packet | NodeEvicted, connection: int) -> None:
+        """A packet comes out at the other end, if there still is a way."""
+        if connection == self._connection.get(packet.node, 0) and not self.is_cut(source, destination):
+            if destination == CONTROLLER and self._world.controller.is_up:
+                self._world.oracle.heard(source)
+            self._world.part(destination).hear(packet)
+
+    def break_connection(self, node: str) -> None:
+        """The connection of a node ends, with all that was under way, and another one is opened."""
+        self._connection[node] = self._connection.get(node, 0) + 1
+        self._world.part(node).reconnected()
+        self._world.controller.reconnected(node)
+
+    # ---- who can reach whom -----------------------------------------------------------------------------------------
+
+    def is_cut(self, source: str, destination: str) -> bool:
+        """Whether nothing gets from one place to the other."""
+        return bool(self._cuts) and self._cuts.get((source, destination), 0) > 0
+
+    def cut(self, pairs: tuple[tuple[str, str], ...]) -> None:
+        """Closes directions."""
+        for pair in pairs:
+            self._cuts[pair] = self._cuts.get(pair, 0) + 1
+
+    def heal(self, pairs: tuple[tuple[str, str], ...]) -> None:
+        """Opens directions that `cut` has closed."""
+        for pair in pairs:
+            self._cuts[pair] -= 1
+            if not self._cuts[pair]:
+                del self._cuts[pair]
+        self._world.collectives.look_again()
+
+    def all_reach(self, sources: set[str], destination: str) -> bool:
+        """Whether each of the places gets through to one."""
+        return not self._cuts or not any(self.is_cut(source, destination) for source in sources)

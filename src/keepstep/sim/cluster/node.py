@@ -1,0 +1,198 @@
+"""One simulated machine: the real `AgentMachine`, and the processes it starts, kills and looks at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.messages import Cause
+from keepstep.sim.cluster.layout import NodeLayout
+from keepstep.sim.cluster.network import CONTROLLER
+from keepstep.sim.cluster.schedule import Event
+from keepstep.sim.cluster.worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+
+class SimulatedNode:
+    """A machine with its agent."""
+
+    def __init__(self, world: World, layout: NodeLayout) -> None:
+        self.world = world
+        self.layout = layout
+        self.name = layout.name
+        self.is_up = False
+        self.workers: dict[int, SimulatedWorker] = {}
+        """The processes of the present life of its agent, by worker number."""
+        self.clock_jump_s = 0.0
+        self._life = 0
+        self._wake_s = 0.0
+        self._machine = self._agent()
+
+    def _agent(self) -> AgentMachine:
+        joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain)
+        return AgentMachine(joined, self._life, self.world.layout.liveness)
+
+    @property
+    def clock_s(self) -> float:
+        """The time that the node's own clock shows."""
+        layout = self.layout
+        return layout.clock_offset_s + self.clock_jump_s + layout.clock_rate * self.world.schedule.now_s
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        """The agent starts, for the first time or after the node or the agent was lost."""
+        if self.is_up:
+            return
+        self.is_up = True
+        self._life = self._machine.life + 1
+        self._machine = self._agent()
+        self.workers = {}
+        self._wake_s = 0.0
+        self._proceed()
+        self._tick_later()
+
+    def crash(self) -> None:
+        """The agent is lost with all its workers: they die with it. Nobody is told."""
+        self.is_up = False
+        for worker in list(self.workers.values()):
+            worker.die(Cause.SIGNAL, "lost with its node")
+
+    # ---- the agent's loop -------------------------------------------------------------------------------------------
+
+    def hear(self, packet: msg.Packet | msg.NodeEvicted) -> None:
+        """A packet of the controller has come."""
+        if self.is_up:
+            self._machine.receive(packet, self.clock_s)
+            self._proceed()
+
+    def reconnected(self) -> None:
+        """The line to the controller is a new one."""
+        if self.is_up:
+            self._machine.reconnected()
+            self._proceed()
+
+    def worker_says(self, number: int, report: msg.AnyMessage) -> None:
+        """A worker has written to its socket."""
+        delay_s = self.world.layout.durations.local_s
+        self.world.schedule.after(delay_s, Event(self.name, "worker_said", (self._machine.life, number, report)))
+
+    def worker_said(self, life: int, number: int, report: msg.AnyMessage) -> None:
+        """What a worker has written is read."""
+        if self.is_up and life == self._machine.life:
+            self._machine.said(number, report, self.clock_s)
+            self._proceed()
+
+    def tick(self, life: int) -> None:
+        """The regular look at all workers."""
+        if not self.is_up or life != self._life:
+            return
+        now_s = self.clock_s
+        for worker in self.workers.values():
+            if worker.is_alive:
+                self._machine.observe(worker.number, worker.look(), now_s)
+        self._machine.tick(now_s)
+        self._proceed()
+        self._tick_later()
+
+    def wake(self, due_s: float) -> None:
+        """A deadline of the agent has come."""
+        if self.is_up and due_s == self._wake_s:
+            self._wake_s = 0.0
+            self._machine.tick(self.clock_s)
+            self._proceed()
+
+    def _tick_later(self) -> None:
+        self.world.schedule.after(self.world.layout.durations.tick_s, Event(self.name, "tick", (self._life,)))
+
+    def _proceed(self) -> None:
+        """Carries out what the machine wants, and transmits what it says."""
+        for effect in self._machine.take():
+            match effect:
+                case Spawn():
+                    event = Event(self.name, "spawn", (self._machine.life, effect.worker, effect.rank))
+                    self.world.schedule.after(self._drawn("spawn_s"), event)
+                case Kill():
+                    self._kill(effect.worker)
+                case HandOver():
+                    for number in effect.workers:
+                        self._hand_over(number, effect.order)
+                case Leave():
+                    self._leave()
+        for packet in self._machine.packets(self.clock_s):
+            self.world.network.send(self.name, CONTROLLER, packet)
+        due_s = self._machine.next_deadline()
+        if self.is_up and (not self._wake_s or due_s < self._wake_s):
+            self._wake_s = due_s
+            delay_s = max(0.0, due_s - self.clock_s) / self.layout.clock_rate + 1e-6
+            self.world.schedule.after(delay_s, Event(self.name, "wake", (due_s,)))
+
+    def _leave(self) -> None:
+        for worker in list(self.workers.values()):
+            worker.die(Cause.SIGNAL, "killed with the job")
+        self.is_up = False
+
+    # ---- processes --------------------------------------------------------------------------------------------------
+
+    def spawn(self, life: int, number: int, rank: int | None) -> None:
+        """The process of a worker exists."""
+        if not self.is_up or life != self._machine.life:
+            return
+        worker = self.world.add_process(self, number, rank)
+        self.workers[number] = worker
+        self._machine.spawned(number, worker.process)
+        self._proceed()
+        worker.world.schedule.after(self._drawn("build_s"), Event(f"worker {worker.process}", "go"))
+
+    def _kill(self, number: int) -> None:
+        worker = self.workers.get(number)
+        if worker is not None and worker.is_alive:
+            self.world.oracle.is_fenced(worker)
+            worker.die(Cause.SIGNAL, "killed by SIGKILL")
+
+    def _hand_over(self, number: int, order: msg.WorkerOrder) -> None:
+        worker = self.workers.get(number)
+        if worker is not None:
+            event = Event(f"worker {worker.process}", "order", (order,))
+            self.world.schedule.after(self.world.layout.durations.local_s, event)
+
+    def ended(self, worker: SimulatedWorker) -> None:
+        """A process has ended; the kernel will say so."""
+        life = self._machine.life
+        delay_s = self._drawn("exit_s")
+        if self.world.coin():
+            event = Event(self.name, "training_thread_died", (life, worker.number))
+            self.world.schedule.after(delay_s * 0.05, event)
+        self.world.schedule.after(delay_s, Event(self.name, "exited", (life, worker.number)))
+
+    def training_thread_died(self, life: int, number: int) -> None:
+        """The kernel has taken back the lock that a worker's training thread held."""
+        if self.is_up and life == self._machine.life and number in self.workers:
+            self._machine.training_thread_died(number, self.workers[number].tag, self.clock_s)
+            self._proceed()
+
+    def exited(self, life: int, number: int) -> None:
+        """The kernel tells how a process has ended."""
+        if self.is_up and life == self._machine.life:
+            worker = self.workers.pop(number)
+            cause, detail = worker.exit
+            self._machine.exited(number, cause, detail, worker.tag, self.clock_s)
+            self._proceed()
+
+    def step_completed(self, worker: SimulatedWorker, generation: int, step: int) -> None:
+        """A worker's page shows that it has completed a step; the first of a generation is told."""
+        self._machine.step_completed(worker.number, generation, step, self.clock_s, 0.1)
+        self._proceed()
+
+    def blame(self, number: int, detail: str) -> None:
+        """A false alarm: the agent takes a healthy worker for hung."""
+        worker = self.workers.get(number)
+        if self.is_up and worker is not None and worker.is_alive:
+            self._machine.broke_protocol(number, detail, worker.tag, self.clock_s)
+            self._proceed()
+
+    def _drawn(self, duration: str) -> float:
+        return self.world.draw(getattr(self.world.layout.durations, duration))

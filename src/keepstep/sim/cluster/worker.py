@@ -1,0 +1,475 @@
+"""One simulated process of the job: the real `WorkerMachine`, and a model of training around it.
+
+Its parameters are the history of the updates that were applied to them. What a rank computes depends on nothing else:
+an update whose gradients were not complete, or of another step, leaves a mark that never goes away.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.errors import InternalError
+from keepstep.protocol import messages as msg
+from keepstep.protocol.liveness import Observation
+from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
+from keepstep.protocol.resume import Action
+from keepstep.protocol.worker import (
+    Build,
+    Connect,
+    Doing,
+    End,
+    Load,
+    SaveAndEnd,
+    Say,
+    Train,
+    Undo,
+    Update,
+    Urgency,
+    Wait,
+    WorkerMachine,
+)
+from keepstep.sim.cluster.collectives import Key
+from keepstep.sim.cluster.schedule import Event
+from keepstep.sim.cluster.transfers import INCOMPLETE
+
+if TYPE_CHECKING:
+    from keepstep.sim.cluster.node import SimulatedNode
+    from keepstep.sim.oracle import Cohort
+    from keepstep.sim.world import World
+
+SETTLE_S = 0.25
+MAX_MOVES = 50
+"""In one go, without any time passing: more is a circle."""
+CONNECT_DEADLINE_S = 12.0
+History = tuple[int, ...]
+
+
+class SimulatedWorker:
+    """A process: alive until it exits, is killed, or its node is lost."""
+
+    def __init__(self, world: World, node: SimulatedNode, number: int, process: int, rank: int | None) -> None:
+        self.world = world
+        self.node = node
+        self.number = number
+        self.process = process
+        self.machine = WorkerMachine(number, process, rank)
+        self.spawned_s = world.schedule.now_s
+        self.parameters: History = ()
+        self.shard: str | None = None
+        """The shard that the parameters are of; a spare's are of none yet."""
+        self.is_alive = True
+        self.is_stopped = False
+        """Held by SIGSTOP: nothing in it moves."""
+        self.is_stuck = False
+        """Its training thread hangs; its listener lives."""
+        self.slowness = 1.0
+        self.cohort: Cohort | None = None
+        """The processes it has connected with last."""
+        self.exit: tuple[Cause, str] = (Cause.EXIT, "")
+        self.tag = Tag(0, -1, Phase.STARTING)
+        self.in_collective: Key | None = None
+        self._loading_step = 0
+        self._gradients: int | None = None
+        """The step whose complete gradients it holds."""
+        self._progress = 0
+        self._is_waiting = False
+        self._activity = 0
+        """Number of what the training thread is at; an event of an earlier activity is stale."""
+        self._is_idle = True
+        self._missed: list[tuple[str, tuple[object, ...]]] = []
+        """What came while it was stopped."""
+
+    def __str__(self) -> str:
+        rank = "spare" if self.machine.rank is None else f"rank {self.machine.rank}"
+        return f"{rank} (worker {self.number})"
+
+    @property
+    def where(self) -> str:
+        """What it is at, for the story."""
+        steps = self.machine.steps
+        return (
+            f"{steps.phase} of step {steps.step}" if self.machine.doing is Doing.TRAINING else str(self.machine.doing)
+        )
+
+    # ---- what the world and the agent call --------------------------------------------------------------------------
+
+    def look(self) -> Observation:
+        """What its agent sees of it."""
+        in_collective = self.in_collective is not None
+        return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped)
+
+    def order(self, order: msg.WorkerOrder) -> None:
+        """An order of the controller comes out of its socket."""
+        if not self._can_move("order", order):
+            return
+        self._heed(self.machine.receive(order), getattr(order, "generation", 0))
+        if self._is_idle:
+            self._is_idle = False
+            self.go()
+
+    def go_on(self) -> None:
+        """A stopped process is continued: what came meanwhile comes now."""
+        self.is_stopped = False
+        missed, self._missed = self._missed, []
+        for what, arguments in missed:
+            getattr(self, what)(*arguments)
+
+    def die(self, cause: Cause, detail: str) -> None:
+        """The process ends, in whatever it was doing."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.exit = (cause, detail)
+        self._break()
+        self.world.process_ended(self)
+
+    def raise_error(self, error: str, *, fatal: bool = False) -> None:
+        """An exception that nobody catches."""
+        self._say(msg.WorkerFailed(self.number, error, "Traceback ...", fatal))
+        self.die(Cause.EXIT, "exit code 1")
+
+    def be_fast(self) -> None:
+        """It is not slow any more."""
+        self.slowness = 1.0
+
+    def lose_connection(self) -> None:
+        """A connection to a peer ends for no reason."""
+        if self.in_collective is not None:
+            self.peer_reset(self.in_collective)
+
+    def say_anew(self, report: msg.WorkerReport) -> None:
+        """Something the process says by mistake, or a second time."""
+        if self.is_alive and not self.is_stopped:
+            self._say(report)
+
+    # ---- the listener -----------------------------------------------------------------------------------------------
+
+    def _heed(self, urgency: Urgency, generation: int) -> None:
+        if urgency is Urgency.BREAK:
+            self._break()
+            self._interrupt()
+        elif urgency is Urgency.SETTLE:
+            self._after(SETTLE_S, "settle_timed_out", generation)
+
+    def settle_timed_out(self, generation: int) -> None:
+        """The backward that a lost rank was synced in has had its time."""
+        if self._can_move("settle_timed_out", generation):
+            self._heed(self.machine.settled(generation), generation)
+
+    def _break(self) -> None:
+        self.world.collectives.leave(self.process)
+        if self.machine.rank is not None and self.machine.doing is Doing.CONNECTING:
+            self.world.rendezvous.leave(self.machine.target_generation, self.machine.rank, self.process)
+        self.world.transfers.leave(self.process)
+
+    def _interrupt(self) -> None:
+        """The flag is raised: what the training thread is in the middle of ends soon, or at once."""
+        if self.in_collective is not None:
+            self.in_collective = None
+            self._begin(self.world.layout.durations.local_s, "cut_off")
+        elif self.machine.doing in (Doing.CONNECTING, Doing.LOADING) and not self._is_idle:
+            self._begin(self.world.layout.durations.local_s, "fall_out", "the group was taken down")
+        elif self.machine.steps.phase in (Phase.FORWARD, Phase.BACKWARD) and self.machine.doing is Doing.TRAINING:
+            self._begin(self.world.layout.durations.stop_s, "reach_stop_point")
+
+    # ---- the training thread ----------------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """The training thread asks what to do and does it, until that takes time or there is nothing to do."""
+        machine = self.machine
+        for _ in range(MAX_MOVES):
+            if not self.is_alive:
+                return
+            self._show()
+            if machine.doing in (Doing.TRAINING, Doing.FINISHED, Doing.READY, Doing.RECOVERED, Doing.STANDING):
+                machine.can_load(self.world.checkpoints_of(self))
+            match move := machine.next_move():
+                case Say():
+                    self._say(move.report)
+                case Wait():
+                    self._is_waiting = self._is_idle = True
+                    return
+                case Undo():
+                    machine.undone()
+                case Train():
+                    return self._train()
+                case Build():
+                    return self._begin(self._drawn("build_s"), "build")
+                case Connect():
+                    return self._connect(move.generation)
+                case Update():
+                    return self._update()
+                case Load():
+                    return self._load(move)
+                case End():
+                    return self._begin(self._drawn("optimizer_s"), "end")
+                case SaveAndEnd():
+                    return self._save_and_end()
+        raise InternalError(f"{self} goes round in circles: {machine.doing}, {machine.steps}")
+
+    def is_at(self, activity: int) -> bool:
+        """Whether the training thread is still at what it began with that number."""
+        return self.is_alive and activity == self._activity
+
+    def perform(self, activity: int, what: str, *arguments: object) -> None:
+        """What the training thread was at is done."""
+        if activity != self._activity or not self.is_alive or self.is_stuck:
+            return
+        if self._can_move("perform", activity, what, *arguments):
+            getattr(self, "_" + what)(*arguments)
+            self._progress += 1
+
+    def _begin(self, duration_s: float, what: str, *arguments: object) -> None:
+        """The training thread is busy for a while, and then does ``what``."""
+        self._is_idle = False
+        self._activity += 1
+        self._progress += 1
+        self._after(duration_s * self.slowness, "perform", self._activity, what, *arguments)
+
+    # ---- start-up ---------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        machine, world = self.machine, self.world
+        if machine.rank is None and world.layout.needs_rank:
+            report = machine.await_rank()
+            assert report is not None
+            self._say(report)
+            self._is_waiting = True
+            self._begin(world.layout.durations.tick_s, "wait_for_rank")
+        elif machine.generation > 0 and not machine.tainted and not machine.interrupted:
+            self._enter(-1, "build")
+        else:
+            machine.echoed()
+            self._built()
+
+    def _wait_for_rank(self) -> None:
+        if self.machine.rank is None:
+            self._begin(self.world.layout.durations.tick_s, "wait_for_rank")
+            self._progress -= 1
+        else:
+            self._is_waiting = False
+            self.machine.echoed()
+            self._built()
+
+    def _built(self) -> None:
+        machine = self.machine
+        if machine.generation > 0 and not machine.tainted:
+            self.parameters, self.shard = (), self.world.shard_of(machine.rank)
+        writes = self.world.layout.checkpoint_every is not None
+        rank = machine.rank if machine.rank is not None else 0
+        machine.built(self.world.shard_of(rank), self.world.checkpoints_of(self), writes)
+        self.go()
+
+    # ---- a recovery -------------------------------------------------------------------------------------------------
+
+    def _connect(self, generation: int) -> None:
+        assert self.machine.rank is not None
+        self._is_waiting = True
+        self._begin(CONNECT_DEADLINE_S, "fall_out", "another rank did not come")
+        self.world.rendezvous.come(generation, self.machine.rank, self.process)
+
+    def groups_connected(self, generation: int, cohort: int) -> None:
+        """All members of the generation came, and this one is connected with them."""
+        machine = self.machine
+        if (
+            not self._can_move("groups_connected", generation, cohort)
+            or machine.doing is not Doing.CONNECTING
+            or self.is_stuck
+        ):
+            return
+        if machine.target_generation >= generation and not self._is_idle:
+            self._activity += 1
+            self.cohort = self.world.oracle.cohorts[cohort - 1]
+            machine.connected()
+            self.go()
+
+    def _fall_out(self, why: str) -> None:
+        self.world.transfers.leave(self.process)
+        if self.machine.rank is not None:
+            self.world.rendezvous.leave(self.machine.target_generation, self.machine.rank, self.process)
+        self.machine.fell_out("recovery", why)
+        self.go()
+
+    def _load(self, move: Load) -> None:
+        step = self._loading_step = move.order.resume_step
+        if move.action is Action.REWIND:
+            self.shard = self.world.shard_of(self.machine.rank)
+            self.parameters = self.world.read_checkpoint(self.shard, step)
+            self.world.oracle.restored(self, step)
+        if move.transfer is None:
+            self._begin(self._drawn("restore_s") if move.action is Action.REWIND else 0.0, "loaded", 0)
+        else:
+            self._is_waiting = True
+            self._begin(CONNECT_DEADLINE_S, "fall_out", "the transfer did not end")
+            self.world.transfers.come(self, move.order.generation, move.transfer)
+
+    def received(self, parameters: History, shard: str | None) -> None:
+        """The last bucket has arrived."""
+        if not self._can_move("received", parameters, shard) or self.is_stuck:
+            return
+        if self.machine.doing is Doing.LOADING:
+            self.parameters, self.shard = parameters, shard
+            self.world.oracle.restored(self, self._loading_step)
+            self._loaded(1)
+
+    def transfer_broke(self) -> None:
+        """The connection to the other side of a transfer has ended."""
+        if self._can_move("transfer_broke") and self.machine.doing is Doing.LOADING and not self._is_idle:
+            self._begin(0.0, "fall_out", "connection reset by peer")
+
+    def sent(self) -> None:
+        """The last bucket of this source is with its receivers."""
+        if self._can_move("sent"):
+            self._loaded(0)
+
+    def _loaded(self, received_bytes: int) -> None:
+        if self.machine.doing is Doing.LOADING and not self.is_stuck and self.is_alive:
+            self._activity += 1
+            self.machine.loaded(received_bytes)
+            self.go()
+
+    def _save_and_end(self) -> None:
+        at = self.machine.steps.parameters_at
+        whole = at is not None and not self.machine.torn
+        path, error = (f"rescued-{self.machine.rank}.pt", None) if whole else (None, "its copy is not whole")
+        self._say(msg.StateRescued(self.number, path, error))
+        self.die(Cause.EXIT, f"exit code {EXIT_TOO_FEW_RANKS}")
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        machine = self.machine
+        step = machine.steps.parameters_at
+        assert step is not None
+        self._is_waiting = False
+        self.world.oracle.stands_at(self, step)
+        if step == self.world.layout.num_steps:
+            machine.finished(repr(self.parameters))
+            self.go()
+            return
+        self._gradients = None
+        machine.steps.advance(StepEvent.STEP_ENTERED)
+        self._show()
+        self._begin(self._drawn("forward_s"), "forward")
+
+    def _forward(self) -> None:
+        if self.machine.interrupted:
+            self._reach_stop_point()
+            return
+        self.machine.steps.advance(StepEvent.BACKWARD_BEGUN)
+        self._show()
+        self._begin(self._drawn("backward_s"), "backward")
+
+    def _backward(self) -> None:
+        machine = self.machine
+        if machine.interrupted:
+            self._reach_stop_point()
+        else:
+            self._enter(machine.steps.step, "gradients")
+
+    def _reach_stop_point(self) -> None:
+        """The step is left early."""
+        self.go()
+
+    def _enter(self, step: int, what: str) -> None:
+        assert self.cohort is not None
+        self.in_collective = key = (self.cohort.number, step, what)
+        self._activity += 1
+        self._progress += 1
+        self._is_idle = False
+        assert self.machine.rank is not None
+        self.world.collectives.enter(key, self.process, self.machine.rank, self.node.name)
+
+    def collective_ended(self, key: Key) -> None:
+        """Every rank's part has arrived."""
+        if self.in_collective != key or self.is_stuck or not self._can_move("collective_ended", key):
+            return
+        machine, (_, step, what) = self.machine, key
+        self.in_collective = None
+        self._progress += 1
+        if what == "build":
+            self._built()
+        elif what == "barrier":
+            self.go() if machine.interrupted else self._update()
+        elif machine.interrupted or machine.tainted:
+            self._reach_stop_point()
+        else:
+            self._gradients = step
+            machine.steps.advance(StepEvent.GRADIENTS_SYNCED)
+            self._show()
+            self._heed(machine.settled(), machine.target_generation)
+            self._go_to_barrier(step)
+
+    def _go_to_barrier(self, step: int) -> None:
+        if self.machine.interrupted:
+            self.go()
+        else:
+            self._enter(step, "barrier")
+
+    def _cut_off(self) -> None:
+        """The collective ended in an error: a backward ends in echo, a barrier was not passed."""
+        machine = self.machine
+        if machine.doing is Doing.BUILDING:
+            machine.echoed()
+            self._built()
+            return
+        if machine.steps.phase is Phase.BACKWARD:
+            machine.echoed()
+        self.go()
+
+    def peer_reset(self, key: Key) -> None:
+        """The connection to a peer ends in the middle of a collective."""
+        if self.in_collective != key or not self._can_move("peer_reset", key):
+            return
+        self._heed(self.machine.settled(), 0)
+        report = self.machine.collective_failed("world", "connection reset by peer")
+        if report is not None:
+            self._say(report)
+        self._break()
+        if self.in_collective is not None:
+            self._interrupt()
+
+    def _update(self) -> None:
+        """The rank has left the gradient barrier."""
+        machine = self.machine
+        self.world.oracle.commits(self, machine.steps.step)
+        machine.steps.advance(StepEvent.BARRIER_LEFT)
+        self._show()
+        self._begin(self._drawn("optimizer_s"), "complete")
+
+    def _complete(self) -> None:
+        machine, step = self.machine, self.machine.steps.step
+        self.parameters += (step if self._gradients == step else INCOMPLETE,)
+        self._gradients = None
+        machine.steps.advance(StepEvent.STEP_COMPLETED)
+        self._show()
+        self.world.step_completed(self, step)
+        self.go()
+
+    def _end(self) -> None:
+        self.die(Cause.EXIT, "")
+
+    # ---- small things -----------------------------------------------------------------------------------------------
+
+    def _can_move(self, what: str, *arguments: object) -> bool:
+        if self.is_stopped:
+            self._missed.append((what, arguments))
+        return self.is_alive and not self.is_stopped
+
+    def _after(self, delay_s: float, what: str, *arguments: object) -> None:
+        self.world.schedule.after(delay_s, Event(f"worker {self.process}", what, arguments))
+
+    def _drawn(self, duration: str) -> float:
+        return self.world.draw(getattr(self.world.layout.durations, duration))
+
+    def _say(self, report: msg.WorkerReport) -> None:
+        self.node.worker_says(self.number, report)
+
+    def _show(self) -> None:
+        machine = self.machine
+        self._is_waiting = False
+        self.tag = Tag(machine.generation, machine.steps.step, machine.steps.phase)
+        if self.world.watch is not None:
+            self.world.watch(self)

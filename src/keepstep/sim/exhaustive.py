@@ -1,0 +1,267 @@
+"""All interleavings of a small job around one failure: not sampled, explored.
+
+The job starts up and completes a step in one fixed order. From there on everything that is under way may happen next:
+each message of each line (in the order of that line), each phase that a rank computes, each end of a collective, and
+once the death of a rank. Worlds that are equal are explored once. When training has resumed, the rest of the job has
+no choices of interest left and runs in one order to its end, where the oracle has its last word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from keepstep.protocol.messages import Cause
+from keepstep.protocol.worker import Doing
+from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NetworkLayout, NodeLayout
+from keepstep.sim.cluster.schedule import Event
+from keepstep.sim.oracle import Check, ViolationError
+from keepstep.sim.snapshot import Copier
+from keepstep.sim.world import World
+
+SOON_S = 0.04
+"""What is due later is a deadline; it only comes when nothing else can happen."""
+_INSTANT = Durations(**{field.name: 0.001 for field in dataclasses.fields(Durations) if field.name != "tick_s"})
+
+
+class Untimed:
+    """In the place of a `Schedule`: what is under way, without when."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self.pending: list[Event] = []
+        self.deadlines: list[tuple[float, Event]] = []
+
+    def after(self, delay_s: float, event: Event) -> None:
+        """Something will happen, sooner or later."""
+        if delay_s < SOON_S:
+            self.pending.append(event)
+        else:
+            self.deadlines.append((self.now_s + delay_s, event))
+
+    def at(self, at_s: float, event: Event) -> None:
+        """The same, by its time."""
+        self.after(at_s - self.now_s, event)
+
+    def heads(self) -> Iterator[int]:
+        """The numbers of the events that may be next: of each line the first."""
+        lines = set()
+        for number, event in enumerate(self.pending):
+            line = _line(event)
+            if line not in lines:
+                lines.add(line)
+                yield number
+
+    def take(self, number: int) -> Event:
+        """One event happens now."""
+        return self.pending.pop(number)
+
+    def next_deadline(self) -> Event:
+        """Nothing else can happen: time goes by."""
+        self.deadlines.sort(key=lambda entry: entry[0])
+        self.now_s, event = self.deadlines.pop(0)
+        return event
+
+
+def _line(event: Event) -> tuple[object, ...]:
+    """What keeps its order."""
+    match event.what:
+        case "order":
+            return event.part, event.what
+        case "worker_said":
+            return event.part, event.what, event.arguments[1]
+        case "arrive" if event.part == "network":
+            return event.part, event.arguments[0], event.arguments[1]
+        case _:
+            return tuple(event)
+
+
+class Tape:
+    """The answers to yes-or-no questions of one event, all of which are tried."""
+
+    def __init__(self, answers: tuple[bool, ...]) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+
+    def random(self) -> float:
+        """What `random.Random.random` is asked for where a coin is thrown."""
+        if self.asked == len(self.answers):
+            self.answers.append(False)
+        self.asked += 1
+        return 0.0 if self.answers[self.asked - 1] else 0.75
+
+    def uniform(self, low: float, high: float) -> float:
+        """Durations do not matter."""
+        return low
+
+    def next(self) -> tuple[bool, ...] | None:
+        """The next sequence of answers, as a binary number counts; None after the last."""
+        answers = self.answers[: self.asked]
+        while answers and answers[-1]:
+            answers.pop()
+        return (*answers[:-1], True) if answers else None
+
+
+@dataclasses.dataclass(slots=True)
+class Explored:
+    """What an exploration came to."""
+
+    num_states: int = 0
+    num_transitions: int = 0
+    num_ends: int = 0
+    longest: int = 0
+    """Events from the first choice to the end of the longest path."""
+    violation: str | None = None
+    path: tuple[str, ...] = ()
+
+
+def small_job(world_size: int) -> Layout:
+    """So many ranks and one spare, two steps."""
+    settings = dataclasses.replace(SETTINGS, world_size=world_size, num_spares=1, ranks_per_node=world_size)
+    node = NodeLayout("node-0", world_size + 1, "rack-0")
+    network = NetworkLayout(0.001, 0.001)
+    return Layout((node,), ("0",) * world_size, settings, LIVENESS, network, _INSTANT, num_steps=2)
+
+
+class _UntimedWorld(World):
+    """A world in which durations say nothing."""
+
+    def draw(self, duration_s: float) -> float:
+        return duration_s
+
+
+class Explorer:
+    """Explores one small job with the death of any of its ranks at any point of its second step."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.found = Explored()
+        self._copier = Copier()
+        self._seen: set[int] = set()
+        self._start = _UntimedWorld(layout, seed=0)
+        self._start.schedule = Untimed()  # type: ignore[assignment]  # the same methods, without times
+
+    def explore(self, limit: int | None = None) -> Explored:
+        """Explores everything, or up to ``limit`` states; stops at the first violation."""
+        world = self._start
+        world.boot()
+        self._run_in_order(world, lambda: self._has_begun_step(world, 1) and self._spare_is_warm(world))
+        stack: list[tuple[World, tuple[str, ...]]] = [(world, ())]
+        while stack and (limit is None or self.found.num_states < limit):
+            present, path = stack.pop()
+            for following, move in self._next(present):
+                self.found.num_transitions += 1
+                mark = self._fingerprint(following)
+                if mark not in self._seen:
+                    self._seen.add(mark)
+                    self.found.num_states += 1
+                    self.found.longest = max(self.found.longest, len(path) + 1)
+                    if self._has_resumed(following):
+                        self._finish(following, (*path, move))
+                    else:
+                        stack.append((following, (*path, move)))
+                if self.found.violation is not None:
+                    return self.found
+        return self.found
+
+    # ---- one step of the exploration --------------------------------------------------------------------------------
+
+    def _next(self, world: World) -> Iterator[tuple[World, str]]:
+        """Every world that may come right after this one, and what leads there."""
+        untimed = _untimed(world)
+        untimed.pending = [event for event in untimed.pending if not _is_stale(world, event)]
+        moves: list[tuple[str, int]] = [("event", number) for number in untimed.heads()]
+        if not moves and untimed.deadlines:
+            moves.append(("deadline", 0))
+        if not world.oracle.num_failures:
+            moves += [("kill", process) for process in self._victims(world)]
+        for kind, number in moves:
+            answers: tuple[bool, ...] | None = ()
+            while answers is not None:
+                copy = self._copier.copy(world)
+                tape = Tape(answers)
+                copy.rng = tape
+                name = self._perform(copy, kind, number)
+                answers = tape.next()
+                yield copy, name
+
+    def _perform(self, world: World, kind: str, number: int) -> str:
+        untimed = _untimed(world)
+        if kind == "kill":
+            victim = world.workers[number]
+            world.oracle.suffers(victim, "kill")
+            name = f"{victim} is killed in {victim.where}"
+            victim.die(Cause.SIGNAL, "killed by SIGKILL")
+            return name
+        event = untimed.take(number) if kind == "event" else untimed.next_deadline()
+        self._happen(world, event)
+        return f"{event.part}: {event.what} {event.arguments}"
+
+    def _happen(self, world: World, event: Event) -> None:
+        try:
+            world.happen(event)
+        except ViolationError as violation:
+            self.found.violation = str(violation)
+
+    @staticmethod
+    def _victims(world: World) -> list[int]:
+        return [worker.process for worker in world.rank_holders() if worker.machine.steps.step == 1]
+
+    # ---- before and after -------------------------------------------------------------------------------------------
+
+    def _run_in_order(self, world: World, until: Callable[[], bool]) -> None:
+        world.rng = Tape(())  # type: ignore[assignment]  # it is asked the same questions
+        untimed = _untimed(world)
+        while not until():
+            event = untimed.take(0) if untimed.pending else untimed.next_deadline()
+            self._happen(world, event)
+
+    def _finish(self, world: World, path: tuple[str, ...]) -> None:
+        """The rest has no choices of interest: the job must come to a good end."""
+        self.found.num_ends += 1
+        self._run_in_order(world, lambda: world.ended is not None or self.found.violation is not None)
+        if self.found.violation is None and (world.ended is None or world.ended.exit_code != 0):
+            self.found.violation = str(ViolationError(Check.ENDED, str(world.ended)))
+        if self.found.violation is not None:
+            self.found.path = path
+
+    @staticmethod
+    def _has_begun_step(world: World, step: int) -> bool:
+        holders = world.rank_holders()
+        return bool(holders) and all(worker.machine.steps.step >= step for worker in holders)
+
+    @staticmethod
+    def _spare_is_warm(world: World) -> bool:
+        return all(worker.machine.doing is Doing.READY for worker in world.spares())
+
+    @staticmethod
+    def _has_resumed(world: World) -> bool:
+        """Whether the ranks train again, or the job is through without any failure."""
+        last = world.oracle.cohorts[-1]
+        return world.ended is not None or (last.number > 1 and len(last.began) == len(last.members))
+
+    def _fingerprint(self, world: World) -> int:
+        untimed = _untimed(world)
+        pending = sorted((repr(_line(event)), repr(_without_counters(event))) for event in untimed.pending)
+        deadlines = untimed.deadlines
+        untimed.deadlines, events, untimed.pending = [], untimed.pending, []
+        mark = self._copier.fingerprint(world)
+        untimed.deadlines, untimed.pending = deadlines, events
+        return hash((mark, tuple(pending)))
+
+
+def _untimed(world: World) -> Untimed:
+    assert isinstance(world.schedule, Untimed)
+    return world.schedule
+
+
+def _is_stale(world: World, event: Event) -> bool:
+    """Whether an event is the end of something that was broken off."""
+    if event.what != "perform":
+        return False
+    worker = world.workers[int(event.part.split()[1])]
+    return not worker.is_at(event.arguments[0])
+
+
+def _without_counters(event: Event) -> tuple[object, ...]:
+    return (event.what, event.arguments[1:]) if event.what == "perform" else (event.what, event.arguments)

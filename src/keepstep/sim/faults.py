@@ -1,0 +1,245 @@
+"""Faults: what can go wrong in a simulated job, when, and how it comes about."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING
+
+from keepstep.protocol.messages import Cause, CollectiveFailed, SafePointReached
+from keepstep.protocol.phases import Phase
+from keepstep.sim.cluster.layout import Layout
+from keepstep.sim.cluster.network import CONTROLLER
+from keepstep.sim.cluster.schedule import Event
+
+if TYPE_CHECKING:
+    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.world import World
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: at a time, or so long after the n-th recovery has begun.
+
+    ``pick`` chooses among whoever it can hit when it comes about, so that a fault always hits somebody.
+    """
+
+    kind: str
+    at_s: float
+    recovery: int | None = None
+    pick: int = 0
+    lasts_s: float = 1.0
+
+    def __str__(self) -> str:
+        when = f"at {self.at_s:.3f} s" if self.recovery is None else f"{self.at_s:.3f} s into recovery {self.recovery}"
+        return f"{self.kind} #{self.pick} {when}, for {self.lasts_s:.2f} s"
+
+
+PROCESS_FAULTS = ("kill", "exit", "raise", "stop", "deadlock", "slow", "blame", "false hint", "stale report")
+NODE_FAULTS = ("node loss", "agent restart", "cut off", "cut off one way", "cut data", "connection break", "clock jump")
+CONTROLLER_FAULTS = ("controller crash", "crash before journaling", "crash before transmitting")
+OTHER_FAULTS = ("spare kill", "loss burst", "two at once")
+WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
+WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
+
+
+def draw_plan(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
+    """A plan: some faults at random times, and more of them in the middle of the recoveries that those cause."""
+    kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
+    span_s = 1.5 + 0.45 * layout.num_steps
+    faults = []
+    for number in range(rng.choice((1, 1, 2, 2, 3, 4, 6))):
+        (kind,) = rng.choices(kinds, weights)
+        during = number > 0 and rng.random() < 0.6
+        at_s = rng.choice((0.0, 0.005, 0.02, 0.05, 0.1, 0.5)) * rng.random() * 2 if during else rng.uniform(0.3, span_s)
+        recovery = rng.choice((1, 1, 1, 2, 2, 3)) if during else None
+        lasts_s = rng.choice((0.05, 0.5, 2.0, 5.0, 12.0)) * (0.5 + rng.random())
+        faults.append(Fault(kind, at_s, recovery, rng.randrange(64), lasts_s))
+    return tuple(faults)
+
+
+class Injector:
+    """Brings a plan about in one world."""
+
+    def __init__(self, world: World, plan: tuple[Fault, ...]) -> None:
+        self._world = world
+        self.over_s = 0.0
+        """When the last fault that came about was over."""
+        for fault in plan:
+            event = Event("injector", "strike", (fault,))
+            if fault.recovery is None:
+                world.schedule.at(fault.at_s, event)
+            else:
+                world.waiting_for_recovery.append((fault.recovery, fault.at_s, event))
+
+    def strike(self, fault: Fault) -> None:
+        """The time of a fault has come."""
+        world = self._world
+        if world.story is not None:
+            world.story.add(world.schedule.now_s, "FAULT", str(fault))
+        self.over_s = max(self.over_s, world.schedule.now_s)
+        getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
+
+    def _until(self, fault: Fault, part: str, what: str, *arguments: object) -> None:
+        """Something happens when a fault is over."""
+        self.over_s = max(self.over_s, self._world.schedule.now_s + fault.lasts_s)
+        self._world.schedule.after(fault.lasts_s, Event(part, what, arguments))
+
+    # ---- processes --------------------------------------------------------------------------------------------------
+
+    def _victim(self, fault: Fault) -> SimulatedWorker | None:
+        """A live process that holds a rank and was not hurt before."""
+        candidates = [worker for worker in self._world.rank_holders() if not (worker.is_stopped or worker.is_stuck)]
+        if not candidates:
+            return None
+        victim = candidates[fault.pick % len(candidates)]
+        if self._world.story is not None:
+            self._world.story.add(self._world.schedule.now_s, "FAULT", f"{fault.kind} hits {victim}, {victim.where}")
+        return victim
+
+    def _hurt(self, fault: Fault) -> SimulatedWorker | None:
+        victim = self._victim(fault)
+        if victim is not None:
+            self._world.oracle.suffers(victim, fault.kind)
+            if not self._world.oracle.has_trained:
+                self._world.oracle.excuses(f"{fault.kind} before the first step")
+            if len(self._world.oracle.finished_ranks):
+                self._world.oracle.excuses(f"{fault.kind} after the last step")
+        return victim
+
+    def _kill(self, fault: Fault) -> None:
+        if victim := self._hurt(fault):
+            victim.die(Cause.SIGNAL, "killed by SIGKILL")
+
+    def _exit(self, fault: Fault) -> None:
+        if victim := self._hurt(fault):
+            victim.die(Cause.EXIT, "exit code 7")
+
+    def _raise(self, fault: Fault) -> None:
+        if victim := self._hurt(fault):
+            if self._world.layout.world_size == 1:
+                self._world.oracle.excuses("the script raised on every rank")
+            victim.raise_error("ValueError: bad batch")
+
+    def _two_at_once(self, fault: Fault) -> None:
+        self._kill(fault)
+        self._kill(dataclasses.replace(fault, pick=fault.pick // 7))
+
+    def _stop(self, fault: Fault) -> None:
+        """SIGSTOP, and SIGCONT after a while, if it still lives then."""
+        if victim := self._hurt(fault):
+            victim.is_stopped = True
+            if fault.pick % 2:
+                self._until(fault, f"worker {victim.process}", "go_on")
+
+    def _deadlock(self, fault: Fault) -> None:
+        if victim := self._hurt(fault):
+            victim.is_stuck = True
+
+    def _slow(self, fault: Fault) -> None:
+        if victim := self._hurt(fault):
+            victim.slowness = 30.0
+            self._until(fault, f"worker {victim.process}", "be_fast")
+
+    def _blame(self, fault: Fault) -> None:
+        if victim := self._hurt(fault):
+            victim.node.blame(victim.number, "a false alarm")
+
+    def _false_hint(self, fault: Fault) -> None:
+        """A collective fails for no reason that anybody can see."""
+        if victim := self._victim(fault):
+            victim.lose_connection()
+
+    def _stale_report(self, fault: Fault) -> None:
+        """A report of a generation that is over comes once more."""
+        if victim := self._victim(fault):
+            generation = max(0, victim.tag.generation - 1 - fault.pick % 2)
+            if fault.pick % 3:
+                step, phase = max(0, victim.tag.step - 1), Phase.FORWARD
+                report = SafePointReached((victim.number,), generation, step, phase, (step,), step, ())
+                victim.say_anew(report)
+            else:
+                victim.say_anew(CollectiveFailed(victim.number, generation, "world", "late"))
+
+    def _spare_kill(self, fault: Fault) -> None:
+        spares = self._world.spares()
+        if spares:
+            spare = spares[fault.pick % len(spares)]
+            self._world.oracle.suffers(spare, fault.kind)
+            spare.die(Cause.SIGNAL, "killed by SIGKILL")
+
+    # ---- nodes and networks -----------------------------------------------------------------------------------------
+
+    def _node(self, fault: Fault) -> str:
+        names = [node.name for node in self._world.layout.nodes]
+        return names[fault.pick % len(names)]
+
+    def _lose_node(self, fault: Fault, *, comes_back: bool) -> None:
+        name = self._node(fault)
+        self._world.oracle.num_failures += 1
+        self._world.oracle.node_began_new_life(name)
+        if not self._world.oracle.has_trained:
+            self._world.oracle.excuses("a node lost before the first step")
+        if len(self._world.oracle.finished_ranks):
+            self._world.oracle.excuses("a node lost after the last step")
+        self._world.nodes[name].crash()
+        if comes_back:
+            self._until(fault, name, "boot")
+
+    def _node_loss(self, fault: Fault) -> None:
+        self._lose_node(fault, comes_back=fault.pick % 3 > 0)
+
+    def _agent_restart(self, fault: Fault) -> None:
+        self._lose_node(dataclasses.replace(fault, lasts_s=0.2), comes_back=True)
+
+    def _cut(self, fault: Fault, pairs: Pairs) -> None:
+        self._world.network.cut(pairs)
+        self._until(fault, "network", "heal", pairs)
+
+    def _cut_off(self, fault: Fault) -> None:
+        name = self._node(fault)
+        others = [CONTROLLER, *(node for node in self._world.nodes if node != name)]
+        self._cut(fault, tuple(pair for other in others for pair in ((name, other), (other, name))))
+
+    def _cut_off_one_way(self, fault: Fault) -> None:
+        name = self._node(fault)
+        self._cut(fault, ((name, CONTROLLER),) if fault.pick % 2 else ((CONTROLLER, name),))
+
+    def _cut_data(self, fault: Fault) -> None:
+        names = list(self._world.nodes)
+        here, there = names[fault.pick % len(names)], names[fault.pick // 7 % len(names)]
+        if here != there:
+            self._cut(fault, ((here, there),))
+
+    def _connection_break(self, fault: Fault) -> None:
+        self._world.network.break_connection(self._node(fault))
+
+    def _loss_burst(self, fault: Fault) -> None:
+        self._world.network.extra_loss = 0.5
+        self._until(fault, "injector", "end_loss")
+
+    def end_loss(self) -> None:
+        """A burst of lost packets is over."""
+        self._world.network.extra_loss = 0.0
+
+    def _clock_jump(self, fault: Fault) -> None:
+        self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s
+
+    # ---- the controller ---------------------------------------------------------------------------------------------
+
+    def _controller_crash(self, fault: Fault) -> None:
+        self._world.oracle.num_failures += 1
+        self._world.controller.crash()
+        self._until(fault, CONTROLLER, "restart")
+
+    def _crash_before_journaling(self, fault: Fault) -> None:
+        self._world.oracle.num_failures += 1
+        self._world.controller.crash_before("journaling")
+        self._until(fault, CONTROLLER, "restart")
+
+    def _crash_before_transmitting(self, fault: Fault) -> None:
+        self._world.oracle.num_failures += 1
+        self._world.controller.crash_before("transmitting")
+        self._until(fault, CONTROLLER, "restart")

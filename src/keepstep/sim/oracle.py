@@ -1,0 +1,295 @@
+"""The oracle: its own idea of what is true of the job, and the checks that a run must not fail.
+
+It never reads a machine's state, stage or generation. What it knows it has seen happen: which processes connected with
+each other (a *cohort*), which step each of them began and completed with which parameters, which faults were injected,
+and which packets came through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+from keepstep.protocol.messages import EndJob
+from keepstep.protocol.recovery import EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
+
+if TYPE_CHECKING:
+    from keepstep.sim.cluster.worker import History, SimulatedWorker
+    from keepstep.sim.world import World
+
+LEASE_S = 3.0 - 1e-6
+"""What the controller grants. Silence of this length, and only that, is a cause to give a node up."""
+MAX_IDLE_RECOVERIES = 8
+"""So many recoveries without a completed step may end a job."""
+
+
+class Check(enum.StrEnum):
+    """What can be wrong with a run."""
+
+    UPDATES = "updates lost, doubled or torn"
+    STEPS_DIFFER = "ranks at different steps after resume"
+    TWO_HOLDERS = "two holders of one rank"
+    OLD_COMMIT = "commit by an old generation"
+    WRONG_SOURCE = "restored from what did not reach the resume step"
+    HEALTHY_FENCED = "healthy rank fenced without cause"
+    RECOMPUTED = "more than one step recomputed"
+    STUCK = "neither progresses nor ends"
+    ENDED = "ended without need"
+    RAISED = "a machine raised"
+
+
+class ViolationError(Exception):
+    """A check failed."""
+
+    def __init__(self, check: Check, detail: str) -> None:
+        super().__init__(f"{check}: {detail}")
+        self.check = check
+        self.detail = detail
+
+
+@dataclasses.dataclass(slots=True)
+class Cohort:
+    """Processes that have connected with each other."""
+
+    number: int
+    members: dict[int, SimulatedWorker]
+    """rank -> its process."""
+    began: set[int] = dataclasses.field(default_factory=set)
+    """Processes that have begun a step in it."""
+    resumed_at: int | None = None
+    """The first step that was begun in it."""
+
+
+class Oracle:
+    """Watches one run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.cohorts: list[Cohort] = []
+        self.furthest = 0
+        """The greatest step that any process ever began."""
+        self.last_step_s = 0.0
+        """When a step was last completed."""
+        self._trained_since_s = 0.0
+        self.num_failures = 0
+        """Faults that a process, a node or the controller really suffered."""
+        self._trained: Cohort | None = None
+        """The last cohort in which a step was begun."""
+        self._blamed: dict[int, str] = {}
+        """process -> the fault that it suffered."""
+        self._given_up_s: dict[str, float] = {}
+        """node -> when it could last be rightly given up, with everything that ran on it then."""
+        self._heard_s: dict[str, float] = {}
+        self._finished: dict[int, History] = {}
+        self._state_lost = False
+        self._excuses: set[str] = set()
+        """Faults that may end the job whatever it does."""
+        self._recoveries_at_last_step = 0
+
+    # ---- what the world tells ---------------------------------------------------------------------------------------
+
+    def connected(self, members: dict[int, SimulatedWorker]) -> Cohort:
+        """Processes have found each other, and are about to be connected."""
+        for rank, worker in members.items():
+            before = next((c.members[rank] for c in reversed(self.cohorts) if rank in c.members), worker)
+            if before is not worker and before.is_alive and not self._is_unreachable(before):
+                raise ViolationError(
+                    Check.TWO_HOLDERS, f"rank {rank} is process {worker.process}, and process {before.process} lives"
+                )
+        cohort = Cohort(len(self.cohorts) + 1, members)
+        self.cohorts.append(cohort)
+        return cohort
+
+    def came_twice(self, rank: int, process: int, other: int) -> None:
+        """Two live processes come to the same rendezvous as the same rank."""
+        raise ViolationError(Check.TWO_HOLDERS, f"processes {other} and {process} both connect as rank {rank}")
+
+    def stands_at(self, worker: SimulatedWorker, step: int) -> None:
+        """A process begins a step, or has none left to begin."""
+        cohort, rank = worker.cohort, worker.machine.rank
+        assert cohort is not None
+        assert rank is not None
+        if cohort.members.get(rank) is not worker:
+            raise ViolationError(Check.TWO_HOLDERS, f"process {worker.process} trains as rank {rank}, which it is not")
+        if worker.process not in cohort.began:
+            cohort.began.add(worker.process)
+            self._resumes(worker, cohort, step)
+        self._check_history(worker, step)
+        if step == self._world.layout.num_steps:
+            self._finished[rank] = worker.parameters
+        else:
+            self.furthest = max(self.furthest, step)
+
+    def _resumes(self, worker: SimulatedWorker, cohort: Cohort, step: int) -> None:
+        if cohort.resumed_at is None:
+            self._check_resume_step(cohort, step)
+            cohort.resumed_at = self.furthest = step
+            self._state_lost = False
+        elif cohort.resumed_at != step:
+            raise ViolationError(
+                Check.STEPS_DIFFER, f"{worker} resumes at step {step}, another rank at {cohort.resumed_at}"
+            )
+        if self._trained is None:
+            self._trained_since_s = self._world.schedule.now_s
+        if self._trained is None or cohort.number > self._trained.number:
+            self._trained = cohort
+
+    def commits(self, worker: SimulatedWorker, step: int) -> None:
+        """A process leaves the gradient barrier and begins to change its parameters."""
+        assert worker.cohort is not None
+        for newer in self.cohorts[worker.cohort.number :]:
+            if newer.resumed_at is not None and newer.resumed_at <= step:
+                raise ViolationError(
+                    Check.OLD_COMMIT,
+                    f"{worker} commits step {step}, and others have resumed at step {newer.resumed_at} without it",
+                )
+
+    def completed(self, worker: SimulatedWorker, step: int) -> None:
+        """A process has completed a step."""
+        self._check_history(worker, step + 1)
+        self.last_step_s = self._world.schedule.now_s
+        self._recoveries_at_last_step = self._world.num_recoveries
+
+    def restored(self, worker: SimulatedWorker, step: int) -> None:
+        """A process has received the state of the resume step, or read it."""
+        if worker.parameters != tuple(range(step)):
+            raise ViolationError(
+                Check.WRONG_SOURCE, f"{worker} was restored for step {step} and holds {worker.parameters}"
+            )
+
+    def is_fenced(self, worker: SimulatedWorker) -> None:
+        """A live process is killed by its agent."""
+        if (
+            worker.process in self._blamed
+            or self._is_unreachable(worker)
+            or len(self._finished) == self._world.layout.world_size
+            or self._excuses
+            or self.state_is_lost()
+        ):
+            return
+        raise ViolationError(Check.HEALTHY_FENCED, f"{worker} has suffered nothing")
+
+    def job_ended(self, order: EndJob) -> None:
+        """The controller has ended the job."""
+        layout = self._world.layout
+        if order.exit_code == 0:
+            right = tuple(range(layout.num_steps))
+            for rank in range(layout.world_size):
+                if self._finished.get(rank) != right:
+                    raise ViolationError(
+                        Check.UPDATES, f"the job has ended well, and rank {rank} holds {self._finished.get(rank)}"
+                    )
+            return
+        if why := self._may_not_end(order):
+            raise ViolationError(Check.ENDED, f"exit code {order.exit_code} ({order.reason}), and {why}")
+
+    # ---- what the injector and the network tell ---------------------------------------------------------------------
+
+    def suffers(self, worker: SimulatedWorker, fault: str) -> None:
+        """A process is hurt, or accused by an injected false alarm."""
+        self.num_failures += 1
+        self._blamed[worker.process] = fault
+
+    def excuses(self, fault: str) -> None:
+        """A fault after which the job may end whatever it does."""
+        self._excuses.add(fault)
+
+    def heard(self, node: str, *, anew: bool = False) -> None:
+        """A packet of a node has come to the controller, or its lease began anew."""
+        now_s = self._world.schedule.now_s
+        if not anew:
+            self._note_silence(node)
+        self._heard_s[node] = now_s
+
+    def controller_crashed(self) -> None:
+        """Until it is back nobody is given up."""
+        for node in self._world.nodes:
+            self._note_silence(node)
+
+    def _note_silence(self, node: str) -> None:
+        now_s = self._world.schedule.now_s
+        if now_s - self._heard_s.get(node, now_s) >= LEASE_S:
+            self._given_up_s[node] = now_s
+
+    @property
+    def finished_ranks(self) -> set[int]:
+        """The ranks of which some process has completed the last step."""
+        return set(self._finished)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any step was ever begun."""
+        return self._trained is not None
+
+    def node_began_new_life(self, node: str) -> None:
+        """The agent of a node was lost with its workers."""
+        self._given_up_s[node] = self._world.schedule.now_s
+
+    # ---- its own idea -----------------------------------------------------------------------------------------------
+
+    def _is_unreachable(self, worker: SimulatedWorker) -> bool:
+        """Whether the node of a process could rightly be given up."""
+        node = worker.node.name
+        return worker.spawned_s <= self._given_up_s.get(node, -1.0) or self._is_silent(node)
+
+    def _is_silent(self, node: str) -> bool:
+        now_s = self._world.schedule.now_s
+        return now_s - self._heard_s.get(node, now_s) >= LEASE_S
+
+    def state_is_lost(self) -> bool:
+        """Whether some shard has no holder left among those that trained last."""
+        if self._trained is None:
+            return True
+        if not self._state_lost:
+            held = {
+                worker.shard
+                for worker in self._trained.members.values()
+                if worker.is_alive and worker.process not in self._blamed and not self._is_unreachable(worker)
+            }
+            self._state_lost = held != set(self._world.layout.shards)
+        return self._state_lost
+
+    def _check_history(self, worker: SimulatedWorker, step: int) -> None:
+        rank = worker.machine.rank
+        if worker.parameters != tuple(range(step)) or worker.shard != self._world.shard_of(rank):
+            raise ViolationError(
+                Check.UPDATES, f"{worker} stands at step {step} with shard {worker.shard} and {worker.parameters}"
+            )
+
+    def _check_resume_step(self, cohort: Cohort, step: int) -> None:
+        if self._trained is None or step >= self.furthest:
+            return
+        kept = {worker.shard for worker in cohort.members.values() if worker in self._trained.members.values()}
+        if kept == set(self._world.layout.shards):
+            raise ViolationError(
+                Check.RECOMPUTED,
+                f"step {self.furthest} was begun, and though every shard survived all resume at {step}",
+            )
+        newest = max(self._world.checkpoints(), default=None)
+        if newest is None and self.last_step_s - self._trained_since_s < LEASE_S:
+            return  # nobody has ever heard of a step, and what is computed again is less than a lease
+        if step != newest:
+            raise ViolationError(
+                Check.RECOMPUTED, f"training resumes at step {step}, the newest checkpoint is of {newest}"
+            )
+
+    def _may_not_end(self, order: EndJob) -> str | None:
+        """Why the job ought to have gone on; None where it may have ended."""
+        settings = self._world.layout.settings
+        has_room = self._world.room() >= settings.world_size
+        idle = self._world.num_recoveries - self._recoveries_at_last_step
+        lost_when_through = len(self._finished) == settings.world_size and (
+            self._given_up_s or any(map(self._is_silent, self._world.nodes))
+        )
+        if self._excuses or idle >= MAX_IDLE_RECOVERIES or lost_when_through:
+            return None
+        if order.exit_code == EXIT_NOTHING_TO_RECOVER:
+            if not self.state_is_lost():
+                return "every shard has a live holder"
+            return "there is a checkpoint" if self._world.checkpoints() else None
+        if order.exit_code == EXIT_TOO_FEW_RANKS and (settings.max_restarts is not None or not has_room):
+            return None
+        if self._trained is None and not has_room:
+            return None
+        return "it could have gone on"

@@ -1,0 +1,90 @@
+"""One seed: its cluster, its faults, its run, and what was wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from keepstep.errors import KeepstepError
+from keepstep.sim.cluster.layout import Layout, draw_layout
+from keepstep.sim.faults import Fault, Injector, draw_plan
+from keepstep.sim.oracle import Check, ViolationError
+from keepstep.sim.story import Story
+from keepstep.sim.world import World
+
+PATIENCE_S = 400.0
+"""Virtual time within which, after the last fault is over, the job must have ended: every deadline there is, twice."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """What is run: one cluster, the faults that come about in it, and the seed of everything else."""
+
+    seed: int
+    layout: Layout
+    plan: tuple[Fault, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run went."""
+
+    case: Case
+    check: Check | None
+    """The check that failed."""
+    detail: str
+    num_failures: int
+    num_recoveries: int
+    num_events: int
+    virtual_s: float
+    story: tuple[str, ...] = ()
+
+
+def case_of(seed: int) -> Case:
+    """The case that a seed stands for."""
+    rng = random.Random(seed)
+    layout = draw_layout(rng)
+    return Case(seed, layout, draw_plan(rng, layout))
+
+
+def run(case: Case, *, tell: bool = False) -> Outcome:
+    """Runs one case. The same case gives the same outcome, event by event.
+
+    Args:
+        case: what to run.
+        tell: write the story down; it takes time.
+    """
+    story = Story() if tell else None
+    if story is not None:
+        story.lines += [f"seed {case.seed}: {case.layout}", *(f"  {fault}" for fault in case.plan)]
+    world = World(case.layout, case.seed, story)
+    injector = Injector(world, case.plan)
+    world.add_part("injector", injector)
+    check, detail = None, ""
+    try:
+        world.boot()
+        while world.ended is None and world.schedule.now_s < injector.over_s + PATIENCE_S:
+            event = world.schedule.next()
+            if event is None:
+                break
+            world.happen(event)
+        if world.ended is None:
+            raise ViolationError(Check.STUCK, f"{PATIENCE_S:g} s after the last fault was over the job goes on")
+    except ViolationError as violation:
+        check, detail = violation.check, violation.detail
+    except (KeepstepError, AssertionError) as error:
+        check, detail = Check.RAISED, f"{type(error).__name__}: {error}"
+    if story is not None:
+        story.add(
+            world.schedule.now_s, "END", f"{check}: {detail}" if check else str(world.ended and world.ended.reason)
+        )
+    return Outcome(
+        case,
+        check,
+        detail,
+        world.oracle.num_failures,
+        world.num_recoveries,
+        world.schedule.num_events,
+        world.schedule.now_s,
+        tuple(story.lines) if story is not None else (),
+    )

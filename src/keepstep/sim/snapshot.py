@@ -1,0 +1,161 @@
+"""Copies of a whole world, and fingerprints by which two equal worlds are known.
+
+A world is a graph of plain objects: lists, dicts, sets, dataclasses, a few classes of our own. What cannot change
+(numbers, text, messages, layouts) is shared between copies.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+_SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type)
+_KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "_settings", "_liveness_settings"})
+"""Fields that all copies share: they are not read, or not changed, while copies are made."""
+_IGNORED = _KEPT | {"_activity", "_progress", "num_events", "last_step_s", "_heard_s", "_fields"}
+"""Fields in which two worlds may differ that behave alike from now on: counters, clocks, what was only written."""
+
+Copy = Callable[[Any, dict[int, Any]], Any]
+Describe = Callable[[Any, dict[int, int], list[Any]], None]
+
+
+class Copier:
+    """Copies worlds and tells equal ones. What to do with a type is found out once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[type, Copy] = {}
+        self._describes: dict[type, Describe] = {}
+
+    def copy(self, world: Any) -> Any:
+        """A copy of a world and of everything that can be reached from it."""
+        return self._copy(world, {})
+
+    def fingerprint(self, world: Any) -> int:
+        """A number that is the same for equal worlds, and as good as never for others."""
+        parts: list[Any] = []
+        self._describe(world, {}, parts)
+        return hash(tuple(parts))
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
+        kind = type(value)
+        copy = self._copies.get(kind)
+        if copy is None:
+            copy = self._copies[kind] = self._copy_for(value, kind)
+        return copy(value, memo)
+
+    def _copy_for(self, value: Any, kind: type) -> Copy:
+        if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
+            return lambda value, memo: value
+        if issubclass(kind, tuple):
+            return self._copy_tuple
+        if kind in (list, deque, set, frozenset):
+            return self._copy_collection
+        if issubclass(kind, dict):
+            return self._copy_dict
+        if isinstance(value, msgspec.Struct):
+            return self._copy_struct
+        return self._copy_object(kind, _fields(kind))
+
+    def _copy_tuple(self, value: Any, memo: dict[int, Any]) -> Any:
+        parts = [self._copy(part, memo) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+    def _copy_collection(self, value: Any, memo: dict[int, Any]) -> Any:
+        known = memo.get(id(value))
+        if known is None:
+            known = memo[id(value)] = type(value)([self._copy(part, memo) for part in value])
+        return known
+
+    def _copy_dict(self, value: Any, memo: dict[int, Any]) -> Any:
+        known = memo.get(id(value))
+        if known is None:
+            known = memo[id(value)] = {}
+            for key, part in value.items():
+                known[key] = self._copy(part, memo)
+        return known
+
+    def _copy_struct(self, value: Any, memo: dict[int, Any]) -> Any:
+        known = memo.get(id(value))
+        if known is None:
+            parts = [self._copy(getattr(value, name), memo) for name in value.__struct_fields__]
+            known = memo[id(value)] = type(value)(*parts)
+        return known
+
+    def _copy_object(self, kind: type, fields: tuple[str, ...]) -> Copy:
+        def copy(value: Any, memo: dict[int, Any]) -> Any:
+            known = memo.get(id(value))
+            if known is not None:
+                return known
+            made: Any = object.__new__(kind)
+            memo[id(value)] = made
+            for name in getattr(value, "__dict__", fields):
+                part = getattr(value, name)
+                object.__setattr__(made, name, part if name in _KEPT else self._copy(part, memo))
+            return made
+
+        return copy
+
+    # ---- fingerprints -----------------------------------------------------------------------------------------------
+
+    def _describe(self, value: Any, seen: dict[int, int], parts: list[Any]) -> None:
+        kind = type(value)
+        describe = self._describes.get(kind)
+        if describe is None:
+            describe = self._describes[kind] = self._describe_for(value, kind)
+        describe(value, seen, parts)
+
+    def _describe_for(self, value: Any, kind: type) -> Describe:
+        if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
+            return lambda value, seen, parts: parts.append(value)
+        if issubclass(kind, set | frozenset):
+            return lambda value, seen, parts: parts.append(tuple(sorted(value)))
+        if issubclass(kind, tuple | list | deque):
+            return self._describe_sequence
+        if issubclass(kind, dict):
+            return self._describe_dict
+        return self._describe_object(kind, _fields(kind))
+
+    def _describe_sequence(self, value: Any, seen: dict[int, int], parts: list[Any]) -> None:
+        parts.append(len(value))
+        for part in value:
+            self._describe(part, seen, parts)
+
+    def _describe_dict(self, value: Any, seen: dict[int, int], parts: list[Any]) -> None:
+        parts.append(len(value))
+        for key, part in value.items():
+            parts.append(key)
+            self._describe(part, seen, parts)
+
+    def _describe_object(self, kind: type, fields: tuple[str, ...]) -> Describe:
+        def describe(value: Any, seen: dict[int, int], parts: list[Any]) -> None:
+            """The second time that an object is met its number stands for it."""
+            if (number := seen.get(id(value))) is not None:
+                parts.append(number)
+                return
+            seen[id(value)] = len(seen)
+            parts.append(kind.__name__)
+            for name in getattr(value, "__dict__", fields):
+                if name not in _IGNORED:
+                    self._describe(getattr(value, name), seen, parts)
+
+        return describe
+
+
+def _is_frozen(value: Any) -> bool:
+    if isinstance(value, msgspec.Struct):
+        return value.__struct_config__.frozen
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return bool(parameters and parameters.frozen)
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    slots: Iterable[str] = (name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
+    return tuple(name for name in slots if name != "__weakref__")

@@ -1,0 +1,153 @@
+"""The whole job in one process: a cluster, its faults and an oracle, run in virtual time from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from keepstep.protocol.controller import JournalEntry
+from keepstep.protocol.messages import EndJob
+from keepstep.sim.cluster.collectives import Collectives, Rendezvous
+from keepstep.sim.cluster.controller import SimulatedController
+from keepstep.sim.cluster.layout import Layout
+from keepstep.sim.cluster.network import CONTROLLER, Network
+from keepstep.sim.cluster.node import SimulatedNode
+from keepstep.sim.cluster.schedule import Event, Schedule
+from keepstep.sim.cluster.transfers import Transfers
+from keepstep.sim.cluster.worker import History, SimulatedWorker
+from keepstep.sim.oracle import Oracle
+from keepstep.sim.story import Story
+
+
+class World:
+    """One run. Parts find each other here; each event is a method of one part."""
+
+    def __init__(self, layout: Layout, seed: int, story: Story | None = None) -> None:
+        self.layout = layout
+        self.story = story
+        self.rng = random.Random(seed)
+        self.schedule = Schedule()
+        self.oracle = Oracle(self)
+        self.network = Network(self, layout.network)
+        self.collectives = Collectives(self)
+        self.rendezvous = Rendezvous(self)
+        self.transfers = Transfers(self)
+        self.controller = SimulatedController(self)
+        self.nodes = {node.name: SimulatedNode(self, node) for node in layout.nodes}
+        self.workers: dict[int, SimulatedWorker] = {}
+        """Every process there ever was."""
+        self.ended: EndJob | None = None
+        self.watch: Callable[[SimulatedWorker], None] | None = None
+        """Told of each new tag of a worker; a scenario watches."""
+        self.num_recoveries = 0
+        self.waiting_for_recovery: list[tuple[int, float, Event]] = []
+        """(number of the recovery, seconds after its beginning, what happens then)."""
+        self._checkpoints: dict[int, dict[str, History]] = {}
+        """step -> shard -> what was written."""
+        self._parts: dict[str, Any] = {
+            "network": self.network,
+            "collectives": self.collectives,
+            "transfers": self.transfers,
+            "oracle": self.oracle,
+            CONTROLLER: self.controller,
+            **self.nodes,
+        }
+
+    def boot(self) -> None:
+        """Every node comes up."""
+        for node in self.nodes.values():
+            node.boot()
+
+    def happen(self, event: Event) -> None:
+        """One event."""
+        if self.story is not None:
+            self.story.tell(self, event)
+        getattr(self.part(event.part), event.what)(*event.arguments)
+
+    # ---- what parts ask ---------------------------------------------------------------------------------------------
+
+    def part(self, name: str) -> Any:
+        """A part by its name: a node, the controller, ``worker P`` for process P."""
+        return self._parts[name]
+
+    def add_part(self, name: str, part: object) -> None:
+        """One more part that events can happen to."""
+        self._parts[name] = part
+
+    def draw(self, duration_s: float) -> float:
+        """About so long."""
+        return duration_s * (0.7 + 0.6 * self.rng.random())
+
+    def coin(self) -> bool:
+        """Yes or no."""
+        return self.rng.random() < 0.5
+
+    def shard_of(self, rank: int | None) -> str:
+        """The shard that a rank holds."""
+        return self.layout.shards[rank or 0]
+
+    def rank_holders(self) -> list[SimulatedWorker]:
+        """The live processes that believe they hold a rank."""
+        return [worker for worker in self.workers.values() if worker.is_alive and worker.machine.rank is not None]
+
+    def spares(self) -> list[SimulatedWorker]:
+        """The live processes without a rank."""
+        return [worker for worker in self.workers.values() if worker.is_alive and worker.machine.rank is None]
+
+    # ---- what parts tell --------------------------------------------------------------------------------------------
+
+    def add_process(self, node: SimulatedNode, number: int, rank: int | None) -> SimulatedWorker:
+        """A process has been started."""
+        process = len(self.workers) + 1
+        worker = SimulatedWorker(self, node, number, process, rank)
+        self.workers[process] = self._parts[f"worker {process}"] = worker
+        return worker
+
+    def process_ended(self, worker: SimulatedWorker) -> None:
+        """A process has ended, whatever the reason."""
+        worker.node.ended(worker)
+
+    def step_completed(self, worker: SimulatedWorker, step: int) -> None:
+        """A rank has completed a step: it may be time for a checkpoint."""
+        self.oracle.completed(worker, step)
+        every = self.layout.checkpoint_every
+        rank = worker.machine.rank
+        if every and (step + 1) % every == 0 and self.layout.shards.index(self.shard_of(rank)) == rank:
+            self._checkpoints.setdefault(step + 1, {})[self.shard_of(rank)] = worker.parameters
+        worker.node.step_completed(worker, worker.machine.generation, step)
+
+    def checkpoints_of(self, worker: SimulatedWorker) -> tuple[int, ...]:
+        """The steps of the checkpoints that a worker can load."""
+        return tuple(self.checkpoints()) if self._checkpoints else ()
+
+    def checkpoints(self) -> list[int]:
+        """The steps of which there is a whole checkpoint."""
+        num_shards = len(set(self.layout.shards))
+        return sorted(step for step, parts in self._checkpoints.items() if len(parts) == num_shards)
+
+    def room(self) -> int:
+        """How many ranks the machines that are up have room for."""
+        limit = self.layout.settings.ranks_per_node
+        up = [node for node in self.nodes.values() if node.is_up]
+        return sum(min(node.layout.slots, limit or node.layout.slots) for node in up)
+
+    def read_checkpoint(self, shard: str, step: int) -> History:
+        """What a checkpoint holds of a shard."""
+        return self._checkpoints[step][shard]
+
+    def orders_given(self, entry: JournalEntry) -> None:
+        """The controller has decided something."""
+        if self.story is not None:
+            self.story.decide(self, entry)
+        if any(type(order).__name__ == "Stop" for _, order, _ in entry.orders):
+            self.num_recoveries += 1
+            for number, delay_s, event in self.waiting_for_recovery:
+                if number == self.num_recoveries:
+                    self.schedule.after(delay_s, event)
+
+    def job_ended(self, order: EndJob) -> None:
+        """The controller has ended the job."""
+        if self.ended is None:
+            self.ended = order
+            self.oracle.job_ended(order)

@@ -1,0 +1,186 @@
+"""The agent's loop with a real spawner and real processes; the controller is the test itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from keepstep.agent.agent import Agent
+from keepstep.agent.settings import AgentSettings
+from keepstep.protocol import messages as msg
+from keepstep.protocol.conversation import Conversation
+from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.phases import Phase
+from keepstep.transports.memory import MemoryChannel, channel_pair
+
+DEADLINE_S = 60.0
+"""Ends a test that hangs; no measure of anything."""
+NODE = "node-a"
+START = msg.StartWorker(0, 0, "the job starts")
+AT_START = Tag(0, 0, Phase.STARTING)
+COMPANION = """
+import os, signal, sys
+from keepstep.protocol.messages import *
+from keepstep.transports.framing import FrameDecoder, frame
+from keepstep.transports.spawning import LINK_FD
+
+decoder = FrameDecoder()
+def orders(count):
+    found = []
+    while len(found) < count and (data := os.read(LINK_FD, 65536)):
+        found += decoder.feed(data)
+    return found
+"""
+
+
+class Controller:
+    """The other end of an agent's channel."""
+
+    def __init__(self, channel: MemoryChannel) -> None:
+        self.channel = channel
+        self.line: Conversation | None = None
+
+    def order(self, *orders: msg.AgentOrder) -> None:
+        """Orders that go out in one packet."""
+        assert self.line is not None
+        self.line.say(orders)
+        for packet in self.line.packets(0.0):
+            self.channel.send(packet)
+
+    async def hear(self, count: int) -> list[object]:
+        """The next so many reports, or messages outside of packets."""
+        found: list[object] = []
+        async with asyncio.timeout(DEADLINE_S):
+            while len(found) < count:
+                message = await self.channel.receive()
+                if not isinstance(message, msg.Packet):
+                    found.append(message)
+                    continue
+                if self.line is None or self.line.life != message.life:
+                    self.line = Conversation(NODE, message.life)
+                found += self.line.receive(message, 0.0)
+        return found
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path, script: str) -> AsyncIterator[tuple[Controller, Agent, asyncio.Task[None]]]:
+    """An agent whose workers run a script that speaks with `COMPANION`."""
+    path = tmp_path / "worker.py"
+    path.write_text(COMPANION + script)
+    command = (sys.executable, str(path))
+    settings = AgentSettings(NODE, command, False, True, False, 1, 1, tmp_path, environment=dict(os.environ))
+    ours, theirs = channel_pair()
+    agent = Agent(settings, theirs)
+    await agent.start()
+    running = asyncio.create_task(agent.run())
+    try:
+        yield Controller(ours), agent, running
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+def play(
+    tmp_path: Path, script: str, scene: Callable[[Controller, Agent, asyncio.Task[None]], Awaitable[None]]
+) -> None:
+    """Lives through a scene between a controller and an agent."""
+
+    async def whole() -> None:
+        async with serving(tmp_path, script) as (controller, agent, running):
+            assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE)]
+            await scene(controller, agent, running)
+
+    asyncio.run(whole())
+
+
+def test_orders_that_come_with_the_one_to_start_arrive(tmp_path: Path) -> None:
+    async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START, msg.Stop(2, "why", None), msg.Rescue("why"))
+        started, lost = await controller.hear(2)
+        assert isinstance(started, msg.WorkerStarted)
+        assert isinstance(lost, msg.WorkerLost)
+        assert (lost.detail, lost.gone, lost.tag) == ("exit code 7", True, AT_START)
+
+    play(tmp_path, "sys.exit(7 if [type(x) for x in orders(2)] == [Stop, Rescue] else 1)", scene)
+
+
+def test_last_words_come_before_the_end(tmp_path: Path) -> None:
+    failed = msg.WorkerFailed(0, "ValueError: bad", "Traceback ...", False)
+
+    async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        _, said, lost = await controller.hear(3)
+        assert said == failed
+        assert isinstance(lost, msg.WorkerLost)
+        assert (lost.cause, lost.detail) == (Cause.SIGNAL, "killed by SIGKILL")
+
+    script = "os.write(LINK_FD, frame(WorkerFailed(0, 'ValueError: bad', 'Traceback ...', False)))\n"
+    script += "os.kill(os.getpid(), signal.SIGKILL)"
+    play(tmp_path, script, scene)
+
+
+def test_a_question_to_the_store_passes_by_the_packets(tmp_path: Path) -> None:
+    question = msg.StoreRequested(0, 1, 5, "get", ("key",), b"")
+
+    async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        assert (await controller.hear(2))[1] == question
+        controller.channel.send(msg.StoreAnswered(0, 5, (b"value",)))
+        assert await controller.hear(1) == [msg.WorkerDone(0)]
+
+    script = "os.write(LINK_FD, frame(StoreRequested(0, 1, 5, 'get', ('key',), b'')))\n"
+    script += "sys.exit(0 if orders(1) == [StoreAnswered(0, 5, (b'value',))] else 1)"
+    play(tmp_path, script, scene)
+
+
+def test_a_worker_that_speaks_for_another_is_lost(tmp_path: Path) -> None:
+    async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        _, lost = await controller.hear(2)
+        assert isinstance(lost, msg.WorkerLost)
+        assert "it broke the protocol: worker 0 sent RankAwaited" in lost.detail
+        assert not lost.gone
+        controller.order(msg.FenceWorker(0, lost.detail))
+        assert await controller.hear(1) == [msg.WorkerFenced(0)]
+
+    script = "os.write(LINK_FD, frame(RankAwaited(1)))\nsignal.pause()"
+    play(tmp_path, script, scene)
+
+
+def test_a_node_that_was_given_up_ends_its_processes_and_offers_itself_anew(tmp_path: Path) -> None:
+    async def scene(controller: Controller, agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        await controller.hear(1)
+        assert controller.line is not None
+        life = controller.line.life
+        pid = agent.workers[0].pid
+        assert pid is not None
+        descriptor = os.pidfd_open(pid)
+        controller.channel.send(msg.NodeEvicted(NODE, life, "not heard of"))
+        assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE)]
+        assert controller.line.life == life + 1
+        assert agent.workers == {}
+        assert select.select([descriptor], [], [], DEADLINE_S)[0], "the worker still runs"
+        os.close(descriptor)
+
+    play(tmp_path, "signal.pause()", scene)
+
+
+def test_the_end_of_the_job_ends_the_agent_and_its_workers(tmp_path: Path) -> None:
+    async def scene(controller: Controller, agent: Agent, running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        await controller.hear(1)
+        pid = agent.workers[0].pid
+        assert pid is not None
+        descriptor = os.pidfd_open(pid)
+        controller.order(msg.EndJob(0, "all ranks are through"))
+        await asyncio.wait_for(running, DEADLINE_S)
+        assert select.select([descriptor], [], [], DEADLINE_S)[0], "the worker still runs"
+        os.close(descriptor)
+
+    play(tmp_path, "signal.pause()", scene)

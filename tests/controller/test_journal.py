@@ -1,0 +1,111 @@
+"""The journal: what is written is read again, what is torn or damaged is dealt with, and a real job can be relived."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import SCRIPTS
+
+from keepstep.controller.journal import Journal, read
+from keepstep.drill.drill import OBSERVER
+from keepstep.drill.faults import parse, write_plan
+from keepstep.errors import ConfigurationError
+from keepstep.launcher.flags import job_options, make_parser
+from keepstep.launcher.job import Job, run_job
+from keepstep.protocol.controller import ControllerMachine, DeadlineCame, Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.messages import Cause, FenceWorker, NodeJoined, Stop, Tag, WorkerLost
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import Stage
+
+LOST = WorkerLost(1, Cause.SIGNAL, "killed by SIGKILL\u00e9\n", True, Tag(1, 7, Phase.SYNCED), 12.000000000000002)
+ENTRIES = [
+    JournalEntry(10.1, Heard("node-a", 5, (NodeJoined("node-a", 4, "rack"), LOST)), "stopping", 2),
+    JournalEntry(
+        11.0,
+        LeaseExpired("node-a", "not heard of for 3 s"),
+        "stopping",
+        2,
+        ((None, Stop(2, "lost", None), "lost"), ("node-b", FenceWorker(3, "why"), "why")),
+    ),
+    JournalEntry(12.0, DeadlineCame()),
+    JournalEntry(13.0, Restarted()),
+]
+
+
+def written(path: Path, entries: list[JournalEntry]) -> bytes:
+    with Journal(path) as journal:
+        journal.write(entries[:1])
+        journal.write([])
+        journal.write(entries[1:])
+    return path.read_bytes()
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    assert written(path, ENTRIES).count(b"\n") == len(ENTRIES)
+    assert read(path) == ENTRIES
+
+
+def test_what_is_written_can_be_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        for number, entry in enumerate(ENTRIES):
+            journal.write([entry])
+            assert read(path) == ENTRIES[: number + 1]
+
+
+def test_a_torn_last_line_is_left_away_wherever_it_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = written(path, ENTRIES)
+    complete = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for length in range(complete, len(whole)):
+        path.write_bytes(whole[:length])
+        assert read(path) == ENTRIES[:-1]
+
+
+def test_who_writes_on_cuts_off_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = written(path, ENTRIES)
+    path.write_bytes(whole[:-3])
+    written(path, ENTRIES[-1:])
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"at_s":1,"event":{"type":"Nothing"}}', b"\xff\xfe", b"[1]"])
+def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    lines = written(path, ENTRIES).split(b"\n")
+    lines[1] = damage
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ConfigurationError, match=r"journal\.jsonl, line 2: not an entry of a journal"):
+        read(path)
+
+
+def test_a_journal_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read(tmp_path / "journal.jsonl")
+
+
+def test_a_real_job_can_be_relived(tmp_path: Path) -> None:
+    flags = ["--nproc-per-node", "2", "--redirects", "3", "--run-dir", str(tmp_path)]
+    options = job_options(make_parser("keepstep run").parse_args([*flags, str(SCRIPTS / "tiny.py"), "--steps", "12"]))
+    write_plan(tmp_path, parse("kill@step=5,phase=backward,rank=1", world_size=2))
+    agent = dataclasses.replace(options.agent, digest=True, observer=OBSERVER)
+    seen: list[Job] = []
+
+    async def accompany(job: Job) -> None:
+        seen.append(job)
+
+    result = run_job(dataclasses.replace(options, agent=agent), accompany)
+    assert result["exit_code"] == 0, result["reason"]
+    job = seen[0].controller.job
+    entries = read(tmp_path / "journal.jsonl")
+    again = ControllerMachine.from_journal(options.recovery, entries, time.monotonic(), lease_s=None).job
+    assert len(job.records) == 1
+    assert again.records == job.records
+    assert (again.stage, again.generation, again.ended) == (Stage.ENDED, job.generation, job.ended)
+    assert (again.trained_to, again.digests, again.shard_of) == (job.trained_to, job.digests, job.shard_of)
+    assert again.roster.workers == job.roster.workers

@@ -1,0 +1,362 @@
+"""The agent's machine: what a node does on orders, what it says of its workers, and when it lets go of answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol import messages as msg
+from keepstep.protocol.agent import HEARTBEAT_S, HOLD_S, AgentEffect, AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.conversation import Conversation
+from keepstep.protocol.liveness import LivenessSettings, Observation
+from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.phases import Phase
+
+NODE, LIFE = "node-a", 5
+JOINED = msg.NodeJoined(NODE, 4, "rack-1")
+IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
+BETWEEN = Tag(1, 3, Phase.UPDATED)
+LOOK_S = LivenessSettings().blind_s / 2
+EVICTED = msg.NodeEvicted(NODE, LIFE, "not heard of")
+
+
+class Node:
+    """An agent's machine with its controller's end of the line, on a clock of the test's own."""
+
+    def __init__(self, ranks: int = 0, spares: int = 0) -> None:
+        self.now_s = 100.0
+        self.agent = AgentMachine(JOINED, LIFE, LivenessSettings())
+        self.controller = Conversation(NODE, LIFE)
+        assert self.heard() == [JOINED]
+        for number in range(ranks + spares):
+            self.order(msg.StartWorker(number, number if number < ranks else None, "the job starts"))
+            self.agent.spawned(number, 4000 + number)
+        self.heard()
+
+    def order(self, *orders: msg.AgentOrder) -> list[AgentEffect]:
+        """The controller gives orders; returns what is to be done."""
+        self.controller.say(orders)
+        for packet in self.controller.packets(self.now_s):
+            self.agent.receive(packet, self.now_s)
+        return self.agent.take()
+
+    def heard(self) -> list[object]:
+        """What has reached the controller since the last call."""
+        return [
+            report
+            for packet in self.agent.packets(self.now_s)
+            for report in self.controller.receive(packet, self.now_s)
+        ]
+
+    def said(self, number: int, report: msg.AnyMessage) -> list[object]:
+        """A worker reports; returns what reaches the controller at once."""
+        self.agent.said(number, report, self.now_s)
+        return self.heard()
+
+    def wait(self, duration_s: float) -> list[object]:
+        """Time goes by, look by look; returns what reaches the controller."""
+        end_s, heard = self.now_s + duration_s, []
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + LOOK_S)
+            self.agent.tick(self.now_s)
+            heard += self.heard()
+        return heard
+
+    def exit(self, number: int, detail: str = "", tag: Tag = BETWEEN) -> list[object]:
+        """A process ends; returns what reaches the controller."""
+        self.agent.exited(number, Cause.EXIT, detail, tag, self.now_s)
+        return self.heard()
+
+
+def safe(*workers: int, step: int = 3) -> msg.SafePointReached:
+    return msg.SafePointReached(workers, 2, step, Phase.BACKWARD, (step,), step, ())
+
+
+# ---- Orders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_started_and_reported() -> None:
+    node = Node()
+    assert node.order(msg.StartWorker(0, 0, "the job starts")) == [Spawn(0, 0)]
+    node.agent.spawned(0, 4000)
+    assert node.heard() == [msg.WorkerStarted(0, 4000)]
+
+
+def test_what_concerns_all_ranks_goes_to_those_that_hold_one() -> None:
+    node = Node(ranks=2, spares=1)
+    stop = msg.Stop(2, "rank 0 lost", None)
+    assert node.order(stop) == [HandOver((0, 1), stop)]
+    assign, recover = msg.Assign(2, 2, 0, 3), msg.Recover(2, 3, ())
+    assert node.order(assign, recover) == [HandOver((2,), assign), HandOver((0, 1, 2), recover)]
+
+
+def test_a_node_of_spares_hands_nothing_over() -> None:
+    assert Node(spares=2).order(msg.Stop(2, "rank 0 lost", None), msg.Resume(2)) == []
+
+
+def test_an_order_for_a_worker_that_is_gone_is_dropped() -> None:
+    node = Node(spares=1)
+    node.exit(0)
+    assert node.order(msg.Assign(0, 2, 0, 3)) == []
+
+
+def test_the_job_ends() -> None:
+    assert Node(ranks=1).order(msg.EndJob(75, "nothing is left")) == [Leave(75, "nothing is left")]
+
+
+def test_a_controller_that_reports_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="a controller sent WorkerFenced"):
+        Node().order(msg.WorkerFenced(0))  # type: ignore[arg-type]  # that it is no order is the point
+
+
+# ---- Fencing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fence_is_confirmed_when_the_process_is_gone() -> None:
+    node = Node(ranks=1)
+    assert node.order(msg.FenceWorker(0, "it hangs")) == [Kill(0)]
+    assert node.heard() == []
+    assert node.exit(0, "killed by SIGKILL", IN_A_STEP) == [msg.WorkerFenced(0)]
+
+
+def test_a_fence_of_what_is_gone_is_confirmed_at_once() -> None:
+    node = Node()
+    assert node.order(msg.FenceWorker(9, "it hangs")) == []
+    assert node.heard() == [msg.WorkerFenced(9)]
+
+
+def test_a_fence_that_comes_before_the_process_is_there_still_kills_it() -> None:
+    node = Node()
+    assert node.order(msg.StartWorker(0, 0, "start"), msg.FenceWorker(0, "no")) == [Spawn(0, 0), Kill(0)]
+    node.agent.spawned(0, 4000)
+    assert node.agent.take() == [Kill(0)]
+
+
+# ---- How processes end ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_exit_code_0_is_well_only_outside_of_a_step(phase: Phase) -> None:
+    node = Node(ranks=1)
+    tag = Tag(1, 3, phase)
+    (report,) = node.exit(0, "", tag)
+    if phase in (Phase.STARTING, Phase.UPDATED):
+        assert report == msg.WorkerDone(0)
+    else:
+        what = "exit code 0 in the middle of a step"
+        assert report == msg.WorkerLost(0, Cause.EXIT, what, True, tag, node.now_s)
+
+
+@pytest.mark.parametrize("tag", [IN_A_STEP, BETWEEN])
+def test_any_other_end_is_a_loss(tag: Tag) -> None:
+    node = Node(ranks=1)
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGSEGV", tag, 99.5)
+    assert node.heard() == [msg.WorkerLost(0, Cause.SIGNAL, "killed by SIGSEGV", True, tag, 99.5)]
+
+
+def test_a_dead_training_thread_is_a_loss_before_the_process_is_gone() -> None:
+    node = Node(ranks=1)
+    assert node.agent.training_thread_died(0, IN_A_STEP, node.now_s)
+    assert node.agent.take() == [Kill(0)]
+    assert node.heard() == [msg.WorkerLost(0, Cause.EXIT, "its process died", True, IN_A_STEP, node.now_s)]
+    assert node.exit(0, "killed by SIGKILL", IN_A_STEP) == [msg.WorkerEnded(0, Cause.EXIT, "killed by SIGKILL")]
+
+
+def test_a_training_thread_that_ends_outside_of_a_step_may_have_ended_well() -> None:
+    node = Node(ranks=1)
+    assert not node.agent.training_thread_died(0, BETWEEN, node.now_s)
+    assert (node.agent.take(), node.heard()) == ([], [])
+
+
+def test_a_fenced_worker_that_dies_is_no_news() -> None:
+    node = Node(ranks=1)
+    node.order(msg.FenceWorker(0, "it hangs"))
+    assert not node.agent.training_thread_died(0, IN_A_STEP, node.now_s)
+
+
+# ---- Reports --------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_of_one_worker_goes_up_at_once() -> None:
+    report = msg.WorkerReady(0, 1, (0,), (), False, "0")
+    assert Node(ranks=2).said(0, report) == [report]
+
+
+@pytest.mark.parametrize("report", [safe(1), safe(0, 1), safe(), msg.WorkerJoined(1, 4001), JOINED, msg.Resume(1)])
+def test_a_worker_speaks_for_itself_only(report: msg.AnyMessage) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"worker 0 sent {type(report).__name__}"):
+        Node(ranks=2).said(0, report)
+
+
+def test_what_cannot_be_read_is_a_loss() -> None:
+    node = Node(ranks=1)
+    node.agent.broke_protocol(0, "not a message", IN_A_STEP, node.now_s)
+    what = "it broke the protocol: not a message"
+    assert node.heard() == [msg.WorkerLost(0, Cause.EXIT, what, False, IN_A_STEP, node.now_s)]
+
+
+def test_equal_answers_of_all_ranks_go_up_as_one() -> None:
+    node = Node(ranks=3, spares=1)
+    assert node.said(2, safe(2)) == []
+    assert node.said(0, safe(0)) == []
+    assert node.said(1, safe(1)) == [safe(2, 0, 1)]
+
+
+def test_answers_that_differ_stay_apart() -> None:
+    node = Node(ranks=3)
+    node.said(0, safe(0))
+    node.said(1, safe(1, step=4))
+    assert node.said(2, safe(2)) == [safe(0, 2), safe(1, step=4)]
+
+
+def test_answers_do_not_wait_for_long() -> None:
+    node = Node(ranks=2)
+    node.said(0, safe(0))
+    assert node.agent.next_deadline() == node.now_s + HOLD_S
+    assert node.wait(HOLD_S * 0.9) == []
+    assert node.wait(HOLD_S * 0.1 + 1e-9) == [safe(0)]
+
+
+def test_answers_do_not_wait_for_the_lost() -> None:
+    node = Node(ranks=3)
+    node.agent.training_thread_died(1, IN_A_STEP, node.now_s)
+    node.heard()
+    node.order(msg.Stop(2, "rank 1 lost", None))
+    assert node.said(0, safe(0)) == []
+    assert node.said(2, safe(2)) == [safe(0, 2)]
+
+
+def test_what_is_said_later_goes_up_later() -> None:
+    node = Node(ranks=2)
+    node.said(0, safe(0))
+    assert node.exit(1, "exit code 1", IN_A_STEP)[0] == safe(0)
+
+
+def test_who_answers_last_waits_for_nobody() -> None:
+    """Found as a recovery that took 50 ms longer: another report had let the first answers go already."""
+    node = Node(ranks=3)
+    node.said(0, safe(0))
+    assert node.said(1, msg.CollectiveFailed(1, 1, "world", "closed"))[0] == safe(0)
+    assert node.said(1, safe(1)) == []
+    assert node.said(2, safe(2)) == [safe(1, 2)]
+
+
+def test_answers_to_an_order_that_is_over_are_forgotten() -> None:
+    node = Node(ranks=2)
+    node.said(0, safe(0))
+    node.order(msg.Stop(3, "another failure", None))
+    assert node.wait(HOLD_S) == []
+
+
+def test_a_node_that_has_nothing_to_say_is_heard_of_nonetheless() -> None:
+    node = Node()
+    node.order(msg.Stop(2, "rank 0 lost", None))
+    due_s = node.agent.next_deadline()
+    assert node.now_s < due_s <= node.now_s + HEARTBEAT_S
+    assert node.agent.packets(node.now_s) == []
+    assert node.agent.packets(due_s) == [msg.Packet(NODE, LIFE, 1, 1, ())]
+    assert node.agent.next_deadline() == due_s + HEARTBEAT_S
+
+
+def test_a_new_connection_begins_with_what_has_arrived() -> None:
+    node = Node()
+    node.order(msg.Resume(1))
+    node.heard()
+    node.agent.reconnected()
+    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE, 1, 1, ())]
+
+
+# ---- The first step after a recovery --------------------------------------------------------------------------------
+
+
+def test_the_first_step_is_told_once_all_have_completed_it() -> None:
+    node = Node(ranks=2)
+    node.order(msg.Resume(2))
+    node.agent.step_completed(0, 2, 5, 101.0, 0.2)
+    node.agent.step_completed(1, 1, 5, 107.0, 0.9)  # of another generation
+    assert node.heard() == []
+    node.agent.step_completed(1, 2, 5, 100.5, 0.3)
+    assert node.heard() == [msg.StepObserved(NODE, 2, 5, 101.0, 0.3)]
+    node.agent.step_completed(1, 2, 6, 103.0, 0.3)
+    assert node.heard() == []
+
+
+# ---- Liveness -------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_process_is_blamed() -> None:
+    node = Node(ranks=1)
+    look = Observation(IN_A_STEP, 1, waiting=False, in_collective=False, stopped=True)
+    node.agent.observe(0, look, node.now_s)
+    (report,) = node.wait(LivenessSettings().stopped_s + 0.01)
+    assert isinstance(report, msg.WorkerLost)
+    assert (report.cause, report.gone) == (Cause.STOPPED, False)
+    assert node.order(msg.FenceWorker(0, report.detail)) == [Kill(0)]
+
+
+def test_a_worker_at_its_safe_point_is_not_judged_by_its_phase() -> None:
+    node = Node(ranks=1)
+    node.agent.observe(0, Observation(IN_A_STEP, 1, waiting=False, in_collective=False, stopped=False), node.now_s)
+    node.order(msg.Stop(2, "rank 1 lost", None))
+    node.said(0, safe(0))
+    assert node.wait(LivenessSettings().recovery_s * 0.9) == []
+    (report,) = node.wait(LivenessSettings().recovery_s)
+    assert isinstance(report, msg.WorkerLost)
+    assert report.cause is Cause.HANG
+
+
+# ---- A new life -----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_was_given_up_offers_itself_anew_when_all_its_processes_are_gone() -> None:
+    node = Node(ranks=1, spares=1)
+    node.agent.receive(EVICTED, node.now_s)
+    assert node.agent.take() == [Kill(0), Kill(1)]
+    node.said(0, safe(0))
+    node.exit(0, "killed by SIGKILL", IN_A_STEP)
+    assert node.agent.life == LIFE
+    node.agent.exited(1, Cause.SIGNAL, "killed by SIGKILL", BETWEEN, node.now_s)
+    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE + 1, 0, 0, (JOINED,))]
+    assert node.agent.next_deadline() > node.now_s
+
+
+def test_an_idle_node_that_was_given_up_offers_itself_at_once() -> None:
+    node = Node()
+    node.agent.receive(EVICTED, node.now_s)
+    (packet,) = node.agent.packets(node.now_s)
+    assert (packet.life, packet.messages) == (LIFE + 1, (JOINED,))
+
+
+def test_a_process_that_comes_up_after_its_node_was_given_up_is_killed() -> None:
+    node = Node()
+    node.order(msg.StartWorker(0, 0, "the job starts"))
+    node.agent.receive(EVICTED, node.now_s)
+    node.agent.take()
+    node.agent.spawned(0, 4000)
+    assert node.agent.take() == [Kill(0)]
+    node.exit(0, "killed by SIGKILL")
+    assert node.agent.life == LIFE + 1
+
+
+def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -> None:
+    node = Node(ranks=2)
+    node.said(0, safe(0))
+    node.agent.receive(EVICTED, node.now_s)
+    node.agent.take()
+    assert node.order(msg.StartWorker(7, 0, "start")) == []
+    assert node.said(1, safe(1)) == []
+    assert node.wait(1000.0) == []
+    assert node.agent.next_deadline() > node.now_s  # it does not wait for answers that nobody is to hear
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        msg.NodeEvicted(NODE, LIFE - 1, "an earlier life"),
+        msg.Packet(NODE, LIFE - 1, 0, 0, (msg.EndJob(0, "an earlier life"),)),
+    ],
+)
+def test_what_was_meant_for_an_earlier_life_is_dropped(stale: msg.Packet | msg.NodeEvicted) -> None:
+    node = Node(ranks=1)
+    node.agent.receive(stale, node.now_s)
+    assert (node.agent.take(), node.agent.life) == ([], LIFE)

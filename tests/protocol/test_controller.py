@@ -1,0 +1,332 @@
+"""The controller's machine between its nodes: leases, lives of a node, what it refuses, a restart from its journal."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+from tests.protocol.toy_cluster import Crashed, ToyCluster
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol import messages as msg
+from keepstep.protocol.controller import (
+    LEASE_S,
+    ControllerMachine,
+    DeadlineCame,
+    Heard,
+    JournalEntry,
+    LeaseExpired,
+    Restarted,
+)
+from keepstep.protocol.messages import Cause, Packet
+from keepstep.protocol.recovery import RecoverySettings, Stage
+
+ALL_AT_1 = {0: 1, 1: 1, 2: 1}
+
+
+def where(cluster: ToyCluster) -> tuple[Stage, int]:
+    return cluster.controller.job.stage, cluster.controller.job.generation
+
+
+# ---- A job on several nodes -----------------------------------------------------------------------------------------
+
+
+def test_a_job_runs_and_ends_on_all_nodes() -> None:
+    cluster = ToyCluster().go()
+    assert where(cluster) == (Stage.TRAINING, 1)
+    assert cluster.steps() == ALL_AT_1
+    cluster.finish()
+    ended = cluster.controller.job.ended
+    assert ended is not None
+    assert ended.exit_code == 0, ended.reason
+    assert all(node.has_left for node in cluster.nodes.values())
+
+
+def test_a_lost_rank_is_replaced_on_another_node_and_a_spare_started_where_it_was() -> None:
+    cluster = ToyCluster().go().kill_rank(1)
+    assert where(cluster) == (Stage.TRAINING, 2)
+    assert cluster.holder(1)[0].name == "node-3"
+    assert cluster.steps() == {0: 2, 1: 2, 2: 2}
+    (spare,) = cluster.nodes["node-1"].workers.values()
+    assert spare.rank is None
+
+
+def test_the_job_waits_for_room() -> None:
+    cluster = ToyCluster(world_size=2, num_spares=0)
+    cluster.nodes["node-1"].is_cut_off = True
+    cluster.go()
+    assert not cluster.nodes["node-0"].workers
+    cluster.nodes["node-1"].is_cut_off = False
+    cluster.wait(1.0)
+    assert where(cluster) == (Stage.TRAINING, 1)
+
+
+# ---- Leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_heard_of_keeps_its_lease() -> None:
+    cluster = ToyCluster().go().wait(10 * LEASE_S)
+    assert where(cluster) == (Stage.TRAINING, 1)
+    assert [entry for entry in cluster.entries() if not isinstance(entry.event, Heard)] == []
+
+
+def test_a_silent_node_is_given_up_and_its_rank_is_taken() -> None:
+    cluster = ToyCluster().go()
+    cluster.nodes["node-1"].is_cut_off = True
+    cluster.wait(LEASE_S * 0.8)
+    assert where(cluster) == (Stage.TRAINING, 1)
+    cluster.wait(LEASE_S * 0.4)
+    assert where(cluster) == (Stage.TRAINING, 2)
+    (record,) = cluster.controller.job.records
+    assert (record.cause, record.detail) == (Cause.NODE, "rank 1 lost: node node-1 lost: not heard of for 3 s")
+    assert cluster.holder(1)[0].name == "node-3"
+    assert cluster.refused == []
+
+
+def test_without_leases_a_node_may_be_silent_for_ever() -> None:
+    """As where controller and agent are one process, which may have stood still."""
+    cluster = ToyCluster(lease_s=None).go()
+    cluster.nodes["node-1"].is_cut_off = True
+    assert cluster.controller.next_deadline() is None
+    cluster.wait(100.0)
+    assert where(cluster) == (Stage.TRAINING, 1)
+    cluster.nodes["node-1"].is_cut_off = False
+    cluster.wait(2.0).finish()
+    assert cluster.controller.job.ended is not None
+    assert cluster.controller.job.ended.exit_code == 0
+
+
+def test_leases_of_a_controller_that_stood_still_are_looked_at_after_what_has_come_meanwhile() -> None:
+    cluster = ToyCluster().go()
+    cluster.now_s += 100.0
+    cluster.go()  # what lay in the sockets
+    cluster.controller.tick(cluster.now_s)
+    assert where(cluster) == (Stage.TRAINING, 1)
+
+
+# ---- Lives of a node ------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_comes_back_kills_what_it_has_and_is_of_use_again() -> None:
+    cluster = ToyCluster().go()
+    node = cluster.nodes["node-1"]
+    node.is_cut_off = True
+    cluster.wait(LEASE_S * 1.2)
+    (orphan,) = node.workers
+    node.is_cut_off = False
+    cluster.wait(1.0)
+    assert {(each.node, each.life) for each in cluster.refused} == {("node-1", 1)}
+    assert cluster.refused[0].reason == "not heard of for 3 s"
+    (spare,) = node.workers.values()
+    assert spare.number != orphan
+    assert (node.agent.life, spare.rank) == (2, None)
+    cluster.kill_rank(0)
+    assert cluster.holder(0) == (node, spare)
+    assert where(cluster) == (Stage.TRAINING, 3)
+
+
+def test_an_agent_that_was_started_again_is_another_one() -> None:
+    cluster = ToyCluster().go()
+    cluster.add_node("node-2", life=9)
+    cluster.go()
+    (record,) = cluster.controller.job.records
+    assert record.detail == "rank 2 lost: node node-2 lost: its agent was started again"
+    assert where(cluster) == (Stage.TRAINING, 2)
+    assert [type(worker.rank) for worker in cluster.nodes["node-2"].workers.values()] == [type(None)]
+
+
+def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
+    cluster = ToyCluster().go()
+    cluster.add_node("node-2", life=9)
+    cluster.go()
+    num_entries = len(cluster.journal)
+    for life in (1, 5):
+        cluster.controller.receive(Packet("node-2", life, 0, 0, (msg.NodeJoined("node-2", 1, "x"),)), cluster.now_s)
+        (answer,) = cluster.controller.packets(cluster.now_s)
+        assert answer == msg.NodeEvicted("node-2", life, "its agent was started again")
+    assert len(cluster.journal) == num_entries
+    assert cluster.controller.take_entries() == []
+
+
+def test_a_node_is_not_known_before_its_first_words() -> None:
+    controller = ControllerMachine(RecoverySettings(1, 0))
+    controller.receive(Packet("node-0", 1, 3, 0, (msg.WorkerFenced(0),)), 100.0)
+    controller.receive(Packet("node-0", 1, 0, 0, ()), 100.0)
+    nothing_came = Packet("node-0", 1, 0, 0, ())
+    assert (controller.take_entries(), controller.packets(100.0)) == ([], [nothing_came, nothing_came])
+    assert controller.next_deadline() is None
+
+
+# ---- What is refused ------------------------------------------------------------------------------------------------
+
+FORGED: list[tuple[int, msg.Report | msg.AgentOrder]] = [
+    (0, msg.NodeJoined("node-2", 8, "x")),
+    (0, msg.WorkerFenced(0)),
+    (3, msg.NodeJoined("node-1", 8, "x")),
+    (3, msg.StepObserved("node-2", 1, 5, 1.0, 1.0)),
+    (3, msg.JobStalled("node-2", 1, "all wait")),
+    (3, msg.StoreRequested(1, 1, 0, "get", ("key",), b"")),
+    (3, msg.Stop(7, "I say so", None)),
+]
+
+
+@pytest.mark.parametrize(("number", "forged"), FORGED, ids=lambda value: getattr(type(value), "__name__", ""))
+def test_what_is_not_for_a_node_to_send_is_refused_with_all_that_comes_with_it(
+    number: int, forged: msg.Report | msg.AgentOrder
+) -> None:
+    cluster = ToyCluster().go()
+    before = cluster.controller.job.stage, len(cluster.journal)
+    good = msg.WorkerLost(1, Cause.EXIT, "exit code 1", True, None, 1.0)
+    with pytest.raises(RemoteProtocolError, match=re.escape(f"node node-1 sent {type(forged).__name__} of")):
+        cluster.controller.receive(Packet("node-1", 1, number - 1, 0, (good, forged)), cluster.now_s)
+    assert cluster.controller.take_entries() == []
+    assert (cluster.controller.job.stage, len(cluster.journal)) == before
+    assert cluster.kill_rank(1).controller.job.generation == 2
+
+
+def test_a_node_cannot_speak_for_the_workers_of_another() -> None:
+    cluster = ToyCluster().go()
+    (other,) = cluster.nodes["node-0"].workers
+    controller = cluster.controller
+    node = cluster.nodes["node-1"]
+    for report in (
+        msg.WorkerLost(other, Cause.EXIT, "exit code 1", True, None, 1.0),
+        msg.CollectiveFailed(other, 1, "world", "closed"),
+        msg.StepsFinished((other,), 1, 99, "forged"),
+        msg.WorkerDone(other),
+    ):
+        node.agent._conversation.say([report])
+    cluster.go()
+    assert where(cluster) == (Stage.TRAINING, 1)
+    assert (controller.job.trained_to, controller.job.digests) == (1, {})
+    assert cluster.finish().controller.job.digests == {0: "d", 1: "d", 2: "d"}
+
+
+# ---- The journal ----------------------------------------------------------------------------------------------------
+
+
+def story(crash_at: int | None = None, crash_again: int | None = None) -> ToyCluster:
+    """A rank is lost, then a node, which comes back; then the job ends. The controller crashes as often as it is to."""
+    cluster = ToyCluster()
+    cluster.crash_at = crash_at
+    again = [crash_again]
+
+    def do(what: str, *arguments: float) -> None:
+        try:
+            getattr(cluster, what)(*arguments)
+        except Crashed:
+            cluster.restart_controller()
+            cluster.crash_at = again.pop() if again else None
+            do("wait", arguments[0] if what == "wait" else 0.5)
+
+    do("go")
+    do("kill_rank", 1)
+    cluster.nodes["node-2"].is_cut_off = True
+    do("wait", LEASE_S * 1.4)
+    cluster.nodes["node-2"].is_cut_off = False
+    do("wait", 1.0)
+    do("finish")
+    do("wait", 1.0)
+    return cluster
+
+
+@functools.cache
+def undisturbed() -> ToyCluster:
+    return story()
+
+
+NUM_ENTRIES = len(undisturbed().journal)
+EVERY_ENTRY = range(1, NUM_ENTRIES + 1)
+
+
+def orders_of(entries: list[JournalEntry], node: str) -> list[msg.AgentOrder]:
+    return [order for entry in entries for name, order, _ in entry.orders if name in (None, node)]
+
+
+def test_the_journal_has_all_that_the_story_is_to_have() -> None:
+    cluster = undisturbed()
+    kinds = {type(entry.event) for entry in cluster.entries()}
+    assert kinds == {Heard, LeaseExpired}
+    stages = {entry.stage for entry in cluster.entries()}
+    assert stages == {str(stage) for stage in Stage} - {Stage.RESCUING}
+    assert cluster.controller.job.ended is not None
+    assert cluster.controller.job.ended.exit_code == 0
+
+
+@pytest.mark.parametrize("length", EVERY_ENTRY)
+def test_a_journal_gives_back_the_state_and_every_order_with_its_number(length: int) -> None:
+    entries = undisturbed().entries()[:length]
+    machine = ControllerMachine.from_journal(undisturbed().settings, entries, 1000.0)
+    (last,) = machine.take_entries()
+    assert isinstance(last.event, Restarted)
+    interrupts = any(entry.orders for entry in entries) and entries[-1].stage in (Stage.STARTING, Stage.RECOVERING)
+    assert last.generation == entries[-1].generation + interrupts
+    heard = [entry.event for entry in entries if isinstance(entry.event, Heard)]
+    for node in ("node-0", "node-1"):
+        num_reports = sum(len(event.reports) for event in heard if event.node == node)
+        if num_reports:
+            machine.receive(Packet(node, 1, num_reports, 0, ()), 1000.0)
+            (packet,) = machine.packets(1000.0) or [Packet(node, 1, 0, num_reports, ())]
+            assert isinstance(packet, Packet)
+            assert (packet.first, packet.received) == (0, num_reports)
+            assert list(packet.messages) == orders_of([*entries, last], node)
+
+
+def test_nothing_is_transmitted_to_a_node_before_it_has_said_what_it_has_heard() -> None:
+    cluster = ToyCluster().go().kill_rank(1)
+    cluster.restart_controller()
+    assert cluster.controller.packets(cluster.now_s) == []
+
+
+@pytest.mark.parametrize("crash_at", EVERY_ENTRY)
+def test_a_crash_at_any_entry_changes_no_order(crash_at: int) -> None:
+    """But that ranks on their way have to meet again, as they met in the memory that is gone."""
+    cluster = story(crash_at)
+    job, expected = cluster.controller.job, undisturbed().controller.job
+    assert job.ended == expected.ended
+    assert all(node.has_left for node in cluster.nodes.values())
+    interrupted = [record for record in job.records if record.cause == Cause.CONTROLLER]
+    if not interrupted:
+        assert [each.detail for each in job.records] == [each.detail for each in expected.records]
+        assert job.digests == expected.digests
+        for name, node in cluster.nodes.items():
+            assert node.orders == undisturbed().nodes[name].orders
+    else:
+        stage = cluster.entries()[crash_at - 1].stage
+        assert stage in (Stage.STARTING, Stage.RECOVERING)
+
+
+@pytest.mark.parametrize("crash_at", EVERY_ENTRY[::4])
+def test_a_controller_may_crash_again(crash_at: int) -> None:
+    for after in (1, 2, 3, 5):
+        cluster = story(crash_at, crash_at + after)
+        assert cluster.controller.job.ended == undisturbed().controller.job.ended
+        assert all(node.has_left for node in cluster.nodes.values())
+
+
+def test_a_deadline_is_an_event() -> None:
+    cluster = ToyCluster(world_size=2, num_spares=0, lease_s=None)
+    cluster.nodes["node-1"].is_cut_off = True
+    cluster.go()
+    due = cluster.controller.next_deadline()
+    assert due is not None
+    cluster.now_s = due
+    cluster.controller.tick(due)
+    cluster.go()
+    assert isinstance(cluster.entries()[-1].event, DeadlineCame)
+    ended = cluster.controller.job.ended
+    assert ended is not None
+    again = ControllerMachine.from_journal(cluster.settings, cluster.entries(), due)
+    assert (again.job.ended, again.job.stage) == (ended, Stage.ENDED)
+
+
+def test_leases_begin_anew_after_a_crash() -> None:
+    cluster = ToyCluster().go()
+    cluster.now_s += 100 * LEASE_S
+    cluster.restart_controller()
+    cluster.controller.tick(cluster.now_s)
+    assert where(cluster) == (Stage.TRAINING, 1)
+    cluster.nodes["node-1"].is_cut_off = True
+    cluster.wait(LEASE_S * 1.4)
+    assert cluster.controller.job.records[-1].cause == Cause.NODE
