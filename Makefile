@@ -6,10 +6,10 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full bench lint clean
+.PHONY: help demo test test-full soak bench lint clean
 
 help: ## show this list
-	@awk -F ' ## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the weights came out the same
 	$(BIN)/keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
@@ -19,6 +19,11 @@ test: lint ## every check, then every test
 
 test-full: $(STAMP) ## every kind of fault in every phase, both examples, two to four ranks
 	$(BIN)/python -m pytest -m full
+
+# The first seed is the time of day with room for 10,000 seeds a second, so no soak runs the seeds of another one.
+SECONDS ?= 600
+soak: $(STAMP) ## run new seeds in the simulator on all cores for SECONDS=600, and note it in docs/track-record.md
+	$(BIN)/keepstep simulate --seconds $(SECONDS) --from $(shell date +%s)0000 --track-record docs/track-record.md
 
 bench: $(STAMP) ## measure how long a recovery takes on this machine
 	$(BIN)/python benchmarks/recovery.py

@@ -6,6 +6,7 @@ line that begins with ``$`` is a command, and has to end with exit code 0. A com
 with the reason.
 """
 
+import argparse
 import importlib.util
 import os
 import re
@@ -20,12 +21,16 @@ from types import ModuleType
 import pytest
 
 import keepstep
+from keepstep.cli import simulate
 from keepstep.drill import faults
 from keepstep.launcher import flags, report
-from keepstep.protocol import recovery
+from keepstep.protocol import messages, recovery
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import records
+from keepstep.sim import faults as simulated_faults
+from keepstep.sim import scenario
+from keepstep.sim.oracle import Check
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,6 +40,7 @@ DEADLINE_S = 60
 NOT_RUN = {
     "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
     "make test": "it is what runs this test",
+    "make soak SECONDS=600": "it takes ten minutes and writes to docs/; the README's 200 seeds are run",
     "keepstep run --nproc-per-node 3 --spares 1 train.py": "the drill in the next line runs the same job twice",
     (
         "keepstep drill --nproc-per-node 2 "
@@ -166,7 +172,9 @@ def test_plain_python_commands_are_blocks_of_the_same_page() -> None:
 
 def test_fault_specifications_parse() -> None:
     shown = [command for page in PAGES for block in blocks(page.read_text("utf-8")) for command in block.commands]
-    drills = [shlex.split(command) for command in shown if "--faults" in command]
+    drills = [
+        shlex.split(command) for command in shown if command.startswith("keepstep drill") and "--faults" in command
+    ]
     assert len(drills) >= 3
     for words in drills:
         assert faults.parse(words[words.index("--faults") + 1], world_size=3)
@@ -196,6 +204,48 @@ def test_labels_do_not_end_a_mermaid_statement() -> None:
     assert "a --> b: c – d" in diagrams.mermaid([("a", "b", "c: d")], "a", None)
 
 
+def test_stories_are_those_that_are_told() -> None:
+    excerpts = load_script("excerpts")
+    for path in excerpts.PAGES:
+        page = path.read_text("utf-8")
+        assert (
+            len(excerpts.EXCERPT.findall(page)) == page.count("<!-- excerpt:") == page.count("<!-- end of excerpt -->")
+        )
+        if excerpts.redrawn(page) != page:
+            pytest.fail(f"docs/{path.name} is out of date: run 'python docs/excerpts.py'", pytrace=False)
+
+
+def test_every_scenario_is_shown_briefly() -> None:
+    excerpts = load_script("excerpts")
+    shown = {
+        match["name"]: len(match["lines"].splitlines())
+        for match in excerpts.EXCERPT.finditer(PROTOCOL.read_text("utf-8"))
+    }
+    assert shown.keys() <= {path.stem for path in excerpts.SCENARIOS.glob("*.txt")}
+    assert len(shown) == 7
+    assert max(shown.values()) <= 20
+
+
+def test_an_excerpt_follows_its_story_and_invents_nothing() -> None:
+    fitted = load_script("excerpts").fitted
+    story = ["    1.000  a", "    2.000  b", "    3.000  a", "    4.000  c"]
+    assert fitted(["    9.999  a", "    9.999  a"], story) == ["    1.000  a", "      ...", "    3.000  a", "      ..."]
+    assert fitted(["    9.999  b", "      ...", "    9.999  c"], story) == [story[1], "      ...", story[3]]
+    assert fitted(story, story) == story
+    for wrong in (["    1.000  d"], ["    2.000  b", "    2.000  b"], ["    4.000  c", "    1.000  a"]):
+        with pytest.raises(ValueError, match="no such line"):
+            fitted(wrong, story)
+
+
+def test_an_outline_has_the_faults_and_what_was_decided() -> None:
+    outline = load_script("excerpts").outline
+    story = ["seed 1", "    0.100  rank 0", "    1.000  FAULT   x", "    2.000  rank 1  y", "    3.000  END     z"]
+    assert outline(story) == ["seed 1", "      ...", story[2], "      ...", story[4]]
+    long = [*story[:4], *(f"    2.{number:03}  controller  {number}" for number in range(50)), story[4]]
+    assert len(outline(long)) < 25
+    assert outline(long)[-1] == story[4]
+
+
 def test_picture_is_what_its_script_draws() -> None:
     drawing = load_script("draw_recovery")
     assert drawing.PICTURE.read_text("utf-8") == drawing.picture(), "run 'python docs/draw_recovery.py'"
@@ -205,6 +255,7 @@ def test_picture_is_what_its_script_draws() -> None:
 # ---- what is listed -------------------------------------------------------------------------------------------------
 
 USAGE, PROTOCOL = ROOT / "docs" / "USAGE.md", ROOT / "docs" / "PROTOCOL.md"
+SIMULATION, TRACK_RECORD = ROOT / "docs" / "SIMULATION.md", ROOT / "docs" / "track-record.md"
 
 
 def test_links_lead_somewhere() -> None:
@@ -232,7 +283,8 @@ def test_own_flags_are_all_described() -> None:
 
 def test_no_flag_is_invented() -> None:
     known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
-    known |= {"--faults", "--json", "--version"}  # of the drill, of status, of the command itself
+    known |= {option for action in simulate._parser()._actions for option in action.option_strings}
+    known |= {"--track-record", "--faults", "--json", "--version"}  # of the drill, of status, of the command itself
     known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))
@@ -267,6 +319,54 @@ def test_faults_are_all_described() -> None:
     assert "`phase=random`" in described
     steps = [fault.step for fault in faults.default_faults(world_size=3)]
     assert f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" in " ".join(described.split())
+
+
+def test_messages_are_all_described() -> None:
+    described = section(PROTOCOL, "Who talks to whom")
+    names = {kind.__name__ for kind in messages.AnyMessage.__args__}
+    assert len(names) > 25
+    assert [name for name in names if f"`{name}`" not in described] == []
+
+
+def test_simulation_is_all_described() -> None:
+    text = SIMULATION.read_text("utf-8")
+    options = {
+        option
+        for action in simulate._parser()._actions
+        if action.help != argparse.SUPPRESS
+        for option in action.option_strings
+        if option not in ("-h", "--help")
+    }
+    assert [option for option in options if f"`{option}" not in text] == []
+    assert [kind for kind in simulated_faults.WEIGHTS if f"`{kind}`" not in section(SIMULATION, "Faults")] == []
+    assert [check for check in Check if f"| {check} |" not in section(SIMULATION, "The oracle")] == []
+
+
+def test_lines_of_a_scenario_are_understood() -> None:
+    (block,) = (block for block in blocks(section(SIMULATION, "Scenarios")) if block.language == "text")
+    assert len(scenario.parse(f"A title\n{block.text}").deeds) == 6
+
+
+def test_every_guard_is_there() -> None:
+    """What the track record says of a bug is true as long as the test that it names exists."""
+    rows = [line.split(" | ") for line in section(TRACK_RECORD, "Bugs").splitlines() if line.startswith("| 20")]
+    assert len(rows) > 10
+    tests = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    for *_, guard in rows:
+        names = re.findall(r"`([^`]+)`", guard)
+        assert names or "the seeds alone" in guard, guard
+        files = [name for name in names if name.startswith("tests/")]
+        text = "".join(tests[name] for name in [*files, "tests/sim/test_mutants.py"])
+        assert [name for name in names if name not in files and f"def {name}(" not in text] == []
+
+
+def test_a_soak_can_be_appended() -> None:
+    """Whoever appends a line to the file adds a row to its last table."""
+    text = TRACK_RECORD.read_text("utf-8")
+    table = section(TRACK_RECORD, "Soaks")[section(TRACK_RECORD, "Soaks").index("| date |") :]
+    assert text.endswith(table)
+    assert text.endswith("|\n")
+    assert {line.count("|") for line in table.splitlines()} == {9}
 
 
 def test_phases_are_all_described() -> None:

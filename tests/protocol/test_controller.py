@@ -196,7 +196,7 @@ def test_a_node_cannot_speak_for_the_workers_of_another() -> None:
         msg.StepsFinished((other,), 1, 99, "forged"),
         msg.WorkerDone(other),
     ):
-        node.agent._conversation.say([report])
+        node.agent.conversation.say([report])
     cluster.go()
     assert where(cluster) == (Stage.TRAINING, 1)
     assert (controller.job.trained_to, controller.job.digests) == (1, {})

@@ -145,9 +145,19 @@ def test_a_rank_inside_a_collective_is_a_victim(phase: Phase) -> None:
 def test_a_rank_that_waits_for_the_controller_is_not_at_fault(phase: Phase) -> None:
     node = Node(num_ranks=1)
     node.look(0, phase, waiting=True)
-    assert node.judge_after(10 * BETWEEN_S) == []
+    assert blamed(node.judge_after(10 * BETWEEN_S)) == []
     node.machine.stopping((0,), node.now_s)
-    assert node.judge_after(10 * BETWEEN_S) == []
+    assert blamed(node.judge_after(10 * BETWEEN_S)) == []
+
+
+def test_a_rank_that_hangs_in_the_last_barrier_stalls_the_node_whose_others_are_through() -> None:
+    """Found by simulation: the others wait for the controller, which waits for a rank that nobody looked for."""
+    node = Node(num_ranks=2)
+    node.train(1)
+    node.look(0, Phase.SYNCED, collective=True)
+    node.look(1, Phase.UPDATED, waiting=True)
+    (verdict,) = node.judge_after(10 * BETWEEN_S)
+    assert isinstance(verdict, JobStalled)
     node.machine.recovering(0, node.now_s)
     assert node.judge_after(10 * BETWEEN_S) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from keepstep.sim import batch
 from keepstep.sim.batch import Tally
 from keepstep.sim.run import Outcome, case_of, run
 from keepstep.sim.shrink import shrink, with_faults
+from keepstep.sim.track_record import append_soak
 
 DEFAULT_SEEDS = 1000
 
@@ -34,6 +36,8 @@ def main(arguments: list[str]) -> int:
 
         scale.report(console, chosen.devices, chosen.plot)
         return 0
+    if chosen.exhaustive is not None:
+        return _explore(console, chosen.exhaustive)
     if chosen.seed is not None:
         return _replay(console, chosen.seed, chosen.faults, chosen.shrink)
     end = None if chosen.seeds is None and chosen.seconds else chosen.first + (chosen.seeds or DEFAULT_SEEDS)
@@ -56,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--from", dest="first", type=int, default=0, metavar="SEED", help="the first one")
     many.add_argument("--seconds", type=float, help="stop after so long")
     many.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
+    many.add_argument("--track-record", type=Path, metavar="FILE", help="add a row to the last table of this page")
     many.add_argument("--json", type=Path, metavar="FILE", help="write what came out of it")
     many.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
     many.add_argument("--json-lines", action="store_true", help=argparse.SUPPRESS)
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     studies.add_argument(
         "--devices", type=int, metavar="N", help="the controller's cost by world size, up to N devices"
     )
+    studies.add_argument("--exhaustive", type=int, metavar="RANKS", help="all interleavings around one failure")
     studies.add_argument("--goodput", action="store_true", help="effective training time against checkpoint-restart")
     studies.add_argument("--plot", type=Path, metavar="FILE", help="draw the study's curve, as .svg or .png")
     return parser
@@ -84,6 +90,22 @@ def _replay(console: Console, seed: int, faults: str | None, shrinks: bool) -> i
     outcome = run(case, tell=True)
     console.print("\n".join(outcome.story), highlight=False, markup=False)
     return int(outcome.check is not None)
+
+
+def _explore(console: Console, num_ranks: int) -> int:
+    from keepstep.sim.exhaustive import Explorer, small_job
+
+    if num_ranks < 2:
+        raise ConfigurationError(f"--exhaustive {num_ranks}: allowed are 2 and more")
+    found = Explorer(small_job(num_ranks)).explore()
+    console.print(
+        f"{num_ranks} ranks and a spare, one rank killed at any point of a step: {found.num_states:,} states, "
+        f"{found.num_transitions:,} transitions, {found.num_ends:,} ways to resume, at most {found.longest} events",
+        highlight=False,
+    )
+    if found.violation is not None:
+        console.print("\n".join((found.violation, *found.path)), highlight=False, markup=False)
+    return int(found.violation is not None)
 
 
 def _numbers(text: str, count: int) -> tuple[int, ...]:
@@ -105,7 +127,7 @@ def replay_command(seed: int, kept: tuple[int, ...] | None = None) -> str:
 def _batch(console: Console, chosen: argparse.Namespace, end: int | None) -> int:
     if chosen.jobs < 1 or (chosen.seeds is not None and chosen.seeds < 1):
         raise ConfigurationError("--jobs and --seeds: allowed are 1 and more")
-    total = Tally()
+    total, begun_s = Tally(), time.monotonic()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=None if end is None else end - chosen.first)
         for tally in batch.run_on_all_cores(chosen.first, end, chosen.jobs, chosen.seconds):
@@ -115,6 +137,8 @@ def _batch(console: Console, chosen: argparse.Namespace, end: int | None) -> int
     for failed in total.failed[:20]:
         console.print(f"  {failed.check}: {failed.detail}", highlight=False, markup=False)
         console.print(f"    {replay_command(failed.seed)} --shrink", highlight=False, markup=False)
+    if chosen.track_record is not None:
+        append_soak(chosen.track_record, total, time.monotonic() - begun_s, chosen.jobs)
     if chosen.json is not None:
         chosen.json.write_bytes(msgspec.json.format(msgspec.json.encode(total), indent=2))
     return int(bool(total.failed))

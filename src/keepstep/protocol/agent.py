@@ -84,8 +84,8 @@ class AgentMachine:
         self.liveness = LivenessMachine(joined.node, liveness)
         self._joined = joined
         self._liveness_settings = liveness
-        self._conversation = Conversation(joined.node, life)
-        self._conversation.say([joined])
+        self.conversation = Conversation(joined.node, life)
+        self.conversation.say([joined])
         self._processes: dict[int, _Process] = {}
         self._held: dict[tuple[type, int], list[msg.GroupAnswer]] = {}
         self._held_since_s = 0.0
@@ -106,14 +106,14 @@ class AgentMachine:
     def packets(self, now_s: float) -> list[msg.Packet]:
         """What is to be transmitted to the controller now."""
         due = now_s >= self._heartbeat_s
-        packets = self._conversation.packets(now_s, heartbeat=due)
+        packets = self.conversation.packets(now_s, heartbeat=due)
         if packets:
             self._heartbeat_s = now_s + HEARTBEAT_S
         return packets
 
     def reconnected(self) -> None:
         """There is a new connection to the controller, which may be another one and waits to hear what has arrived."""
-        self._conversation.reconnected()
+        self.conversation.reconnected()
         self._heartbeat_s = 0.0
 
     def next_deadline(self) -> float:
@@ -136,7 +136,7 @@ class AgentMachine:
         if isinstance(packet, msg.NodeEvicted):
             self._begin_new_life(now_s)
             return
-        for order in self._conversation.receive(packet, now_s):
+        for order in self.conversation.receive(packet, now_s):
             self._obey(order, now_s)  # type: ignore[arg-type]  # the wrong kind is refused there
 
     # ---- orders -----------------------------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ class AgentMachine:
         self.life += 1
         self.liveness = LivenessMachine(self.node, self._liveness_settings)
         self._first_steps.clear()
-        self._conversation = Conversation(self.node, self.life)
-        self._conversation.say([self._joined])
+        self.conversation = Conversation(self.node, self.life)
+        self.conversation.say([self._joined])
         self._heartbeat_s = now_s
 
     # ---- what became of processes -----------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class AgentMachine:
             together: dict[msg.GroupAnswer, list[int]] = {}
             for answer in answers:
                 together.setdefault(msgspec.structs.replace(answer, workers=()), []).extend(answer.workers)
-            self._conversation.say(
+            self.conversation.say(
                 msgspec.structs.replace(answer, workers=tuple(workers)) for answer, workers in together.items()
             )
         self._held.clear()
@@ -338,4 +338,4 @@ class AgentMachine:
     def _say(self, report: msg.Report) -> None:
         self._release()
         if not self._evicted:
-            self._conversation.say([report])
+            self.conversation.say([report])

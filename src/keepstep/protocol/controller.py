@@ -22,6 +22,8 @@ from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
 
 LEASE_S = 3.0
 """A node not heard of for so long is given up."""
+LOOKS = 0.25
+"""The leases are looked at so often in the time of one."""
 ISOLATED_S = 60.0
 """A controller that hears nobody at all is more likely cut off itself than that everybody is gone. To give everybody
 up would lose the state of all, so it waits for so long."""
@@ -83,7 +85,7 @@ class ControllerMachine:
         """
         self.job = RecoveryMachine(settings)
         self._lease_s = lease_s
-        self._lines: dict[str, _Line] = {}
+        self.lines: dict[str, _Line] = {}
         self._given_up: dict[str, tuple[int, str]] = {}
         """node -> the last life of it that was given up, and why."""
         self._touched: dict[str, None] = {}
@@ -91,6 +93,7 @@ class ControllerMachine:
         self._answers: list[msg.Packet | msg.NodeEvicted] = []
         self._entries: list[JournalEntry] = []
         self._look_at_leases_s: float | None = None
+        self._awake_s = 0.0
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
@@ -102,7 +105,7 @@ class ControllerMachine:
         """
         _check(packet)
         life, why = self._given_up.get(packet.node, (-1, ""))
-        line = self._lines.get(packet.node)
+        line = self.lines.get(packet.node)
         if packet.life <= life or (line is not None and packet.life < line.conversation.life):
             self._answers.append(msg.NodeEvicted(packet.node, packet.life, why or "its agent has begun a new life"))
             return
@@ -115,6 +118,7 @@ class ControllerMachine:
                 self._answers.append(msg.Packet(packet.node, packet.life, 0, 0, ()))
                 return
             line = self._open(packet.node, packet.life, now_s)
+        self._forgive_deafness(now_s)
         line.heard_s, line.is_silent = now_s, False
         self._touched[packet.node] = None
         reports = line.conversation.receive(packet, now_s)
@@ -123,27 +127,39 @@ class ControllerMachine:
 
     def reconnected(self, node: str) -> None:
         """There is a new connection to a node."""
-        if node in self._lines:
-            self._lines[node].conversation.reconnected()
+        if node in self.lines:
+            self.lines[node].conversation.reconnected()
             self._touched[node] = None
 
     def tick(self, now_s: float) -> None:
         """Acts on leases and deadlines that have come; harmless when none has."""
+        self._forgive_deafness(now_s)
         if self._lease_s is not None and self._look_at_leases_s is not None and now_s >= self._look_at_leases_s:
             self._look_at_leases(self._lease_s, now_s)
         due = self.job.next_deadline()
         if due is not None and now_s >= due:
             self._happened(DeadlineCame(), now_s)
 
+    def _forgive_deafness(self, now_s: float) -> None:
+        """A controller that was itself held up (it looks often enough) cannot tell who was silent meanwhile."""
+        gap_s, self._awake_s = now_s - self._awake_s, now_s
+        if self._lease_s is not None and gap_s > self._lease_s * 2 * LOOKS:
+            for line in self.lines.values():
+                line.heard_s += gap_s
+
     def _look_at_leases(self, lease_s: float, now_s: float) -> None:
-        silent = [node for node, line in self._lines.items() if now_s >= line.heard_s + lease_s]
-        last_heard_s = max((line.heard_s for line in self._lines.values()), default=now_s)
-        if silent and len(silent) == len(self._lines) and now_s < last_heard_s + ISOLATED_S:
-            self._look_at_leases_s = now_s + lease_s
-            return
-        for node in silent:
+        silent = [node for node, line in self.lines.items() if now_s >= line.heard_s + lease_s]
+        last_heard_s = max((line.heard_s for line in self.lines.values()), default=now_s)
+        is_isolated = len(silent) == len(self.lines) and now_s < last_heard_s + ISOLATED_S
+        for node in [] if is_isolated else silent:
             self._happened(LeaseExpired(node, f"not heard of for {lease_s:g} s"), now_s)
-        self._schedule_leases()
+        self._look_again(lease_s, now_s)
+
+    def _look_again(self, lease_s: float, now_s: float) -> None:
+        """At the next moment at which a lease may run out, and often enough to notice that it was held up itself."""
+        soon_s = now_s + lease_s * LOOKS
+        due_s = min((line.heard_s for line in self.lines.values()), default=now_s) + lease_s
+        self._look_at_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.lines else None
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None while nothing is waited for."""
@@ -162,7 +178,7 @@ class ControllerMachine:
         out: list[msg.Packet | msg.NodeEvicted] = list(self._answers)
         self._answers.clear()
         for node in self._touched:
-            line = self._lines.get(node)
+            line = self.lines.get(node)
             if line is not None and not line.is_silent:
                 out += line.conversation.packets(now_s)
         self._touched.clear()
@@ -180,7 +196,7 @@ class ControllerMachine:
             case Heard():
                 effects = [effect for report in event.reports for effect in self._report(event.node, report, now_s)]
             case LeaseExpired():
-                self._given_up[event.node] = (self._lines.pop(event.node).conversation.life, event.why)
+                self._given_up[event.node] = (self.lines.pop(event.node).conversation.life, event.why)
                 effects = self.job.node_lost(event.node, f"node {event.node} lost: {event.why}", now_s)
             case DeadlineCame():
                 effects = self.job.tick(now_s)
@@ -189,9 +205,9 @@ class ControllerMachine:
             case _:
                 assert_never(event)
         for effect in effects:
-            for node in self._lines if effect.node is None else (effect.node,):
-                if node in self._lines:
-                    self._lines[node].conversation.say((effect.order,))
+            for node in self.lines if effect.node is None else (effect.node,):
+                if node in self.lines:
+                    self.lines[node].conversation.say((effect.order,))
                     self._touched[node] = None
         return effects
 
@@ -200,14 +216,10 @@ class ControllerMachine:
         return self.job.receive(node, report, now_s)
 
     def _open(self, node: str, life: int, now_s: float) -> _Line:
-        line = self._lines[node] = _Line(Conversation(node, life), now_s)
+        line = self.lines[node] = _Line(Conversation(node, life), now_s)
         if self._look_at_leases_s is None and self._lease_s is not None:
-            self._look_at_leases_s = now_s + self._lease_s
+            self._look_at_leases_s = now_s + self._lease_s * LOOKS
         return line
-
-    def _schedule_leases(self) -> None:
-        heard_s = min((line.heard_s for line in self._lines.values()), default=None)
-        self._look_at_leases_s = None if heard_s is None or self._lease_s is None else heard_s + self._lease_s
 
     # ---- after a crash ----------------------------------------------------------------------------------------------
 
@@ -228,15 +240,17 @@ class ControllerMachine:
         for entry in entries:
             event = entry.event
             if isinstance(event, Heard):
-                if event.node not in machine._lines:
+                if event.node not in machine.lines:
                     machine._open(event.node, event.life, entry.at_s)
                     heard[event.node] = 0
                 heard[event.node] += len(event.reports)
             machine._apply(event, entry.at_s)
-        for node, line in machine._lines.items():
+        for node, line in machine.lines.items():
             line.heard_s, line.is_silent = now_s, True
             line.conversation.resume_at(heard[node])
-        machine._schedule_leases()
+        machine._awake_s = now_s
+        if lease_s is not None:
+            machine._look_again(lease_s, now_s)
         machine._happened(Restarted(), now_s)
         return machine
 

@@ -62,12 +62,7 @@ class Conversation:
                 f"node {packet.node}: a packet acknowledges {packet.received} messages, of which "
                 f"{self._acknowledged + len(self._unheard)} were said, and begins with number {packet.first}"
             )
-        for _ in range(packet.received - self._acknowledged):
-            self._unheard.popleft()
-        if packet.received > self._acknowledged:
-            self._acknowledged = packet.received
-            self._transmitted = max(self._transmitted, self._acknowledged)
-            self._resend_at_s = now_s + RESEND_S if self._unheard else None
+        self.heard(packet.received, now_s)
         if not packet.messages and packet.received < self._transmitted:
             self._transmitted = self._acknowledged  # the other end has nothing else to say, and misses something
         skip = self._received - packet.first
@@ -80,6 +75,16 @@ class Conversation:
         self._owes_news = self._owes_news or bool(new)
         self._received += len(new)
         return new
+
+    def heard(self, received: int, now_s: float) -> None:
+        """The other end has received so many messages; what an older packet says of it changes nothing."""
+        if received <= self._acknowledged:
+            return
+        for _ in range(received - self._acknowledged):
+            self._unheard.popleft()
+        self._acknowledged = received
+        self._transmitted = max(self._transmitted, received)
+        self._resend_at_s = now_s + RESEND_S if self._unheard else None
 
     def reconnected(self) -> None:
         """A new connection: what was not acknowledged may have been lost with the old one."""

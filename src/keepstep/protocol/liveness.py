@@ -175,17 +175,14 @@ class LivenessMachine:
 
     def _stalled(self, holders: list[int]) -> list[JobStalled]:
         looks = [watched.seen for number, watched in self._workers.items() if number in holders and watched.seen]
-        if not looks or not all(look.in_collective for look in looks):
+        if not looks or not all(look.in_collective or look.waiting for look in looks):
             return []
         generation = max(look.tag.generation for look in looks)
         if generation == self._stalled_generation:
             return []
         self._stalled_generation = generation
-        return [
-            JobStalled(
-                self.node, generation, f"all {len(looks)} ranks of {self.node} wait in a collective past its deadline"
-            )
-        ]
+        detail = f"all {len(looks)} ranks of {self.node} wait for others past their deadline"
+        return [JobStalled(self.node, generation, detail)]
 
     def _still_s(self, worker: int, now_s: float) -> float:
         return now_s - self._workers[worker].changed_s

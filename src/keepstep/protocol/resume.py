@@ -1,6 +1,7 @@
 """The resume rule: at which step training goes on after a failure.
 
-    Resume at the greatest step that every shard can reach through at least one live holder.
+    Resume at the greatest step that every live copy can be brought to.
+    Where there is none: at the greatest that every shard can reach through at least one holder.
 
 A holder's *reach* is the set of steps its copy of the shard can be brought to from where it stopped:
 
@@ -65,6 +66,24 @@ def resume_step(shards: Mapping[str, Iterable[frozenset[int]]]) -> int | None:
     if not reachable:
         return None
     return max(frozenset.intersection(*reachable), default=None)
+
+
+def common_step(reaches: Iterable[frozenset[int]]) -> int | None:
+    """The greatest step that every live copy can be brought to by its own rank, or None if there is none.
+
+    Args:
+        reaches: for each live copy the steps it can be at, and those of the checkpoints that its rank can load; copies
+            that reach nothing left away.
+
+    Where it exists it is taken, although `resume_step` may be greater by one: nobody then gives up a good copy for one
+    that is still to come. Simulated jobs were lost otherwise: ranks that were synced ran the update, the only rank that
+    was to send the new state of another shard died before it had, and no step was left that all shards could reach.
+
+    It always exists between copies of which none was restored half-way. If a rank has left the gradient barrier of step
+    i, every other one has at least complete gradients of it, and all can be at i+1; if none has, all can be at i.
+    """
+    live = list(reaches)
+    return max(frozenset.intersection(*live), default=None) if live else None
 
 
 def action(step: int, own_reach: frozenset[int], current_step: int | None, snapshots: frozenset[int]) -> Action:

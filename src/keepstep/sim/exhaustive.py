@@ -12,8 +12,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from keepstep.protocol.messages import Cause
+from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import Doing
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NetworkLayout, NodeLayout
+from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.snapshot import Copier
@@ -170,7 +172,9 @@ class Explorer:
         """Every world that may come right after this one, and what leads there."""
         untimed = _untimed(world)
         untimed.pending = [event for event in untimed.pending if not _is_stale(world, event)]
-        moves: list[tuple[str, int]] = [("event", number) for number in untimed.heads()]
+        heads = list(untimed.heads())
+        alone = next((number for number in heads if _stands_alone(world, untimed.pending[number])), None)
+        moves: list[tuple[str, int]] = [("event", number) for number in (heads if alone is None else [alone])]
         if not moves and untimed.deadlines:
             moves.append(("deadline", 0))
         if not world.oracle.num_failures:
@@ -195,7 +199,30 @@ class Explorer:
             return name
         event = untimed.take(number) if kind == "event" else untimed.next_deadline()
         self._happen(world, event)
+        self._let_controller_hear(world)
+        self._acknowledge(world)
         return f"{event.part}: {event.what} {event.arguments}"
+
+    def _let_controller_hear(self, world: World) -> None:
+        """What is under way to the controller arrives at once.
+
+        There is one line to it and one from it, and it does nothing between two packets, so how long a packet takes to
+        it cannot be told from how long its answer takes back: and that is explored.
+        """
+        untimed = _untimed(world)
+        while self.found.violation is None:
+            upward = [number for number in untimed.heads() if _is_upward(untimed.pending[number])]
+            if not upward:
+                return
+            self._happen(world, untimed.take(upward[0]))
+
+    @staticmethod
+    def _acknowledge(world: World) -> None:
+        """Both ends know what has arrived: an acknowledgement under way changes nothing but when that is forgotten."""
+        for name, line in world.controller.machine.lines.items():
+            conversation = world.nodes[name].conversation
+            conversation.heard(line.conversation.received, 0.0)
+            line.conversation.heard(conversation.received, 0.0)
 
     def _happen(self, world: World, event: Event) -> None:
         try:
@@ -205,7 +232,9 @@ class Explorer:
 
     @staticmethod
     def _victims(world: World) -> list[int]:
-        return [worker.process for worker in world.rank_holders() if worker.machine.steps.step == 1]
+        in_step = (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER)
+        steps = {worker.process: worker.machine.steps for worker in world.rank_holders()}
+        return [process for process, at in steps.items() if at.step == 1 and at.phase in in_step]
 
     # ---- before and after -------------------------------------------------------------------------------------------
 
@@ -255,6 +284,23 @@ def _untimed(world: World) -> Untimed:
     return world.schedule
 
 
+def _is_upward(event: Event) -> bool:
+    return event.part == "network" and event.what == "arrive" and event.arguments[1] == CONTROLLER
+
+
+def _stands_alone(world: World, event: Event) -> bool:
+    """Whether an event may as well happen now, for what else can happen neither changes it nor is changed by it.
+
+    An order to a worker that waits for one is the next thing that this worker does, whatever happens elsewhere
+    meanwhile (no rank is killed after the first), and what it does then is under way for as long as you like. One to a
+    dead process does nothing.
+    """
+    if event.what != "order" or not world.oracle.num_failures:
+        return False
+    worker = world.workers[int(event.part.split()[1])]
+    return worker.is_idle or not worker.is_alive
+
+
 def _is_stale(world: World, event: Event) -> bool:
     """Whether an event is the end of something that was broken off."""
     if event.what != "perform":
@@ -264,4 +310,10 @@ def _is_stale(world: World, event: Event) -> bool:
 
 
 def _without_counters(event: Event) -> tuple[object, ...]:
-    return (event.what, event.arguments[1:]) if event.what == "perform" else (event.what, event.arguments)
+    match event.what:
+        case "perform":
+            return event.what, event.arguments[1:]
+        case "arrive" if event.part == "network":
+            return event.what, event.arguments[2].messages
+        case _:
+            return event.what, event.arguments

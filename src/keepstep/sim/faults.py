@@ -38,8 +38,11 @@ class Fault:
 
 
 PROCESS_FAULTS = ("kill", "exit", "raise", "stop", "deadlock", "slow", "blame", "false hint", "stale report")
-NODE_FAULTS = ("node loss", "agent restart", "cut off", "cut off one way", "cut data", "connection break", "clock jump")
-CONTROLLER_FAULTS = ("controller crash", "crash before journaling", "crash before transmitting")
+NODE_FAULTS = (
+    *("node loss", "agent restart", "agent pause", "cut off", "cut off one way", "cut data"),
+    *("connection break", "clock jump"),
+)
+CONTROLLER_FAULTS = ("controller crash", "crash before journaling", "crash before transmitting", "controller pause")
 OTHER_FAULTS = ("spare kill", "loss burst", "two at once")
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
 WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
@@ -50,11 +53,11 @@ def draw_plan(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     span_s = 1.5 + 0.45 * layout.num_steps
     faults = []
-    for number in range(rng.choice((1, 1, 2, 2, 3, 4, 6))):
+    for number in range(max(1, int(rng.choice((0.1, 0.2, 0.3, 0.5, 0.8)) * layout.num_steps))):
         (kind,) = rng.choices(kinds, weights)
         during = number > 0 and rng.random() < 0.6
         at_s = rng.choice((0.0, 0.005, 0.02, 0.05, 0.1, 0.5)) * rng.random() * 2 if during else rng.uniform(0.3, span_s)
-        recovery = rng.choice((1, 1, 1, 2, 2, 3)) if during else None
+        recovery = rng.randint(1, max(1, number)) if during else None
         lasts_s = rng.choice((0.05, 0.5, 2.0, 5.0, 12.0)) * (0.5 + rng.random())
         faults.append(Fault(kind, at_s, recovery, rng.randrange(64), lasts_s))
     return tuple(faults)
@@ -223,6 +226,16 @@ class Injector:
     def end_loss(self) -> None:
         """A burst of lost packets is over."""
         self._world.network.extra_loss = 0.0
+
+    def _agent_pause(self, fault: Fault) -> None:
+        self._pause(self._node(fault), fault)
+
+    def _controller_pause(self, fault: Fault) -> None:
+        self._pause(CONTROLLER, fault)
+
+    def _pause(self, part: str, fault: Fault) -> None:
+        self._world.freeze(part)
+        self._until(fault, "world", "thaw", part)
 
     def _clock_jump(self, fault: Fault) -> None:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
+from keepstep.sim.cluster.transfers import INCOMPLETE
 
 if TYPE_CHECKING:
     from keepstep.sim.cluster.worker import History, SimulatedWorker
@@ -22,6 +23,8 @@ LEASE_S = 3.0 - 1e-6
 """What the controller grants. Silence of this length, and only that, is a cause to give a node up."""
 MAX_IDLE_RECOVERIES = 8
 """So many recoveries without a completed step may end a job."""
+MAX_PACKETS_PER_S = 2_000
+"""From one node. A thousand ranks of a node that all say something of their own in one second send half of that."""
 
 
 class Check(enum.StrEnum):
@@ -81,6 +84,8 @@ class Oracle:
         self._given_up_s: dict[str, float] = {}
         """node -> when it could last be rightly given up, with everything that ran on it then."""
         self._heard_s: dict[str, float] = {}
+        self._num_heard: dict[tuple[str, int], int] = {}
+        """(node, second) -> packets."""
         self._finished: dict[int, History] = {}
         self._state_lost = False
         self._excuses: set[str] = set()
@@ -138,6 +143,8 @@ class Oracle:
     def commits(self, worker: SimulatedWorker, step: int) -> None:
         """A process leaves the gradient barrier and begins to change its parameters."""
         assert worker.cohort is not None
+        if self._is_unreachable(worker):
+            return  # a whole cohort cut off may go on for itself until it is told: its copies are nobody's
         for newer in self.cohorts[worker.cohort.number :]:
             if newer.resumed_at is not None and newer.resumed_at <= step:
                 raise ViolationError(
@@ -153,15 +160,18 @@ class Oracle:
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
         """A process has received the state of the resume step, or read it."""
-        if worker.parameters != tuple(range(step)):
+        shard = self._world.shard_of(worker.machine.rank)
+        if worker.parameters != tuple(range(step)) or worker.shard != shard:
             raise ViolationError(
-                Check.WRONG_SOURCE, f"{worker} was restored for step {step} and holds {worker.parameters}"
+                Check.WRONG_SOURCE,
+                f"{worker} was restored for step {step} and holds shard {worker.shard} with {worker.parameters}",
             )
 
     def is_fenced(self, worker: SimulatedWorker) -> None:
         """A live process is killed by its agent."""
         if (
-            worker.process in self._blamed
+            worker.machine.rank is None  # a spare costs nothing but itself
+            or worker.process in self._blamed
             or self._is_unreachable(worker)
             or len(self._finished) == self._world.layout.world_size
             or self._excuses
@@ -200,6 +210,9 @@ class Oracle:
         now_s = self._world.schedule.now_s
         if not anew:
             self._note_silence(node)
+            self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
+            if number > MAX_PACKETS_PER_S:
+                raise ViolationError(Check.STUCK, f"{node} has sent {number} packets within a second")
         self._heard_s[node] = now_s
 
     def controller_crashed(self) -> None:
@@ -245,7 +258,10 @@ class Oracle:
             held = {
                 worker.shard
                 for worker in self._trained.members.values()
-                if worker.is_alive and worker.process not in self._blamed and not self._is_unreachable(worker)
+                if worker.is_alive
+                and INCOMPLETE not in worker.parameters
+                and worker.process not in self._blamed
+                and not self._is_unreachable(worker)
             }
             self._state_lost = held != set(self._world.layout.shards)
         return self._state_lost
@@ -266,10 +282,10 @@ class Oracle:
                 Check.RECOMPUTED,
                 f"step {self.furthest} was begun, and though every shard survived all resume at {step}",
             )
-        newest = max(self._world.checkpoints(), default=None)
+        newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
         if newest is None and self.last_step_s - self._trained_since_s < LEASE_S:
             return  # nobody has ever heard of a step, and what is computed again is less than a lease
-        if step != newest:
+        if newest is None or step < newest:
             raise ViolationError(
                 Check.RECOMPUTED, f"training resumes at step {step}, the newest checkpoint is of {newest}"
             )

@@ -16,8 +16,12 @@ import msgspec
 _SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type)
 _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "_settings", "_liveness_settings"})
 """Fields that all copies share: they are not read, or not changed, while copies are made."""
-_IGNORED = _KEPT | {"_activity", "_progress", "num_events", "last_step_s", "_heard_s", "_fields"}
-"""Fields in which two worlds may differ that behave alike from now on: counters, clocks, what was only written."""
+_IGNORED = _KEPT | {
+    *("_activity", "_progress", "num_events", "last_step_s", "_heard_s"),  # counters and clocks
+    *("_received", "_acknowledged", "_transmitted", "_resend_at_s", "_owes_news", "_owes_answer"),  # of conversations
+    *("records", "_record", "_connected"),  # what a report is made from
+}
+"""Fields in which two worlds may differ that behave alike from now on."""
 
 Copy = Callable[[Any, dict[int, Any]], Any]
 Describe = Callable[[Any, dict[int, int], list[Any]], None]

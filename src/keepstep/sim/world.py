@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,13 @@ class World:
         """(number of the recovery, seconds after its beginning, what happens then)."""
         self._checkpoints: dict[int, dict[str, History]] = {}
         """step -> shard -> what was written."""
+        self._whole_s: dict[int, float] = {}
+        """step -> since when its checkpoint is whole."""
+        self.recovery_began_s = 0.0
+        self._frozen: dict[str, list[Event]] = {}
+        """Programs that are held up, with what has happened to them since."""
         self._parts: dict[str, Any] = {
+            "world": self,
             "network": self.network,
             "collectives": self.collectives,
             "transfers": self.transfers,
@@ -61,9 +68,21 @@ class World:
 
     def happen(self, event: Event) -> None:
         """One event."""
+        if event.part in self._frozen:
+            self._frozen[event.part].append(event)
+            return
         if self.story is not None:
             self.story.tell(self, event)
         getattr(self.part(event.part), event.what)(*event.arguments)
+
+    def freeze(self, part: str) -> None:
+        """A program is held up: what happens to it happens when it goes on."""
+        self._frozen.setdefault(part, [])
+
+    def thaw(self, part: str) -> None:
+        """It goes on."""
+        for event in self._frozen.pop(part, []):
+            self.schedule.after(0.0, event)
 
     # ---- what parts ask ---------------------------------------------------------------------------------------------
 
@@ -114,17 +133,19 @@ class World:
         every = self.layout.checkpoint_every
         rank = worker.machine.rank
         if every and (step + 1) % every == 0 and self.layout.shards.index(self.shard_of(rank)) == rank:
-            self._checkpoints.setdefault(step + 1, {})[self.shard_of(rank)] = worker.parameters
+            parts = self._checkpoints.setdefault(step + 1, {})
+            parts[self.shard_of(rank)] = worker.parameters
+            if len(parts) == len(set(self.layout.shards)):
+                self._whole_s.setdefault(step + 1, self.schedule.now_s)
         worker.node.step_completed(worker, worker.machine.generation, step)
 
     def checkpoints_of(self, worker: SimulatedWorker) -> tuple[int, ...]:
         """The steps of the checkpoints that a worker can load."""
         return tuple(self.checkpoints()) if self._checkpoints else ()
 
-    def checkpoints(self) -> list[int]:
-        """The steps of which there is a whole checkpoint."""
-        num_shards = len(set(self.layout.shards))
-        return sorted(step for step, parts in self._checkpoints.items() if len(parts) == num_shards)
+    def checkpoints(self, before_s: float = math.inf) -> list[int]:
+        """The steps of which there was a whole checkpoint at a time, by default now."""
+        return sorted(step for step, whole_s in self._whole_s.items() if whole_s < before_s)
 
     def room(self) -> int:
         """How many ranks the machines that are up have room for."""
@@ -142,6 +163,7 @@ class World:
             self.story.decide(self, entry)
         if any(type(order).__name__ == "Stop" for _, order, _ in entry.orders):
             self.num_recoveries += 1
+            self.recovery_began_s = self.schedule.now_s
             for number, delay_s, event in self.waiting_for_recovery:
                 if number == self.num_recoveries:
                     self.schedule.after(delay_s, event)

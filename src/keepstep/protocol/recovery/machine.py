@@ -45,6 +45,8 @@ class RecoveryMachine(Course):
         """Whether no live rank has trained yet: all were started since the job last did, if it ever did."""
         self._all_ranks_fit = False
         """Whether the nodes have room for all ranks, and only that for spares is waited for."""
+        self._waited_in = 0
+        """The last generation in which processes or nodes were waited for."""
         self._is_placed = False
         """Whether the ranks have been given to nodes."""
         self._connected: set[int] = set()
@@ -253,7 +255,7 @@ class RecoveryMachine(Course):
         in_start_up = message.cause is msg.Cause.EXIT and self._fails_in_start_up(worker)
         self.roster.mark_lost(worker, gone=message.gone)
         if in_start_up:
-            self._ending.end(ending.exited_in_start_up(worker, _detail(worker, message)))
+            self._ending.end(ending.exited_in_start_up(worker, worker.explain(message.detail)))
         else:
             self._mourn([(worker, message)], now_s)
 
@@ -262,7 +264,7 @@ class RecoveryMachine(Course):
         failures: list[Failure] = []
         for worker, message in lost:
             self.awaited.discard(worker.worker)
-            detail = _detail(worker, message)
+            detail = worker.explain(message.detail)
             if not worker.gone:
                 self._orders.fence(worker, detail)
             if worker.rank is not None:
@@ -278,7 +280,7 @@ class RecoveryMachine(Course):
             self._interrupt(failures[0].cause, f"{who} lost: {failures[0].detail}", failures, now_s)
         for spare, message in lost:
             if spare.rank is None:
-                self._spare_lost(spare, message.cause, _detail(spare, message), now_s)
+                self._spare_lost(spare, message.cause, spare.explain(message.detail), now_s)
 
     def _spare_lost(self, spare: Worker, cause: msg.Cause, detail: str, now_s: float) -> None:
         if not spare.ready and not spare.awaits_rank and cause is not msg.Cause.NODE:
@@ -321,7 +323,7 @@ class RecoveryMachine(Course):
         match self.stage:
             case Stage.STARTING:
                 if self._is_placed and not self.awaited and self.roster.num_holders == self.settings.world_size:
-                    self._decide(now_s)
+                    self._all_stand_ready(now_s)
             case Stage.STOPPING:
                 if not self.awaited and not self.roster.unfenced():
                     self._stopped(now_s)
@@ -348,14 +350,12 @@ class RecoveryMachine(Course):
             self._ending.rescue(f"{in_a_row}: {record.detail}", now_s)
         elif ended_early := ending.ended_early(self.roster):
             self._ending.end(ended_early)
-        elif len(record.failures) == self.settings.world_size and all(
-            failure.cause == msg.Cause.EXCEPTION for failure in record.failures
-        ):
+        elif record.num_exceptions == self.settings.world_size:
             self._ending.end(ending.failed_everywhere(record.detail))
-        elif reachable_step(self.roster, self.shard_of, self.generation) is None:
+        elif (step := reachable_step(self.roster, self.shard_of, self.generation)) is None:
             self._nobody_reaches(now_s)
         elif self._fill_ranks(now_s):
-            self._decide(now_s)
+            self._decide(step, now_s)
 
     def _nobody_reaches(self, now_s: float) -> None:
         if self.trained_to > 0 and not self._checkpointing:
@@ -372,7 +372,7 @@ class RecoveryMachine(Course):
             return
         if self._processes.room_for_ranks() < self.settings.world_size:
             self._processes.make_room()  # where that is not enough, another node has to come
-            self.deadline_s = now_s + self.settings.start_deadline_s
+            self._wait_for_help(now_s)
             return
         self._record.decided_s = now_s
         self._start_ranks(now_s, reason)
@@ -393,18 +393,26 @@ class RecoveryMachine(Course):
         if not self._processes.start_fresh(self.roster.missing_ranks()):
             self._ending.rescue(f"--max-restarts is used up: {self._record.detail}", now_s)
             return
-        self.deadline_s = now_s + self.settings.start_deadline_s
+        self._wait_for_help(now_s)
+
+    def _wait_for_help(self, now_s: float) -> None:
+        """For a process to come up or a node to join: once in a recovery, for events must not put the end off."""
+        if self._waited_in != self.generation:
+            self._waited_in, self.deadline_s = self.generation, now_s + self.settings.start_deadline_s
 
     # ---- decide and recover -----------------------------------------------------------------------------------------
 
-    def _decide(self, now_s: float) -> None:
+    def _all_stand_ready(self, now_s: float) -> None:
         for worker in self.roster.holders():
             if worker.rank is not None and worker.ready is not None:
                 self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
         if step is None or (self._is_fresh and step == 0 < self.trained_to and not self._is_checkpoint(0)):
             self._ending.end(ending.no_checkpoint_found(self.trained_to))
-            return
+        else:
+            self._decide(step, now_s)
+
+    def _decide(self, step: int, now_s: float) -> None:
         decision = decide(self.roster, self.shard_of, step, self.generation)
         record = self._record
         record.resume_step = step
@@ -459,16 +467,12 @@ class RecoveryMachine(Course):
                     self._ending.end(order)
             case Stage.STARTING if not self._has_trained:
                 self._ending.end(ending.start_overdue(self._late_ranks(), self.settings.start_deadline_s))
-            case Stage.STARTING:
-                # What has trained before is tried once more: the late ones are those that cannot stop.
-                detail = f"ranks {self._late_ranks()} did not come to their first step in time"
-                self._interrupt(msg.Cause.HANG, detail, [], now_s)
             case Stage.STOPPING:
                 self._give_up([self.roster.workers[number] for number in sorted(self.awaited)], now_s)
-            case Stage.RECOVERING:
+            case Stage.STARTING | Stage.RECOVERING:
                 # Who waits for a rank that hangs is late as well: all are stopped, and who cannot stop is the one.
-                detail = f"ranks {self._late_ranks()} did not recover in time"
-                self._interrupt(msg.Cause.HANG, detail, [], now_s)
+                what = "come to their first step" if self.stage is Stage.STARTING else "recover"
+                self._interrupt(msg.Cause.HANG, f"ranks {self._late_ranks()} did not {what} in time", [], now_s)
             case Stage.TRAINING:
                 if ended_early := ending.ended_early(self.roster):
                     self._ending.end(ended_early)
@@ -491,7 +495,3 @@ class RecoveryMachine(Course):
         for worker in overdue:
             detail = "it did not come to a safe point in time"
             self._lost(worker, msg.WorkerLost(worker.worker, msg.Cause.HANG, detail, False, None, now_s), now_s)
-
-
-def _detail(worker: Worker, message: msg.WorkerLost) -> str:
-    return message.detail if worker.error is None else f"{message.detail}: {worker.error}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from keepstep.protocol.messages import Cause
+
 
 class Failure(msgspec.Struct):
     """One lost rank of a recovery."""
@@ -49,6 +51,11 @@ class RecoveryRecord(msgspec.Struct):
     """rank -> worker that took it."""
     received_bytes: int = 0
     superseded: bool = False
+
+    @property
+    def num_exceptions(self) -> int:
+        """How many ranks were lost because their script raised."""
+        return sum(failure.cause == Cause.EXCEPTION for failure in self.failures)
 
     def add_failure(self, failure: Failure, cause: str, detail: str) -> None:
         """One more lost rank; the first of them says why the recovery was begun, whatever hint came before it."""

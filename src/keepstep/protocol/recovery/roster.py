@@ -36,6 +36,10 @@ class Worker:
     """Why it could not."""
     error: str | None = None
 
+    def explain(self, detail: str) -> str:
+        """How it was lost, with the error of its script, if it has told one."""
+        return detail if self.error is None else f"{detail}: {self.error}"
+
 
 @dataclasses.dataclass(slots=True)
 class Node:

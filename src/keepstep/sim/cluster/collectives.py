@@ -116,11 +116,11 @@ class Rendezvous:
                 event = Event(f"worker {member}", "groups_connected", (generation, cohort.number))
                 self._world.schedule.after(delay_s, event)
 
-    def leave(self, generation: int, rank: int, process: int) -> None:
-        """A rank does not wait any longer."""
-        waiting = self._waiting.get(generation, {})
-        if waiting.get(rank) == process:
-            del waiting[rank]
+    def leave(self, process: int) -> None:
+        """A process does not wait any longer."""
+        for waiting in self._waiting.values():
+            for rank in [rank for rank, member in waiting.items() if member == process]:
+                del waiting[rank]
 
     def forget(self) -> None:
         """The controller has crashed."""

@@ -50,19 +50,22 @@ class SimulatedController:
         entries = self.machine.take_entries()
         if self._dies_before is not None and any(entry.orders for entry in entries):
             if self._dies_before == "transmitting":
-                self.journal += entries
+                self._write(entries)
             self._dies_before = None
             self.crash()
             return
-        self.journal += entries
-        for entry in entries:
-            self.world.orders_given(entry)
+        self._write(entries)
         for packet in self.machine.packets(self.world.schedule.now_s):
             self.world.network.send(CONTROLLER, packet.node, packet)
         self._wake_later()
         if self.machine.job.stage is Stage.ENDED:
             assert self.machine.job.ended is not None
             self.world.job_ended(self.machine.job.ended)
+
+    def _write(self, entries: list[JournalEntry]) -> None:
+        self.journal += entries
+        for entry in entries:
+            self.world.orders_given(entry)
 
     def _wake_later(self) -> None:
         due_s = self.machine.next_deadline()

@@ -119,7 +119,7 @@ def draw_layout(rng: random.Random) -> Layout:
         settings,
         LIVENESS,
         _draw_network(rng),
-        num_steps=rng.randint(6, 12),
+        num_steps=rng.choice((4, 8, 8, 12, 20)),
         checkpoint_every=checkpoint_every,
         needs_rank=rng.random() < 0.2,
     )

@@ -50,7 +50,7 @@ class Network:
         if connection == self._connection.get(packet.node, 0) and not self.is_cut(source, destination):
             if destination == CONTROLLER and self._world.controller.is_up:
                 self._world.oracle.heard(source)
-            self._world.part(destination).hear(packet)
+            self._world.happen(Event(destination, "hear", (packet,)))
 
     def break_connection(self, node: str) -> None:
         """The connection of a node ends, with all that was under way, and another one is opened."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause
 from keepstep.sim.cluster.layout import NodeLayout
 from keepstep.sim.cluster.network import CONTROLLER
@@ -34,6 +35,11 @@ class SimulatedNode:
     def _agent(self) -> AgentMachine:
         joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain)
         return AgentMachine(joined, self._life, self.world.layout.liveness)
+
+    @property
+    def conversation(self) -> Conversation:
+        """The agent's end of its line to the controller."""
+        return self._machine.conversation
 
     @property
     def clock_s(self) -> float:

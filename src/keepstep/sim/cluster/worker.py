@@ -77,7 +77,7 @@ class SimulatedWorker:
         self._is_waiting = False
         self._activity = 0
         """Number of what the training thread is at; an event of an earlier activity is stale."""
-        self._is_idle = True
+        self.is_idle = True
         self._missed: list[tuple[str, tuple[object, ...]]] = []
         """What came while it was stopped."""
 
@@ -105,8 +105,8 @@ class SimulatedWorker:
         if not self._can_move("order", order):
             return
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
-        if self._is_idle:
-            self._is_idle = False
+        if self.is_idle:
+            self.is_idle = False
             self.go()
 
     def go_on(self) -> None:
@@ -160,8 +160,7 @@ class SimulatedWorker:
 
     def _break(self) -> None:
         self.world.collectives.leave(self.process)
-        if self.machine.rank is not None and self.machine.doing is Doing.CONNECTING:
-            self.world.rendezvous.leave(self.machine.target_generation, self.machine.rank, self.process)
+        self.world.rendezvous.leave(self.process)
         self.world.transfers.leave(self.process)
 
     def _interrupt(self) -> None:
@@ -169,7 +168,7 @@ class SimulatedWorker:
         if self.in_collective is not None:
             self.in_collective = None
             self._begin(self.world.layout.durations.local_s, "cut_off")
-        elif self.machine.doing in (Doing.CONNECTING, Doing.LOADING) and not self._is_idle:
+        elif self.machine.doing in (Doing.CONNECTING, Doing.LOADING) and not self.is_idle:
             self._begin(self.world.layout.durations.local_s, "fall_out", "the group was taken down")
         elif self.machine.steps.phase in (Phase.FORWARD, Phase.BACKWARD) and self.machine.doing is Doing.TRAINING:
             self._begin(self.world.layout.durations.stop_s, "reach_stop_point")
@@ -189,7 +188,7 @@ class SimulatedWorker:
                 case Say():
                     self._say(move.report)
                 case Wait():
-                    self._is_waiting = self._is_idle = True
+                    self._is_waiting = self.is_idle = True
                     return
                 case Undo():
                     machine.undone()
@@ -223,7 +222,7 @@ class SimulatedWorker:
 
     def _begin(self, duration_s: float, what: str, *arguments: object) -> None:
         """The training thread is busy for a while, and then does ``what``."""
-        self._is_idle = False
+        self.is_idle = False
         self._activity += 1
         self._progress += 1
         self._after(duration_s * self.slowness, "perform", self._activity, what, *arguments)
@@ -279,7 +278,7 @@ class SimulatedWorker:
             or self.is_stuck
         ):
             return
-        if machine.target_generation >= generation and not self._is_idle:
+        if machine.target_generation >= generation and not self.is_idle:
             self._activity += 1
             self.cohort = self.world.oracle.cohorts[cohort - 1]
             machine.connected()
@@ -287,13 +286,14 @@ class SimulatedWorker:
 
     def _fall_out(self, why: str) -> None:
         self.world.transfers.leave(self.process)
-        if self.machine.rank is not None:
-            self.world.rendezvous.leave(self.machine.target_generation, self.machine.rank, self.process)
+        self.world.rendezvous.leave(self.process)
         self.machine.fell_out("recovery", why)
         self.go()
 
     def _load(self, move: Load) -> None:
         step = self._loading_step = move.order.resume_step
+        if move.action is Action.RESTORE:
+            self.parameters += (INCOMPLETE,)  # half overwritten, until all has come
         if move.action is Action.REWIND:
             self.shard = self.world.shard_of(self.machine.rank)
             self.parameters = self.world.read_checkpoint(self.shard, step)
@@ -316,7 +316,7 @@ class SimulatedWorker:
 
     def transfer_broke(self) -> None:
         """The connection to the other side of a transfer has ended."""
-        if self._can_move("transfer_broke") and self.machine.doing is Doing.LOADING and not self._is_idle:
+        if self._can_move("transfer_broke") and self.machine.doing is Doing.LOADING and not self.is_idle:
             self._begin(0.0, "fall_out", "connection reset by peer")
 
     def sent(self) -> None:
@@ -378,7 +378,7 @@ class SimulatedWorker:
         self.in_collective = key = (self.cohort.number, step, what)
         self._activity += 1
         self._progress += 1
-        self._is_idle = False
+        self.is_idle = False
         assert self.machine.rank is not None
         self.world.collectives.enter(key, self.process, self.machine.rank, self.node.name)
 
