@@ -37,6 +37,9 @@ class Oracle:
             assert len({self.shards(rank) for rank in involved}) == 1, f"{order}: one shard is sent to another"
             receivers += transfer.receivers
         assert len(receivers) == len(set(receivers)), f"{order}: a rank receives twice"
+        for worker in workers if not self.has_checkpoints else ():
+            is_good = worker.resumed > 0 and worker.parameters_at is not None
+            assert not (is_good and worker.rank in receivers), f"{order}: rank {worker.rank} is to give up a good copy"
         lost = [worker for worker in self.machine.roster.workers.values() if worker.lost and worker.rank is not None]
         assert not {worker.worker for worker in lost} & {worker.number for worker in workers}, "a lost rank still runs"
         kept = [worker.parameters_at or 0 for worker in workers if worker.rank is not None]

@@ -11,7 +11,9 @@ from tests.protocol.toy_cluster import Crashed, ToyCluster
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import (
+    ISOLATED_S,
     LEASE_S,
+    LOOKS,
     ControllerMachine,
     DeadlineCame,
     Heard,
@@ -103,6 +105,81 @@ def test_leases_of_a_controller_that_stood_still_are_looked_at_after_what_has_co
     cluster.go()  # what lay in the sockets
     cluster.controller.tick(cluster.now_s)
     assert where(cluster) == (Stage.TRAINING, 1)
+
+
+def test_a_controller_that_was_held_up_cannot_tell_who_was_silent_meanwhile() -> None:
+    """Their packets may lie in its sockets, or may have been refused by them: a whole lease begins for everybody."""
+    for wakes_with_a_look in (True, False):
+        cluster = ToyCluster().go()
+        cluster.nodes["node-1"].is_cut_off = True
+        cluster.now_s += 10 * LEASE_S
+        if wakes_with_a_look:
+            cluster.controller.tick(cluster.now_s)
+        cluster.go()  # what lay in the sockets; of the silent node there is nothing
+        cluster.controller.tick(cluster.now_s)
+        assert where(cluster) == (Stage.TRAINING, 1)
+        cluster.wait(LEASE_S * 0.8)
+        assert where(cluster) == (Stage.TRAINING, 1)
+        cluster.wait(LEASE_S * 0.4)
+        assert where(cluster) == (Stage.TRAINING, 2)
+
+
+def watching(*names: str) -> ControllerMachine:
+    """A controller that heard of these nodes at second 100, and never again."""
+    controller = ControllerMachine(RecoverySettings(1, 0))
+    for name in names:
+        controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x"),)), 100.0)
+    controller.take_entries()
+    return controller
+
+
+def given_up_s(controller: ControllerMachine, *, heard: str | None = None, late_s: float = 0.0) -> float:
+    """When it gives a node up, if it looks ``late_s`` after it is due; another is heard of whenever it looks."""
+    for _ in range(1000):
+        due = controller.next_deadline()
+        assert due is not None
+        if heard is not None:
+            controller.receive(Packet(heard, 1, 1, 0, ()), due + late_s)
+        controller.tick(due + late_s)
+        if any(isinstance(entry.event, LeaseExpired) for entry in controller.take_entries()):
+            return due + late_s
+    raise AssertionError("nobody is ever given up")
+
+
+def test_leases_are_looked_at_often_and_when_one_runs_out() -> None:
+    controller = watching("node-0", "node-1")
+    assert controller.next_deadline() == 100.0 + LEASE_S / 4
+    controller.receive(Packet("node-1", 1, 1, 0, ()), 100.1)
+    assert given_up_s(controller, heard="node-0") == pytest.approx(100.1 + LEASE_S)
+
+
+@pytest.mark.parametrize("wakes_with_a_look", [True, False])
+def test_the_time_in_which_the_controller_was_held_up_is_nobodys_silence(wakes_with_a_look: bool) -> None:
+    """One node was silent for 2 s before it: with the 2 s in which nobody could be heard that is no lease of 3 s."""
+    controller = watching("node-0", "node-1")
+    for now_s in (101.0, 102.0, 104.0):
+        if now_s < 104.0 or not wakes_with_a_look:
+            controller.receive(Packet("node-0", 1, 1, 0, ()), now_s)
+        controller.tick(now_s)
+    assert controller.take_entries() == []
+    assert given_up_s(controller, heard="node-0") == pytest.approx(100.0 + LEASE_S + 2.0)
+
+
+def test_a_controller_that_is_a_little_late_each_time_gives_up_all_the_same() -> None:
+    late_s = 0.9 * LEASE_S * LOOKS
+    expired_s = given_up_s(watching("node-0", "node-1"), heard="node-0", late_s=late_s)
+    assert 100.0 + LEASE_S <= expired_s <= 100.0 + LEASE_S * (1 + 2 * LOOKS)
+
+
+def test_a_controller_that_hears_nobody_gives_nobody_up_for_longer_and_then_does() -> None:
+    assert given_up_s(watching("node-0", "node-1")) == pytest.approx(100.0 + ISOLATED_S, abs=LEASE_S * LOOKS)
+
+
+def test_without_nodes_nothing_is_looked_at() -> None:
+    controller = watching("node-0")
+    given_up_s(controller)
+    deadline_of_the_job = controller.job.next_deadline()
+    assert controller.next_deadline() == deadline_of_the_job
 
 
 # ---- Lives of a node ------------------------------------------------------------------------------------------------

@@ -1,6 +1,17 @@
 """What the decision of a recovery takes from a worker's reports, and what is too old to count."""
 
+import itertools
+
 import pytest
+from tests.protocol.positions import (
+    PHASE_OF,
+    Position,
+    permitted_positions,
+    rests_at,
+    shardings,
+    standing_at,
+    with_losses,
+)
 
 from keepstep.protocol.messages import NodeJoined, SafePointReached, Transfer, WorkerReady
 from keepstep.protocol.phases import Phase
@@ -36,6 +47,75 @@ def worker_of(roster: Roster, rank: int) -> Worker:
     return next(worker for worker in roster.holders() if worker.rank == rank)
 
 
+# ---- At which step --------------------------------------------------------------------------------------------------
+
+BACKWARD, SYNCED = safe(3, Phase.BACKWARD, (3,)), safe(3, Phase.SYNCED, (3, 4))
+OPTIMIZER, TORN = safe(3, Phase.OPTIMIZER, (4,)), safe(3, Phase.OPTIMIZER, ())
+CASES = {
+    "one undoes": ([BACKWARD, SYNCED], 3),
+    "one has left the barrier": ([SYNCED, OPTIMIZER], 4),
+    "all are synced": ([SYNCED, SYNCED], 4),
+    "a torn copy is no copy": ([TORN, SYNCED], 4),
+    "a torn copy beside two": ([TORN, BACKWARD, SYNCED], 3),
+    "all are torn": ([TORN, TORN], None),
+    "the barrier was broken": ([BACKWARD, OPTIMIZER], 4),
+}
+
+
+@pytest.mark.parametrize(("reports", "step"), CASES.values(), ids=list(CASES))
+def test_all_resume_where_every_live_copy_can_be(reports: list[SafePointReached], step: int | None) -> None:
+    roster = roster_of(*[{"safe": report} for report in reports])
+    assert reachable_step(roster, dict.fromkeys(range(len(reports)), "0"), GENERATION) == step
+
+
+def test_a_synced_rank_of_one_shard_does_not_leave_the_only_copy_of_another_behind() -> None:
+    """Found by simulation, with more copies: who was to send the other shard's new state died before it had."""
+    roster = roster_of({"safe": SYNCED}, {"safe": SYNCED}, {"ready": ready(0, ())}, {"safe": BACKWARD})
+    shard_of = {0: "x", 1: "y", 2: "x", 3: "y"}
+    step = reachable_step(roster, shard_of, GENERATION)
+    assert step == 3
+    decision = decide(roster, shard_of, step, GENERATION)
+    assert decision.actions == {0: Action.STAY, 1: Action.STAY, 2: Action.RESTORE, 3: Action.STAY}
+    assert decision.transfers == (Transfer((0,), (2,)),)
+
+
+def test_a_shard_without_a_live_copy_takes_all_back_to_a_checkpoint() -> None:
+    saved = (2,)
+    torn, whole = safe(3, Phase.OPTIMIZER, (), saved), safe(3, Phase.SYNCED, (3, 4), saved)
+    roster = roster_of({"safe": torn}, {"safe": whole})
+    assert reachable_step(roster, ONE_SHARD, GENERATION) == 4
+    assert reachable_step(roster, {0: "x", 1: "y"}, GENERATION) == 2
+
+
+def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
+    """What the rank says that was caught there; in the place of a lost one stands a replacement."""
+    if position is None:
+        return {"ready": ready(0, ())}
+    step, at = position
+    reach = tuple(sorted(rests_at(position)))
+    return {"safe": SafePointReached((0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), ())}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_in_a_first_recovery_nobody_receives_but_replacements(num_ranks: int) -> None:
+    """Wherever the ranks were caught, whoever of them is lost, and whatever they hold."""
+    places = {positions for joint in permitted_positions(num_ranks) for positions in with_losses(joint)}
+    for sharding, positions in itertools.product(shardings(num_ranks), places):
+        roster = roster_of(*map(report_of, positions))
+        shard_of = {rank: str(shard) for rank, shard in enumerate(sharding)}
+        held = {shard for shard, position in zip(sharding, positions, strict=True) if position is not None}
+        step = reachable_step(roster, shard_of, GENERATION)
+        assert (step is not None) == (held == set(sharding)), (sharding, positions)
+        if step is not None:
+            decision = decide(roster, shard_of, step, GENERATION)
+            receivers = [rank for transfer in decision.transfers for rank in transfer.receivers]
+            lost = [rank for rank, position in enumerate(positions) if position is None]
+            assert sorted(receivers) == lost, (sharding, positions, decision)
+
+
+# ---- What is too old to count ---------------------------------------------------------------------------------------
+
+
 def test_a_job_whose_ranks_were_never_all_ready_reaches_nothing() -> None:
     roster = roster_of({"safe": safe(3, Phase.BACKWARD, (3,))}, {})
     assert reachable_step(roster, {0: "0"}, GENERATION) is None
@@ -62,6 +142,9 @@ def test_a_lost_or_finished_worker_holds_nothing() -> None:
     roster.mark_lost(worker_of(roster, 0), gone=False)
     roster.mark_done(worker_of(roster, 1))
     assert reachable_step(roster, ONE_SHARD, GENERATION) is None
+
+
+# ---- What moves to whom ---------------------------------------------------------------------------------------------
 
 
 def test_each_replica_group_has_its_own_sources_and_receivers() -> None:

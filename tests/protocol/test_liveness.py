@@ -65,6 +65,11 @@ def blamed(verdicts: list[WorkerLost | JobStalled]) -> list[tuple[int, Cause]]:
     return [(verdict.worker, verdict.cause) for verdict in verdicts if isinstance(verdict, WorkerLost)]
 
 
+def beside_stalls(verdicts: list[WorkerLost | JobStalled]) -> list[WorkerLost | JobStalled]:
+    """Whose ranks all wait for too long says so; that blames nobody."""
+    return [verdict for verdict in verdicts if not isinstance(verdict, JobStalled)]
+
+
 # ---- Standing still outside of a collective -------------------------------------------------------------------------
 
 
@@ -145,9 +150,15 @@ def test_a_rank_inside_a_collective_is_a_victim(phase: Phase) -> None:
 def test_a_rank_that_waits_for_the_controller_is_not_at_fault(phase: Phase) -> None:
     node = Node(num_ranks=1)
     node.look(0, phase, waiting=True)
-    assert blamed(node.judge_after(10 * BETWEEN_S)) == []
+    assert beside_stalls(node.judge_after(10 * BETWEEN_S)) == []
     node.machine.stopping((0,), node.now_s)
-    assert blamed(node.judge_after(10 * BETWEEN_S)) == []
+    assert beside_stalls(node.judge_after(10 * BETWEEN_S)) == []
+    node.machine.recovering(0, node.now_s)
+    assert beside_stalls(node.judge_after(10 * BETWEEN_S)) == []
+
+
+def stalled(num_ranks: int, generation: int = 1) -> JobStalled:
+    return JobStalled("node-a", generation, f"all {num_ranks} ranks of node-a wait for others past their deadline")
 
 
 def test_a_rank_that_hangs_in_the_last_barrier_stalls_the_node_whose_others_are_through() -> None:
@@ -156,10 +167,43 @@ def test_a_rank_that_hangs_in_the_last_barrier_stalls_the_node_whose_others_are_
     node.train(1)
     node.look(0, Phase.SYNCED, collective=True)
     node.look(1, Phase.UPDATED, waiting=True)
-    (verdict,) = node.judge_after(10 * BETWEEN_S)
-    assert isinstance(verdict, JobStalled)
-    node.machine.recovering(0, node.now_s)
+    assert node.judge_after(BETWEEN_S - BIT_S) == [], "one that is through may wait for as long as a script evaluates"
+    assert node.judge_after(2 * BIT_S) == [stalled(2)]
     assert node.judge_after(10 * BETWEEN_S) == []
+
+
+def test_a_node_whose_ranks_are_all_through_does_not_hide_that_one_of_another_node_hangs() -> None:
+    """The controller stops a job of which every node is stalled, so this one must say that it is."""
+    node = Node(num_ranks=2)
+    for worker in range(2):
+        node.look(worker, Phase.UPDATED, waiting=True)
+    assert node.judge_after(BETWEEN_S + BIT_S) == [stalled(2)]
+    assert node.judge_after(10 * BETWEEN_S) == []
+
+
+def test_a_rank_that_computes_is_blamed_though_the_others_wait_for_the_controller() -> None:
+    node = Node(num_ranks=3)
+    node.train(0)
+    node.look(0, Phase.SYNCED, collective=True)
+    node.look(1, Phase.UPDATED, waiting=True)
+    node.look(2, Phase.BACKWARD)
+    assert blamed(node.judge_after(BETWEEN_S + BIT_S)) == [(2, Cause.HANG)]
+    assert node.judge_after(10 * BETWEEN_S) == []
+
+
+def test_a_stall_while_all_recover_hides_none_of_the_training_after_it() -> None:
+    """Nobody acts upon it in a recovery, and the generation is the same one."""
+    node = Node(num_ranks=2)
+    node.train(0)
+    for worker in range(2):
+        node.machine.recovering(worker, node.now_s)
+        node.look(worker, Phase.UPDATED, generation=2, waiting=True)
+    assert node.judge_after(RECOVERY_S + BIT_S) == [stalled(2, generation=2)]
+    node.machine.resumed(node.now_s)
+    for worker in range(2):
+        node.look(worker, Phase.BACKWARD, 9, generation=2, collective=True)
+    assert node.judge_after(FLOOR_S + BIT_S) == [stalled(2, generation=2)]
+    assert node.judge_after(10.0) == []
 
 
 def test_all_inside_a_collective_is_a_stalled_job_once_a_generation() -> None:
@@ -168,14 +212,13 @@ def test_all_inside_a_collective_is_a_stalled_job_once_a_generation() -> None:
     for worker in range(3):
         node.look(worker, Phase.BACKWARD, 9, collective=True)
     assert node.judge_after(FLOOR_S - BIT_S) == []
-    why = "all 3 ranks of node-a wait in a collective past its deadline"
-    assert node.judge_after(2 * BIT_S) == [JobStalled("node-a", 1, why)]
+    assert node.judge_after(2 * BIT_S) == [stalled(3)]
     assert node.judge_after(10.0) == []
 
     node.machine.resumed(node.now_s)
     for worker in range(3):
         node.look(worker, Phase.BACKWARD, 9, generation=2, collective=True)
-    assert node.judge_after(FLOOR_S + BIT_S) == [JobStalled("node-a", 2, why)]
+    assert node.judge_after(FLOOR_S + BIT_S) == [stalled(3, generation=2)]
     assert node.judge_after(10.0) == []
 
 
@@ -233,7 +276,7 @@ def test_a_process_that_had_waited_long_may_be_stopped_as_long_as_any_other(num_
     node.look(0, Phase.UPDATED, waiting=True)
     node.now_s += 1000.0
     node.look(0, Phase.UPDATED, waiting=True, stopped=True)
-    assert node.judge_after(STOPPED_S - BIT_S) == []
+    assert beside_stalls(node.judge_after(STOPPED_S - BIT_S)) == []
     assert blamed(node.judge_after(2 * BIT_S)) == [(0, Cause.STOPPED)]
 
 
@@ -245,7 +288,7 @@ def test_a_spare_may_stand_still_for_ever(waiting: bool) -> None:
     node = Node(num_ranks=1, num_spares=1)
     node.look(0, Phase.UPDATED, waiting=True)
     node.look(1, Phase.STARTING, -1, waiting=waiting)
-    assert node.judge_after(100 * BETWEEN_S) == []
+    assert beside_stalls(node.judge_after(100 * BETWEEN_S)) == []
 
 
 def test_a_spare_does_not_keep_the_job_from_being_stalled() -> None:
@@ -433,6 +476,26 @@ def test_a_process_seen_stopped_was_not_seen_stopped_for_the_time_in_which_nobod
     assert blamed(node.judge_after(0.2)) == [(0, Cause.STOPPED)]
 
 
+def test_a_phase_did_not_take_the_time_in_which_nobody_looked() -> None:
+    """Else one gap would put the deadline of that phase off for all that come after it."""
+    node = Node(num_ranks=1, blind_s=0.5)
+    node.train(0)
+    node.now_s += 50.0
+    node.look(0, Phase.BACKWARD, 1)
+    node.look(0, Phase.FORWARD, 2)
+    assert node.machine.deadline_s(0) == FLOOR_S
+
+
+def test_ranks_that_were_not_looked_at_do_not_stall_the_job() -> None:
+    node = Node(num_ranks=2, blind_s=0.5)
+    node.train(0)
+    for worker in range(2):
+        node.look(worker, Phase.BACKWARD, 9, collective=True)
+    assert node.judge_after(50.0) == []
+    verdicts = [verdict for _ in range(3) for verdict in node.judge_after(0.4)]
+    assert verdicts == [stalled(2)]
+
+
 def test_looks_that_come_in_time_hide_nothing() -> None:
     node = Node(num_ranks=1, blind_s=0.5)
     node.train(0)
@@ -452,8 +515,7 @@ def test_a_forgotten_worker_is_judged_no_more() -> None:
     node.machine.stopping((0,), node.now_s)
     node.machine.safe(0)
     node.machine.recovering(0, node.now_s)
-    (verdict,) = node.judge_after(10 * BETWEEN_S)
-    assert verdict == JobStalled("node-a", 1, "all 1 ranks of node-a wait in a collective past its deadline")
+    assert node.judge_after(10 * BETWEEN_S) == [stalled(1)]
 
 
 def test_a_node_without_workers_is_quiet() -> None:

@@ -49,6 +49,30 @@ def test_start_up_has_a_deadline() -> None:
     assert ended(job) == (1, "ranks [1] did not come to their first step within 50 s")
 
 
+def test_a_start_up_of_a_job_that_has_trained_is_tried_again_after_its_deadline() -> None:
+    """Who is late may only wait for another: all are stopped, and who cannot stop is the one."""
+    job = with_deadlines(num_spares=2, checkpoint_every=3).bring_all(7, Phase.BACKWARD)
+    for rank in range(2):
+        job.kill(job.holder(rank))
+    while job.machine.stage is not Stage.STARTING:
+        next(job.moves(training=False))[1]()
+    hung = next(worker.worker for worker in job.machine.roster.holders() if worker.rank == 1)
+    while hung not in job.workers:
+        next(job.moves(training=False))[1]()
+    started_s = job.now_s
+    job.hang(job.workers[hung], seen=False)
+    job.settle()
+    assert job.where == (Stage.STARTING, 2)
+    job.deadline()
+    assert job.now_s - started_s == pytest.approx(DEADLINES["start_deadline_s"], abs=0.1)
+    assert job.where == (Stage.STOPPING, 3)
+    assert "did not come to their first step in time" in job.machine.records[-1].detail
+    until_training(job)
+    assert job.where == (Stage.TRAINING, 3)
+    assert [order.worker for order in job.orders(FenceWorker)][-1] == hung
+    assert job.machine.records[-1].resume_step == 6
+
+
 def test_a_survivor_that_reaches_no_safe_point_in_time_is_lost_too() -> None:
     job = with_deadlines(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)
     silent = job.holder(2)
@@ -76,6 +100,52 @@ def test_a_replacement_that_never_comes_ends_in_a_rescue() -> None:
     assert exit_code == 76
     assert "no replacement came to its first step in time" in reason
     assert "rescued-0-at-3.pt" in reason
+
+
+def waiting_for_help() -> SimulatedJob:
+    """Rank 1 is lost, and the fresh process that is to take it does not come up."""
+    job = with_deadlines(num_spares=0).bring_all(3, Phase.BACKWARD)
+    job.kill(job.holder(1))
+    return replaced(job, 2)
+
+
+def replaced(job: SimulatedJob, number: int) -> SimulatedJob:
+    """Another fresh process is started, and does not come up either."""
+    while number not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.workers[number], WorkerReady)
+    return job.settle()
+
+
+def test_what_is_lost_while_help_is_waited_for_does_not_put_the_end_off() -> None:
+    """Else one fresh process after the other could be lost, and the survivors would wait for ever."""
+    job = waiting_for_help()
+    due = job.machine.next_deadline()
+    for number in (2, 3):
+        job.now_s += 0.4 * DEADLINES["start_deadline_s"]
+        job.kill(job.workers[number])
+        replaced(job, number + 1)
+        assert job.where == (Stage.STOPPING, 2)
+        assert job.machine.next_deadline() == due
+    job.deadline()
+    job.settle()
+    assert ended(job)[0] == 76
+
+
+def test_help_is_waited_for_anew_in_another_recovery() -> None:
+    job = waiting_for_help()
+    first_due = job.machine.next_deadline()
+    job.now_s += 0.9 * DEADLINES["start_deadline_s"]
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+    job.bring_all(5, Phase.BACKWARD)
+    job.kill(job.holder(0))
+    replaced(job, job.machine.roster.num_started)
+    due = job.machine.next_deadline()
+    assert first_due is not None
+    assert due is not None
+    assert due - job.now_s == pytest.approx(DEADLINES["start_deadline_s"], abs=0.1)
+    assert due > first_due
 
 
 def until_training(job: SimulatedJob) -> None:

@@ -292,6 +292,22 @@ def test_an_exception_on_all_ranks_but_one_killed_is_not_the_scripts_own() -> No
     assert ended(job)[0] == 75
 
 
+@pytest.mark.parametrize("last", ["kill", "hang", None])
+def test_an_exception_on_all_ranks_but_one_is_not_the_scripts_own_whatever_becomes_of_that_one(
+    last: str | None,
+) -> None:
+    job = SimulatedJob(world_size=3, num_spares=3, checkpoint_every=3).bring_all(4, Phase.BACKWARD)
+    for rank in (0, 1):
+        job.throw(job.holder(rank))
+    if last is not None:
+        getattr(job, last)(job.holder(2))
+    job.settle()
+    assert job.where == (Stage.TRAINING, 2)
+    assert job.machine.records[-1].num_exceptions == 2
+    assert job.machine.records[-1].resume_step == (4 if last is None else 3)
+    job.finish_well()
+
+
 def test_an_exception_on_one_rank_is_recovered_from() -> None:
     job = SimulatedJob(world_size=2).bring_all(3, Phase.BACKWARD)
     job.throw(job.holder(0))
@@ -369,6 +385,76 @@ def test_after_training_an_exception_in_the_first_recovery_is_recovered_from() -
     job.release()
     assert job.settle().where == (Stage.TRAINING, 2)
     job.finish_well()
+
+
+def starting_anew(*, held: type = WorkerReady) -> SimulatedJob:
+    """All ranks were lost after training, and rank 1 of those that take their place is held back."""
+    job = SimulatedJob(world_size=2, num_spares=1, checkpoint_every=3).bring_all(7, Phase.BACKWARD)
+    for rank in range(2):
+        job.kill(job.holder(rank))
+    while job.machine.stage is not Stage.STARTING:
+        next(job.moves(training=False))[1]()
+    (number,) = (worker.worker for worker in job.machine.roster.holders() if worker.rank == 1)
+    while number not in job.workers:
+        next(job.moves(training=False))[1]()
+    job.withhold(job.workers[number], held)
+    return job.settle()
+
+
+@pytest.mark.parametrize("with_word", [True, False])
+@pytest.mark.parametrize(("held", "stage"), [(WorkerReady, Stage.STARTING), (StateRecovered, Stage.RECOVERING)])
+def test_a_job_that_has_trained_is_not_ended_by_a_start_up_that_fails(
+    held: type, stage: Stage, with_word: bool
+) -> None:
+    """Its script has worked before. Where it fails again and again, the count of failures in a row ends it."""
+    job = starting_anew(held=held)
+    assert job.where == (stage, 2)
+    failing = job.holder(1)
+    job.throw(failing, "OSError: no route to host")
+    if not with_word:
+        job.reports[failing.number].popleft()
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 3)
+    record = job.machine.records[-1]
+    assert (record.cause, record.resume_step) == ("exception" if with_word else "exit", 6)
+    job.finish_well()
+
+
+def test_a_job_that_has_trained_is_ended_by_start_ups_that_keep_failing() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=3, max_recoveries_without_progress=3)
+    kill_all(job.bring_all(7, Phase.BACKWARD))
+    for _ in range(8):
+        if not job.ended:
+            job.throw(job.holder(1), "OSError: no route to host")
+            job.settle()
+    assert ended(job)[0] == 76
+    assert "failures in a row without a completed step: rank 1 lost: exit code 1: OSError" in ended(job)[1]
+
+
+# ---- How far training had come --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED])
+def test_a_step_that_nobody_has_reported_is_known_by_the_tags_of_the_lost(phase: Phase) -> None:
+    """All ranks are lost before any agent has seen a step end: it must not be begun again in silence."""
+    job = SimulatedJob(world_size=2, num_spares=2)
+    job.withhold(NODE, StepObserved)
+    job.bring_all(3, phase)
+    assert job.machine.trained_to == 0
+    kill_all(job)
+    assert job.machine.trained_to == (4 if phase in (Phase.OPTIMIZER, Phase.UPDATED) else 3)
+    assert ended(job)[0] == 75
+
+
+def test_a_step_that_nobody_has_reported_is_known_by_the_safe_points() -> None:
+    job = SimulatedJob(world_size=2, num_spares=2)
+    job.withhold(NODE, StepObserved)
+    job.bring_all(3, Phase.SYNCED)
+    job.say(CollectiveFailed(0, 1, "world", "connection closed by peer"))
+    while job.machine.stage is not Stage.RECOVERING:
+        next(job.moves(training=False))[1]()
+    assert job.machine.trained_to == 3, "the fourth step is not complete yet"
+    assert job.settle().machine.trained_to == 4
 
 
 def test_a_script_that_ends_while_a_lost_rank_is_missing_is_no_success() -> None:

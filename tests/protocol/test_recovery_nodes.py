@@ -348,6 +348,44 @@ def test_where_there_is_no_room_the_survivors_wait_for_a_node_that_joins() -> No
     job.finish_well()
 
 
+def test_nodes_that_come_and_go_do_not_put_the_end_off() -> None:
+    job = waiting_for_room(start_deadline_s=50.0)
+    due = job.machine.next_deadline()
+    for name in ("c", "d"):
+        job.now_s += 20.0
+        job.offer(name, 1)
+        job.join()
+        job.lose_node(name)
+        job.settle()
+        assert job.where == (Stage.STOPPING, 2)
+        assert job.machine.next_deadline() == due
+    job.deadline()
+    job.settle()
+    assert job.ended is not None
+    assert job.ended.exit_code == 76
+
+
+def test_nodes_that_come_and_go_do_not_put_the_end_off_where_all_ranks_start_anew() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0, nodes={"a": 1, "b": 1}, checkpoint_every=2, start_deadline_s=50.0)
+    job.bring_all(3, Phase.BACKWARD)
+    for name in ("a", "b"):
+        job.lose_node(name)
+    job.settle()
+    assert job.where == (Stage.STOPPING, 2)
+    due = job.machine.next_deadline()
+    for name in ("c", "d"):
+        job.now_s += 20.0
+        job.offer(name, 1)
+        job.settle()
+        job.lose_node(name)
+        job.settle()
+        assert job.where == (Stage.STOPPING, 2)
+        assert job.machine.next_deadline() == due
+    job.deadline()
+    assert job.ended is not None
+    assert job.ended.exit_code == 76
+
+
 def test_room_that_never_comes_ends_in_a_rescue() -> None:
     job = waiting_for_room(start_deadline_s=50.0)
     due = job.machine.next_deadline()

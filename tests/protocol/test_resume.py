@@ -1,76 +1,32 @@
 """The resume rule against an oracle that knows nothing of it: what could each rank do alone from where it stopped?
 
 The oracle walks a rank's possible next moves, as a worker's code allows them without anybody's help, and notes the
-steps at which its parameters can come to rest. The rule is then compared with plain search on every combination of
-safe points, losses and shards for up to four ranks; every checkpoint that could exist beside them for up to three.
+steps at which its parameters can come to rest. Both parts of the rule are then compared with plain search on every
+combination of safe points, losses and shards for up to four ranks; with checkpoints beside them for up to three.
 """
 
-import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.protocol.positions import (
+    PHASE_OF,
+    POSITIONS,
+    At,
+    Position,
+    permitted_positions,
+    rests_at,
+    shardings,
+    standing_at,
+    with_losses,
+)
 
-from keepstep.protocol.phases import Phase
-from keepstep.protocol.resume import Action, action, reach, resume_step
+from keepstep.protocol.resume import Action, action, common_step, reach, resume_step
 
 # ---- The oracle -----------------------------------------------------------------------------------------------------
 
-
-class At(enum.IntEnum):
-    """Where in a step a rank was caught. Own names and numbers: `Phase` is what is being tested."""
-
-    NOWHERE = 0  # still starting up, or its copy is torn
-    FORWARD = 1
-    BACKWARD = 2
-    SYNCED = 3
-    UPDATING = 4
-    DONE = 5
-
-
-Position = tuple[int, At] | None
-"""Step and place of a live rank; None for a lost one."""
-
-PHASE_OF = {
-    At.NOWHERE: Phase.STARTING,
-    At.FORWARD: Phase.FORWARD,
-    At.BACKWARD: Phase.BACKWARD,
-    At.SYNCED: Phase.SYNCED,
-    At.UPDATING: Phase.OPTIMIZER,
-    At.DONE: Phase.UPDATED,
-}
-NUM_STEPS = 2  # the gradient barrier lets ranks be at two neighbouring steps at most
-POSITIONS: list[Position] = [None, (0, At.NOWHERE), *itertools.product(range(NUM_STEPS), list(At)[1:])]
 CHECKPOINTS: list[int | None] = [None, 0, 1, 2, 5]  # older than, at, and newer than everything alive
-
-
-def solo_moves(position: tuple[int, At]) -> list[tuple[int, At]]:
-    """What a rank can do with no help: leave a step that is not yet being updated, begin or finish an update."""
-    step, at = position
-    match at:
-        case At.FORWARD | At.BACKWARD:
-            return [(step - 1, At.DONE)]
-        case At.SYNCED:
-            return [(step - 1, At.DONE), (step, At.UPDATING)]
-        case At.UPDATING:
-            return [(step, At.DONE)]
-        case _:
-            return []
-
-
-@functools.cache
-def rests_at(position: Position) -> frozenset[int]:
-    """The steps at which the parameters can come to rest, found by walking all solo moves."""
-    seen: set[tuple[int, At]] = set()
-    frontier = [] if position is None else [position]
-    while frontier:
-        current = frontier.pop()
-        if current not in seen:
-            seen.add(current)
-            frontier += solo_moves(current)
-    return frozenset(step + 1 for step, at in seen if at is At.DONE)
-
 
 Holders = list[list[frozenset[int]]]
 """For each shard, where each of its copies can come to rest."""
@@ -85,14 +41,6 @@ def searched(holders: Holders) -> int | None:
 
 
 # ---- The cases ------------------------------------------------------------------------------------------------------
-
-
-def shardings(num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Every assignment of ranks to 1, 2 or 3 shards that uses all of them, one for each way to name the shards."""
-    for assignment in itertools.product(range(3), repeat=num_ranks):
-        names = list(dict.fromkeys(assignment))
-        if names == sorted(names) and names[-1] == len(names) - 1:
-            yield assignment
 
 
 def holders_of(sharding: tuple[int, ...], positions: tuple[Position, ...]) -> tuple[Holders, dict[str, Holders]]:
@@ -122,34 +70,6 @@ def disagreements(num_ranks: int, rule: Rule) -> Iterator[str]:
             expected, got = searched(by_oracle), rule(reported)
             if expected != got:
                 yield f"shards {sharding}, ranks at {positions}: expected {expected}, got {got}"
-
-
-def permitted_positions(num_ranks: int) -> set[tuple[tuple[int, At], ...]]:
-    """Every joint position that ranks can get to which wait for each other as they must.
-
-    A rank's gradients are complete when every rank has come to its backward pass of that step, and a rank begins the
-    update when every rank has complete gradients.
-    """
-    start = ((0, At.FORWARD),) * num_ranks
-    seen, frontier = {start}, [start]
-    while frontier:
-        ranks = frontier.pop()
-        for index, (step, at) in enumerate(ranks):
-            if at is At.BACKWARD and min(ranks) < (step, At.BACKWARD):
-                continue
-            if at is At.SYNCED and min(ranks) < (step, At.SYNCED):
-                continue
-            moved = (step + 1, At.FORWARD) if at is At.DONE else (step, At(at + 1))
-            joint = (*ranks[:index], moved, *ranks[index + 1 :])
-            if moved[0] < NUM_STEPS and joint not in seen:
-                seen.add(joint)
-                frontier.append(joint)
-    return seen
-
-
-def with_losses(joint: tuple[tuple[int, At], ...]) -> Iterator[tuple[Position, ...]]:
-    """Every subset of the ranks is lost."""
-    return itertools.product(*[(position, None) for position in joint])
 
 
 # ---- The rule is the search -----------------------------------------------------------------------------------------
@@ -200,6 +120,100 @@ def test_a_wrong_rule_is_caught(mutant: Rule) -> None:
     assert next(disagreements(3, mutant), None) is not None
 
 
+# ---- Where all can be -----------------------------------------------------------------------------------------------
+
+Copies = tuple[frozenset[int], ...]
+CommonRule = Callable[[Copies], int | None]
+
+
+def searched_for_all(copies: Copies) -> int | None:
+    """Tries every step from high to low: does every copy come to rest there?"""
+    return next((step for step in range(9, -1, -1) if copies and all(step in rests for rests in copies)), None)
+
+
+def common_disagreements(num_copies: int, rule: CommonRule) -> Iterator[str]:
+    """Every case in which the rule differs from the search, with at most one checkpoint for each copy."""
+    saved = [frozenset() if step is None else frozenset({step}) for step in CHECKPOINTS]
+    rests = {rests_at(position) | extra for position in POSITIONS[2:] for extra in saved}
+    for copies in itertools.product(sorted(rests, key=sorted), repeat=num_copies):
+        if rule(copies) != searched_for_all(copies):
+            yield f"copies {copies}: expected {searched_for_all(copies)}, got {rule(copies)}"
+
+
+@pytest.mark.parametrize("num_copies", [0, 1, 2, 3, 4])
+def test_the_common_step_agrees_with_search_on_every_combination(num_copies: int) -> None:
+    assert list(itertools.islice(common_disagreements(num_copies, common_step), 3)) == []
+
+
+def least_of_common(copies: Copies) -> int | None:
+    return min(frozenset.intersection(*copies), default=None) if copies else None
+
+
+def greatest_of_one(copies: Copies) -> int | None:
+    return max(frozenset().union(*copies), default=None)
+
+
+def least_of_greatest(copies: Copies) -> int | None:
+    return min((max(copy) for copy in copies), default=None)
+
+
+@pytest.mark.parametrize("mutant", [least_of_common, greatest_of_one, least_of_greatest])
+def test_a_wrong_common_step_is_caught(mutant: CommonRule) -> None:
+    assert next(common_disagreements(2, mutant), None) is not None
+
+
+@pytest.mark.parametrize(
+    ("reaches", "expected"),
+    [
+        ([], None),
+        ([frozenset({4, 5}), frozenset({4})], 4),
+        ([frozenset({4, 5}), frozenset({5})], 5),
+        ([frozenset({4, 5}), frozenset({4, 5})], 5),
+        ([frozenset({4}), frozenset({5})], None),
+        ([frozenset({4, 2}), frozenset({2}), frozenset({5, 2})], 2),
+        (iter([frozenset({7})]), 7),
+    ],
+    ids=["nobody", "synced and backward", "synced and updated", "synced", "apart", "a checkpoint", "any iterable"],
+)
+def test_the_common_step_at_its_edges(reaches: list[frozenset[int]], expected: int | None) -> None:
+    assert common_step(reaches) == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_between_whole_copies_there_always_is_a_common_step(num_ranks: int) -> None:
+    """Whoever is lost; and there nobody goes back behind what it has updated, nor needs anything sent to it."""
+    num_undone = 0
+    for positions in {positions for joint in permitted_positions(num_ranks) for positions in with_losses(joint)}:
+        live = [position for position in positions if position is not None]
+        step = common_step(map(rests_at, live))
+        if not live:
+            assert step is None
+            continue
+        assert step is not None, positions
+        for position in live:
+            assert step >= min(rests_at(position)), (positions, step)
+            what = action(step, rests_at(position), standing_at(position), frozenset())
+            assert what in (Action.STAY, Action.ADVANCE), (positions, step, what)
+        greatest = resume_step({"0": map(rests_at, live)})
+        assert greatest in (step, step + 1), (positions, step, greatest)
+        num_undone += greatest > step
+    assert (num_undone > 0) == (num_ranks > 1), "undoing what is synced is what tells this rule from the other"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_loss_on_the_way_to_the_common_step_leaves_one_that_is_no_smaller(num_ranks: int) -> None:
+    """Each survivor is there already, or still where it stopped; then any of them are lost as well."""
+    for positions in {positions for joint in permitted_positions(num_ranks) for positions in with_losses(joint)}:
+        live = [rests_at(position) for position in positions if position is not None]
+        step = common_step(live)
+        if step is None:
+            continue
+        for later in itertools.product(*[(rests, frozenset({step}), None) for rests in live]):
+            survivors = [rests for rests in later if rests is not None]
+            again = common_step(survivors)
+            assert again is None if not survivors else again is not None and again >= step, (positions, later)
+
+
 # ---- What the gradient barrier gives --------------------------------------------------------------------------------
 
 
@@ -230,7 +244,7 @@ def test_nothing_is_computed_again_once_a_rank_has_begun_the_update(num_ranks: i
             survivors = [position for position in positions if position is not None]
             if survivors:
                 step = resume_step(holders_of((0,) * num_ranks, positions)[1])
-                assert step == furthest + 1, (joint, positions)
+                assert step == common_step(map(rests_at, survivors)) == furthest + 1, (joint, positions)
                 assert all(step in rests_at(position) for position in survivors), (joint, positions)
     assert num_checked > 0
 
@@ -244,14 +258,6 @@ def test_the_model_of_the_barrier_lets_ranks_be_one_step_apart() -> None:
 
 
 # ---- Getting there --------------------------------------------------------------------------------------------------
-
-
-def standing_at(position: Position) -> int | None:
-    """The step of a live rank's parameters as they are when it reports; an interrupted update is finished first."""
-    if position is None or position[1] is At.NOWHERE:
-        return None
-    step, at = position
-    return step + 1 if at in (At.UPDATING, At.DONE) else step
 
 
 def after(what: Action, step: int, position: Position, snapshots: frozenset[int], live_source: bool) -> int | None:

@@ -28,19 +28,20 @@ def recover_once(phase: Phase = Phase.BACKWARD) -> None:
 
 def decide_by(
     patch: pytest.MonkeyPatch,
-    resume_step: Callable[..., int | None] = resume.resume_step,
+    common_step: Callable[..., int | None] = resume.common_step,
     action: Callable[..., Action] = resume.action,
 ) -> None:
     """Another rule for the machine alone: the workers keep to the right one."""
-    patch.setattr(decision, "resume", SimpleNamespace(resume_step=resume_step, action=action))
+    rule = SimpleNamespace(common_step=common_step, resume_step=resume.resume_step, action=action)
+    patch.setattr(decision, "resume", rule)
 
 
 def resume_too_early(patch: pytest.MonkeyPatch) -> None:
-    decide_by(patch, resume_step=lambda shards: (resume.resume_step(shards) or 1) - 1)
+    decide_by(patch, common_step=lambda reaches: (resume.common_step(reaches) or 1) - 1)
 
 
 def resume_too_late(patch: pytest.MonkeyPatch) -> None:
-    decide_by(patch, resume_step=lambda shards: (resume.resume_step(shards) or 0) + 1)
+    decide_by(patch, common_step=lambda reaches: (resume.common_step(reaches) or 0) + 1)
 
 
 def everybody_stays(patch: pytest.MonkeyPatch) -> None:
@@ -106,6 +107,20 @@ def test_a_machine_that_decides_wrongly_is_caught(
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         recover_once()
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_machine_that_gives_up_a_good_copy_is_caught(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone is synced: the greatest step that the shard can reach is not one that rank 1 can."""
+    if not is_right:
+        decide_by(monkeypatch, common_step=lambda reaches: None)
+    job = SimulatedJob().bring_all(3, Phase.BACKWARD).bring(rank0=(3, Phase.SYNCED))
+    job.kill(job.holder(2))
+    if is_right:
+        job.settle().finish_well()
+    else:
+        with pytest.raises(AssertionError, match="rank 1 is to give up a good copy"):
+            job.settle()
 
 
 def test_the_ranks_wait_for_each_other() -> None:

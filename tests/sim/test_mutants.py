@@ -19,7 +19,7 @@ from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, ending, invariants
 from keepstep.protocol.recovery.roster import Roster, Worker
-from keepstep.protocol.worker import Doing, Move, Train, Update, WorkerMachine
+from keepstep.protocol.worker import Doing, Load, Move, Train, Update, WorkerMachine
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.oracle import Check
 from keepstep.sim.run import case_of, run
@@ -48,23 +48,6 @@ def an_answer_counts_in_any_stage(patch: pytest.MonkeyPatch) -> None:
         self.awaited.difference_update(numbers)
 
     patch.setattr(RecoveryMachine, "_answered_in", answered_in)
-
-
-def a_recover_of_an_old_generation_is_carried_out(patch: pytest.MonkeyPatch) -> None:
-    right_receive, right_standing = WorkerMachine.receive, WorkerMachine._standing
-
-    def receive(self: WorkerMachine, order: msg.WorkerOrder) -> Any:
-        if isinstance(order, msg.Recover):
-            self._order = order
-        return right_receive(self, order)
-
-    def standing(self: WorkerMachine) -> Move:
-        if self._order is not None and self._stop_generation <= self._reported:
-            return self._carry_out(self._order)
-        return right_standing(self)
-
-    patch.setattr(WorkerMachine, "receive", receive)
-    patch.setattr(WorkerMachine, "_standing", standing)
 
 
 def a_recover_is_carried_out_once_more(patch: pytest.MonkeyPatch) -> None:
@@ -171,10 +154,16 @@ def the_resume_step_is_that_of_one_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_half_restored_copy_is_whole(patch: pytest.MonkeyPatch) -> None:
-    def own_reach(self: WorkerMachine) -> tuple[int, ...]:
-        return tuple(sorted(resume.reach(self.steps.step, self.steps.phase)))
+    right = WorkerMachine._loading
 
-    patch.setattr(WorkerMachine, "own_reach", own_reach)
+    def loading(self: WorkerMachine) -> Move:
+        move = right(self)
+        if isinstance(move, Load) and self.torn:
+            self.torn = False
+            self.steps.restored(move.order.resume_step)
+        return move
+
+    patch.setattr(WorkerMachine, "_loading", loading)
 
 
 def checkpoints_are_ignored(patch: pytest.MonkeyPatch) -> None:

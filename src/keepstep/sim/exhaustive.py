@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from keepstep.errors import KeepstepError
+from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import Doing
@@ -159,10 +161,11 @@ class Explorer:
                     self.found.num_states += 1
                     self.found.longest = max(self.found.longest, len(path) + 1)
                     if self._has_resumed(following):
-                        self._finish(following, (*path, move))
+                        self._finish(following)
                     else:
                         stack.append((following, (*path, move)))
                 if self.found.violation is not None:
+                    self.found.path = (*path, move)
                     return self.found
         return self.found
 
@@ -173,7 +176,8 @@ class Explorer:
         untimed = _untimed(world)
         untimed.pending = [event for event in untimed.pending if not _is_stale(world, event)]
         heads = list(untimed.heads())
-        alone = next((number for number in heads if _stands_alone(world, untimed.pending[number])), None)
+        quiet = _is_quiet(untimed.pending)
+        alone = next((number for number in heads if _stands_alone(world, untimed.pending[number], quiet)), None)
         moves: list[tuple[str, int]] = [("event", number) for number in (heads if alone is None else [alone])]
         if not moves and untimed.deadlines:
             moves.append(("deadline", 0))
@@ -229,6 +233,8 @@ class Explorer:
             world.happen(event)
         except ViolationError as violation:
             self.found.violation = str(violation)
+        except KeepstepError as error:
+            self.found.violation = f"{Check.RAISED}: {error}"
 
     @staticmethod
     def _victims(world: World) -> list[int]:
@@ -245,14 +251,12 @@ class Explorer:
             event = untimed.take(0) if untimed.pending else untimed.next_deadline()
             self._happen(world, event)
 
-    def _finish(self, world: World, path: tuple[str, ...]) -> None:
+    def _finish(self, world: World) -> None:
         """The rest has no choices of interest: the job must come to a good end."""
         self.found.num_ends += 1
         self._run_in_order(world, lambda: world.ended is not None or self.found.violation is not None)
         if self.found.violation is None and (world.ended is None or world.ended.exit_code != 0):
             self.found.violation = str(ViolationError(Check.ENDED, str(world.ended)))
-        if self.found.violation is not None:
-            self.found.path = path
 
     @staticmethod
     def _has_begun_step(world: World, step: int) -> bool:
@@ -288,25 +292,49 @@ def _is_upward(event: Event) -> bool:
     return event.part == "network" and event.what == "arrive" and event.arguments[1] == CONTROLLER
 
 
-def _stands_alone(world: World, event: Event) -> bool:
+_DISTURBING = {"exited", "training_thread_died", "peer_reset", "transfer_broke"}
+"""Events that may lead to another `Stop`."""
+
+
+def _stands_alone(world: World, event: Event, is_quiet: bool) -> bool:
     """Whether an event may as well happen now, for what else can happen neither changes it nor is changed by it.
 
-    An order to a worker that waits for one is the next thing that this worker does, whatever happens elsewhere
-    meanwhile (no rank is killed after the first), and what it does then is under way for as long as you like. One to a
-    dead process does nothing.
+    No rank is killed after the first, so an order to a worker that waits for one is the next thing that this worker
+    does, whatever happens elsewhere meanwhile, and what it says then is under way for as long as you like. One to a
+    dead process does nothing. When nothing is under way any more that may stop the ranks once more, the same holds for
+    all that a worker does by itself. What comes to the agent is explored in every order until the end.
     """
-    if event.what != "order" or not world.oracle.num_failures:
+    if not world.oracle.num_failures or not event.part.startswith("worker "):
         return False
     worker = world.workers[int(event.part.split()[1])]
-    return worker.is_idle or not worker.is_alive
+    return is_quiet or not worker.is_alive or (event.what == "order" and worker.is_idle)
+
+
+def _is_quiet(events: list[Event]) -> bool:
+    """Whether nothing is under way that may stop the ranks once more."""
+    return not any(event.what in _DISTURBING or any(map(_disturbs, event.arguments)) for event in events)
+
+
+def _disturbs(argument: object) -> bool:
+    messages = argument.messages if isinstance(argument, msg.Packet) else (argument,)
+    kinds = (msg.Stop, msg.CollectiveFailed, msg.WorkerLost, msg.WorkerFenced, msg.FenceWorker)
+    return any(isinstance(message, kinds) for message in messages)
 
 
 def _is_stale(world: World, event: Event) -> bool:
-    """Whether an event is the end of something that was broken off."""
-    if event.what != "perform":
-        return False
-    worker = world.workers[int(event.part.split()[1])]
-    return not worker.is_at(event.arguments[0])
+    """Whether an event can do nothing any more: what it is the end of was broken off."""
+    match event.what:
+        case "perform":
+            return not world.workers[int(event.part.split()[1])].is_at(event.arguments[0])
+        case "arrived":
+            return not world.collectives.awaits(*event.arguments)
+        case "peer_reset":
+            worker = world.workers[int(event.part.split()[1])]
+            return not worker.is_alive or worker.in_collective != event.arguments[0]
+        case "training_thread_died":
+            return event.arguments[1] not in world.nodes[event.part].workers
+        case _:
+            return False
 
 
 def _without_counters(event: Event) -> tuple[object, ...]:

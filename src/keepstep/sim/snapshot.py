@@ -17,7 +17,7 @@ _SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type)
 _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "_settings", "_liveness_settings"})
 """Fields that all copies share: they are not read, or not changed, while copies are made."""
 _IGNORED = _KEPT | {
-    *("_activity", "_progress", "num_events", "last_step_s", "_heard_s"),  # counters and clocks
+    *("_activity", "_progress", "num_events", "last_step_s", "_heard_s", "_num_heard"),  # counters and clocks
     *("_received", "_acknowledged", "_transmitted", "_resend_at_s", "_owes_news", "_owes_answer"),  # of conversations
     *("records", "_record", "_connected"),  # what a report is made from
 }

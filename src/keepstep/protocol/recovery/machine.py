@@ -421,7 +421,7 @@ class RecoveryMachine(Course):
         record.actions |= decision.actions
         self._resume_at = step
         self.enter(Stage.RECOVERING, self.roster.holder_numbers(), now_s + self.settings.recover_deadline_s)
-        reason = f"resume at step {step}, the greatest that every shard can reach"
+        reason = f"resume at step {step}, where every shard can be"
         self._orders.to_all(msg.Recover(self.generation, step, decision.transfers), reason)
 
     def _is_checkpoint(self, step: int) -> bool:

@@ -65,12 +65,17 @@ class Collectives:
 
     def arrived(self, key: Key, process: int) -> None:
         """The last part has come to a process."""
-        collective = self._open.get(key)
-        if collective is None or process not in collective.inside or process in collective.deaf:
+        if not self.awaits(key, process):
             return
+        collective = self._open[key]
         del collective.inside[process]
         self._close_if_empty(collective)
         self._world.workers[process].collective_ended(key)
+
+    def awaits(self, key: Key, process: int) -> bool:
+        """Whether a process is still inside, and can hear what is on its way to it."""
+        collective = self._open.get(key)
+        return collective is not None and process in collective.inside and process not in collective.deaf
 
     def look_again(self) -> None:
         """A way is open that was closed."""

@@ -1,0 +1,49 @@
+"""All interleavings around one failure, and that the exploration would find what is wrong."""
+
+import pytest
+
+from keepstep.cli import simulate
+from keepstep.protocol import resume
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.resume import reach
+from keepstep.sim.exhaustive import Explorer, small_job
+from keepstep.sim.oracle import Check
+
+
+def test_two_ranks_and_a_spare() -> None:
+    found = Explorer(small_job(2)).explore()
+    assert found.violation is None, "\n".join((found.violation, *found.path))
+    print(f"{found.num_states} states, {found.num_transitions} transitions, {found.num_ends} ways to resume")
+    assert found.num_ends > 100  # it went all the way, and many ways
+
+
+@pytest.mark.full
+def test_three_ranks_and_a_spare() -> None:
+    found = Explorer(small_job(3)).explore()
+    assert found.violation is None, "\n".join((found.violation, *found.path))
+    print(f"{found.num_states} states, {found.num_transitions} transitions, {found.num_ends} ways to resume")
+
+
+def test_the_number_of_states_does_not_depend_on_the_run() -> None:
+    first, second = (Explorer(small_job(2)).explore(limit=500) for _ in range(2))
+    assert first == second
+
+
+def test_a_fault_in_a_machine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has completed step i says that it can be at i, where it is not any more."""
+
+    def wrong_reach(step: int, phase: Phase) -> frozenset[int]:
+        return frozenset({step}) if phase is Phase.UPDATED and step > 0 else reach(step, phase)
+
+    monkeypatch.setattr(resume, "reach", wrong_reach)
+    found = Explorer(small_job(2)).explore()
+    assert found.violation is not None
+    assert Check.RAISED in found.violation
+    assert "is killed in" in "\n".join(found.path)
+
+
+def test_the_command_says_how_much_it_explored(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    explore = Explorer.explore
+    monkeypatch.setattr(Explorer, "explore", lambda self: explore(self, limit=50))
+    assert simulate.main(["--exhaustive", "2"]) == 0
+    assert "2 ranks and a spare" in capsys.readouterr().out
