@@ -6,7 +6,7 @@ from keepstep.cli import simulate
 from keepstep.protocol import resume
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import reach
-from keepstep.sim.exhaustive import Explorer, small_job
+from keepstep.sim.exhaustive.explorer import Explorer, small_job
 from keepstep.sim.oracle import Check
 
 

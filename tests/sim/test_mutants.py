@@ -3,6 +3,7 @@
 A mutant is looked for from seed 0 on, in the same seeds that `test_seeds` runs unmutated.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import controller, conversation, resume
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine
-from keepstep.protocol.phases import Phase
+from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, ending, invariants
 from keepstep.protocol.recovery.roster import Roster, Worker
+from keepstep.protocol.resume import Action
 from keepstep.protocol.worker import Doing, Load, Move, Train, Update, WorkerMachine
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.oracle import Check
@@ -196,6 +199,43 @@ def a_synced_rank_always_advances(patch: pytest.MonkeyPatch) -> None:
         return right(self, order)
 
     patch.setattr(WorkerMachine, "_carry_out", carry_out)
+
+
+def a_synced_rank_advances_and_does_not_mind(patch: pytest.MonkeyPatch) -> None:
+    """That it is not where it was to go."""
+    right = WorkerMachine._action
+
+    def action(self: WorkerMachine, order: msg.Recover) -> Action:
+        try:
+            return right(self, order)
+        except RemoteProtocolError:
+            return Action.STAY
+
+    a_synced_rank_always_advances(patch)
+    patch.setattr(WorkerMachine, "_action", action)
+
+
+def an_undone_step_counts(patch: pytest.MonkeyPatch) -> None:
+    right = StepMachine.advance
+
+    def advance(self: StepMachine, event: StepEvent) -> Phase:
+        step = self.step
+        phase = right(self, event)
+        if event is StepEvent.STEP_UNDONE:
+            self.step = step
+        return phase
+
+    patch.setattr(StepMachine, "advance", advance)
+
+
+def a_receiver_does_not_wait_for_its_state(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine._loading
+
+    def loading(self: WorkerMachine) -> Move:
+        move = right(self)
+        return dataclasses.replace(move, transfer=None) if isinstance(move, Load) else move
+
+    patch.setattr(WorkerMachine, "_loading", loading)
 
 
 def a_recovered_rank_does_not_wait_for_the_others(patch: pytest.MonkeyPatch) -> None:

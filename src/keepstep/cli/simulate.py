@@ -93,7 +93,7 @@ def _replay(console: Console, seed: int, faults: str | None, shrinks: bool) -> i
 
 
 def _explore(console: Console, num_ranks: int) -> int:
-    from keepstep.sim.exhaustive import Explorer, small_job
+    from keepstep.sim.exhaustive.explorer import Explorer, small_job
 
     if num_ranks < 2:
         raise ConfigurationError(f"--exhaustive {num_ranks}: allowed are 2 and more")

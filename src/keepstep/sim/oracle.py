@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LEASE_S = 3.0 - 1e-6
 """What the controller grants. Silence of this length, and only that, is a cause to give a node up."""
+ISOLATED_S = 60.0 - 1e-6
+"""Where all others are silent too, the controller is more likely cut off itself, and no node is given up so soon."""
 MAX_IDLE_RECOVERIES = 8
 """So many recoveries without a completed step may end a job."""
 MAX_PACKETS_PER_S = 2_000
@@ -142,14 +144,16 @@ class Oracle:
 
     def commits(self, worker: SimulatedWorker, step: int) -> None:
         """A process leaves the gradient barrier and begins to change its parameters."""
-        assert worker.cohort is not None
-        if self._is_unreachable(worker):
-            return  # a whole cohort cut off may go on for itself until it is told: its copies are nobody's
-        for newer in self.cohorts[worker.cohort.number :]:
-            if newer.resumed_at is not None and newer.resumed_at <= step:
+        cohort = worker.cohort
+        assert cohort is not None
+        for newer in self.cohorts[cohort.number :]:
+            if newer.resumed_at is None or newer.resumed_at > step:
+                continue
+            # A whole cohort that is cut off may go on for itself until it is told. One that has members in both may not.
+            if both := [str(other) for rank, other in newer.members.items() if cohort.members[rank] is other]:
                 raise ViolationError(
                     Check.OLD_COMMIT,
-                    f"{worker} commits step {step}, and others have resumed at step {newer.resumed_at} without it",
+                    f"{worker} commits step {step}, and {both[0]}, which was in it, has resumed at {newer.resumed_at}",
                 )
 
     def completed(self, worker: SimulatedWorker, step: int) -> None:
@@ -221,9 +225,8 @@ class Oracle:
             self._note_silence(node)
 
     def _note_silence(self, node: str) -> None:
-        now_s = self._world.schedule.now_s
-        if now_s - self._heard_s.get(node, now_s) >= LEASE_S:
-            self._given_up_s[node] = now_s
+        if self._is_silent(node):
+            self._given_up_s[node] = self._world.schedule.now_s
 
     @property
     def finished_ranks(self) -> set[int]:
@@ -248,7 +251,10 @@ class Oracle:
 
     def _is_silent(self, node: str) -> bool:
         now_s = self._world.schedule.now_s
-        return now_s - self._heard_s.get(node, now_s) >= LEASE_S
+        heard_s = self._heard_s.get(node, now_s)
+        if now_s - heard_s < LEASE_S:
+            return False
+        return now_s - heard_s >= ISOLATED_S or any(at_s > heard_s for at_s in self._heard_s.values())
 
     def state_is_lost(self) -> bool:
         """Whether some shard has no holder left among those that trained last."""
@@ -296,7 +302,7 @@ class Oracle:
         has_room = self._world.room() >= settings.world_size
         idle = self._world.num_recoveries - self._recoveries_at_last_step
         lost_when_through = len(self._finished) == settings.world_size and (
-            self._given_up_s or any(map(self._is_silent, self._world.nodes))
+            self._blamed or self._given_up_s or any(map(self._is_silent, self._world.nodes))
         )
         if self._excuses or idle >= MAX_IDLE_RECOVERIES or lost_when_through:
             return None

@@ -51,12 +51,12 @@ def reachable_step(roster: Roster, shard_of: Mapping[int, str], generation: int)
     for worker in roster.holders():
         if worker.rank is not None and worker.rank in shard_of:
             shards[shard_of[worker.rank]].add(_last_word(worker, generation))
-    if all(any(word and word[0] for word in said) for said in shards.values()):
-        words = set().union(*shards.values())
-        step = resume.common_step(_reaches(word) for word in words if word and word[0])
-        if step is not None:
-            return step
-    return resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
+    greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
+    live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
+    if greatest is None or greatest != resume.resume_step(live):
+        return greatest  # a checkpoint leads further than what is alive
+    common = resume.common_step(reach for reaches in live.values() for reach in reaches)
+    return greatest if common is None else common
 
 
 def decide(roster: Roster, shard_of: Mapping[int, str], step: int, generation: int) -> Decision:

@@ -343,8 +343,7 @@ class RecoveryMachine(Course):
 
     def _stopped(self, now_s: float) -> None:
         record = self._record
-        if record.stopped_s is None:
-            record.stopped_s = now_s
+        record.stopped_s = record.stopped_s or now_s
         if self._without_progress > self.settings.max_recoveries_without_progress:
             in_a_row = f"{self._without_progress} failures in a row without a completed step"
             self._ending.rescue(f"{in_a_row}: {record.detail}", now_s)
@@ -354,6 +353,8 @@ class RecoveryMachine(Course):
             self._ending.end(ending.failed_everywhere(record.detail))
         elif (step := reachable_step(self.roster, self.shard_of, self.generation)) is None:
             self._nobody_reaches(now_s)
+        elif self._begins_again(step):
+            self._ending.end(ending.no_checkpoint_found(self.trained_to))
         elif self._fill_ranks(now_s):
             self._decide(step, now_s)
 
@@ -407,7 +408,7 @@ class RecoveryMachine(Course):
             if worker.rank is not None and worker.ready is not None:
                 self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
-        if step is None or (self._is_fresh and step == 0 < self.trained_to and not self._is_checkpoint(0)):
+        if step is None or self._begins_again(step):
             self._ending.end(ending.no_checkpoint_found(self.trained_to))
         else:
             self._decide(step, now_s)
@@ -424,8 +425,10 @@ class RecoveryMachine(Course):
         reason = f"resume at step {step}, where every shard can be"
         self._orders.to_all(msg.Recover(self.generation, step, decision.transfers), reason)
 
-    def _is_checkpoint(self, step: int) -> bool:
-        return any(step in snapshots_of(worker) for worker in self.roster.holders())
+    def _begins_again(self, step: int) -> bool:
+        """Whether fresh ranks would begin at step 0 what has trained before."""
+        is_checkpoint = any(step in snapshots_of(worker) for worker in self.roster.holders())
+        return self._is_fresh and step == 0 < self.trained_to and not is_checkpoint
 
     def _recovered(self, now_s: float) -> None:
         self._record.restored_s = now_s

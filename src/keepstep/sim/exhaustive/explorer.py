@@ -20,7 +20,7 @@ from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, N
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.oracle import Check, ViolationError
-from keepstep.sim.snapshot import Copier
+from keepstep.sim.exhaustive.snapshot import Copier
 from keepstep.sim.world import World
 
 SOON_S = 0.04
