@@ -14,6 +14,11 @@ hypothesis.settings.register_profile("keepstep", deadline=None)
 hypothesis.settings.load_profile("keepstep")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Expected stories are files, and reviewed like code."""
+    parser.addoption("--regenerate", action="store_true", help="write the stories of tests/scenarios anew")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed of this run: the one that was asked for, or a fresh one."""
     text = os.environ.get(SEED_VARIABLE)

@@ -40,6 +40,7 @@ DEADLINE_S = 60
 NOT_RUN = {
     "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
     "make test": "it is what runs this test",
+    "keepstep simulate --exhaustive 2": "tests/sim/test_exhaustive.py does the same",
     "make soak SECONDS=600": "it takes ten minutes and writes to docs/; the README's 200 seeds are run",
     "keepstep run --nproc-per-node 3 --spares 1 train.py": "the drill in the next line runs the same job twice",
     (
