@@ -19,8 +19,8 @@ from keepstep.protocol.worker import Doing
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NetworkLayout, NodeLayout
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
-from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.exhaustive.snapshot import Copier
+from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.world import World
 
 SOON_S = 0.04
