@@ -46,4 +46,4 @@ def test_a_line_that_says_nothing_is_named(head: list[str], named: str) -> None:
 
 def test_a_fault_whose_moment_never_comes_is_told() -> None:
     with pytest.raises(ConfigurationError, match="never came"):
-        play(parse("\n".join(["title", CLUSTER, "kill rank 1 in forward of step 99", "", ""])))
+        play(parse(f"title\n{CLUSTER}\nkill rank 1 in forward of step 99\n\n"))
