@@ -56,3 +56,29 @@ def test_steps_after_the_last_one_are_refused() -> None:
     assert run.stdout == "loop 2\nloop 2\n"
     assert run.returncode == 1
     assert "UsageError: steps(3) after all ranks have completed steps(2)" in run.stderr
+
+
+EVALUATES = """
+import keepstep, torch
+from torch.nn.parallel import DistributedDataParallel
+
+session = keepstep.init()
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.protect(model=model, optimizer=optimizer)
+for step in session.steps(3):
+    with torch.no_grad():
+        model(torch.ones(4, 2))
+    print(model.will_sync_module_buffers(), end=" ")
+    with step:
+        print(model.will_sync_module_buffers())
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_every_step_begins_with_the_same_collective_whatever_the_forward_before_it() -> None:
+    """An interrupted step left ranks apart here: some sent their buffers first, others did not, and all waited."""
+    run = subprocess.run([sys.executable, "-c", EVALUATES], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "False True\n" * 3

@@ -149,7 +149,7 @@ class Oracle:
         for newer in self.cohorts[cohort.number :]:
             if newer.resumed_at is None or newer.resumed_at > step:
                 continue
-            # A whole cohort that is cut off may go on for itself until it is told. One that has members in both may not.
+            # A whole cohort that is cut off may go on for itself until it is told, but not one with members in both.
             if both := [str(other) for rank, other in newer.members.items() if cohort.members[rank] is other]:
                 raise ViolationError(
                     Check.OLD_COMMIT,

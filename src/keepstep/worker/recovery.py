@@ -14,7 +14,7 @@ from keepstep.protocol.worker import Build, End, Load, SaveAndEnd, Train, Undo, 
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.inner import Inner
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
-from keepstep.worker.state.ddp import settle_buckets, share_buffers
+from keepstep.worker.state.ddp import begin_alike, settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import receive_state, send_state
 from keepstep.worker.state.rollback import StepSnapshot
@@ -59,6 +59,12 @@ class Recovery:
         return resumed
 
     # ---- where it is called from ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Takes note of what an interrupted step must put back, and has all ranks begin in the same way."""
+        self.snapshot.take()
+        for module in self._ddp:
+            begin_alike(module)
 
     def before_barrier(self) -> None:
         """Completes what the gradient barrier vouches for: module buffers, too, are the same on every rank."""

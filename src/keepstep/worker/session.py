@@ -255,7 +255,7 @@ class Session:
             raise UsageError(f"step {step.index} was entered inside step {self._step.index}")
         assert self._recovery is not None
         self._step = step
-        self._recovery.snapshot.take()
+        self._recovery.begin_step()
         if self._rng:
             seed_step(self._seed, self.rank, step.index)
         self._coordination.move(StepEvent.STEP_ENTERED)

@@ -91,6 +91,16 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
             parameter.grad.zero_()
 
 
+def begin_alike(ddp: DistributedDataParallel) -> None:
+    """Has the first forward of a step send the module buffers on every rank, or on none.
+
+    Whether a forward does depends on the one before it: not after one in ``no_sync`` or without gradients. An
+    interrupted step leaves that as it was where each rank was stopped, and a replacement has it as its constructor set
+    it; ranks that do not agree wait in different collectives for ever.
+    """
+    ddp.require_forward_param_sync = True
+
+
 def share_buffers(ddp: DistributedDataParallel) -> None:
     """Gives every rank rank 0's module buffers, as DDP does, but before the update instead of before the next forward.
 
