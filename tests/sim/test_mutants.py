@@ -4,14 +4,12 @@ A mutant is looked for from seed 0 on, in the same seeds that `test_seeds` runs 
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import controller, conversation, resume
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine
@@ -19,11 +17,10 @@ from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
-from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, ending, invariants
+from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine
 from keepstep.protocol.recovery.roster import Roster, Worker
 from keepstep.protocol.resume import Action
-from keepstep.protocol.worker import Doing, Load, Move, Train, Update, WorkerMachine
-from keepstep.sim.cluster.worker import SimulatedWorker
+from keepstep.protocol.worker import Load, Move, WorkerMachine
 from keepstep.sim.oracle import Check
 from keepstep.sim.run import case_of, run
 
@@ -34,35 +31,6 @@ Answers = list[msg.GroupAnswer]
 
 
 # ---- The entrances: what is stale, doubled or lost ------------------------------------------------------------------
-
-
-def reports_of_old_generations_are_heard(patch: pytest.MonkeyPatch) -> None:
-    def receive(self: RecoveryMachine, node: str, message: msg.Report, now_s: float) -> list[Any]:
-        if self.stage is Stage.ENDED:
-            return []
-        self._dispatch(node, message, now_s)
-        return self._proceed(now_s)
-
-    patch.setattr(RecoveryMachine, "receive", receive)
-
-
-def an_answer_counts_in_any_stage(patch: pytest.MonkeyPatch) -> None:
-    def answered_in(self: RecoveryMachine, _: Stage, numbers: Iterable[int]) -> None:
-        self.awaited.difference_update(numbers)
-
-    patch.setattr(RecoveryMachine, "_answered_in", answered_in)
-
-
-def a_recover_is_carried_out_once_more(patch: pytest.MonkeyPatch) -> None:
-    right = WorkerMachine._stand
-
-    def stand(self: WorkerMachine, after: int) -> Move:
-        order = self._order
-        move = right(self, after)
-        self._order = self._order or order
-        return move
-
-    patch.setattr(WorkerMachine, "_stand", stand)
 
 
 def a_packet_that_came_twice_is_new(patch: pytest.MonkeyPatch) -> None:
@@ -110,50 +78,20 @@ def reach_by(patch: pytest.MonkeyPatch, phase: Phase, wrong: Callable[[int], set
     patch.setattr(resume, "reach", lambda step, at: frozenset(wrong(step)) if at is phase else right(step, at))
 
 
-def a_synced_rank_takes_the_barrier_for_passed(patch: pytest.MonkeyPatch) -> None:
-    reach_by(patch, Phase.SYNCED, lambda step: {step + 1})
-
-
-def a_synced_rank_cannot_advance(patch: pytest.MonkeyPatch) -> None:
-    reach_by(patch, Phase.SYNCED, lambda step: {step})
-
-
 def a_rank_that_has_completed_a_step_can_go_back(patch: pytest.MonkeyPatch) -> None:
     reach_by(patch, Phase.UPDATED, lambda step: {step})
 
 
-def no_copy_needs_to_be_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(resume, "common_step", lambda reaches: None)
+def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
+    def reachable_step(*arguments: Any) -> int | None:
+        step = decision.reachable_step(*arguments)
+        return None if step is None else step + 1
 
+    def decide(*arguments: Any) -> decision.Decision:
+        return dataclasses.replace(decision.decide(*arguments), transfers=())
 
-def the_resume_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
-    def common_step(reaches: Iterable[frozenset[int]]) -> int | None:
-        return min(frozenset.intersection(*reaches), default=None)
-
-    patch.setattr(resume, "common_step", common_step)
-
-
-def the_resume_step_is_the_greatest_of_all(patch: pytest.MonkeyPatch) -> None:
-    def common_step(reaches: Iterable[frozenset[int]]) -> int | None:
-        return max(frozenset().union(*reaches), default=None)
-
-    patch.setattr(resume, "common_step", common_step)
-
-
-def the_least_of_all_shards(patch: pytest.MonkeyPatch) -> None:
-    def resume_step(shards: dict[str, Iterable[frozenset[int]]]) -> int | None:
-        reachable = [frozenset().union(*holders) for holders in shards.values()]
-        return min(frozenset.intersection(*reachable), default=None) if reachable else None
-
-    patch.setattr(resume, "resume_step", resume_step)
-
-
-def the_resume_step_is_that_of_one_shard(patch: pytest.MonkeyPatch) -> None:
-    def resume_step(shards: dict[str, Iterable[frozenset[int]]]) -> int | None:
-        reachable = [frozenset().union(*holders) for holders in shards.values()]
-        return max(frozenset().union(*reachable), default=None) if all(reachable) else None
-
-    patch.setattr(resume, "resume_step", resume_step)
+    patch.setattr(machine, "reachable_step", reachable_step)
+    patch.setattr(machine, "decide", decide)
 
 
 def a_half_restored_copy_is_whole(patch: pytest.MonkeyPatch) -> None:
@@ -180,41 +118,6 @@ def what_was_trained_is_not_remembered(patch: pytest.MonkeyPatch) -> None:
 # ---- The barrier, and how a rank gets to the resume step ------------------------------------------------------------
 
 
-def a_rank_passes_the_barrier_alone(patch: pytest.MonkeyPatch) -> None:
-    def go_to_barrier(self: SimulatedWorker, step: int) -> None:
-        if self.machine.interrupted:
-            self.go()
-        else:
-            self._update()
-
-    patch.setattr(SimulatedWorker, "_go_to_barrier", go_to_barrier)
-
-
-def a_synced_rank_always_advances(patch: pytest.MonkeyPatch) -> None:
-    right = WorkerMachine._carry_out
-
-    def carry_out(self: WorkerMachine, order: msg.Recover) -> Move:
-        if self.steps.phase is Phase.SYNCED and not self.is_over(order.generation):
-            return Update()
-        return right(self, order)
-
-    patch.setattr(WorkerMachine, "_carry_out", carry_out)
-
-
-def a_synced_rank_advances_and_does_not_mind(patch: pytest.MonkeyPatch) -> None:
-    """That it is not where it was to go."""
-    right = WorkerMachine._action
-
-    def action(self: WorkerMachine, order: msg.Recover) -> Action:
-        try:
-            return right(self, order)
-        except RemoteProtocolError:
-            return Action.STAY
-
-    a_synced_rank_always_advances(patch)
-    patch.setattr(WorkerMachine, "_action", action)
-
-
 def an_undone_step_counts(patch: pytest.MonkeyPatch) -> None:
     right = StepMachine.advance
 
@@ -238,16 +141,19 @@ def a_receiver_does_not_wait_for_its_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerMachine, "_loading", loading)
 
 
-def a_recovered_rank_does_not_wait_for_the_others(patch: pytest.MonkeyPatch) -> None:
-    right = WorkerMachine.next_move
+def a_rank_goes_back_to_another_checkpoint_than_the_others(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine._loading
 
-    def next_move(self: WorkerMachine) -> Move:
-        if self.doing is Doing.RECOVERED and not self._sayings and not self.is_over(self.generation):
-            self.doing = Doing.TRAINING
-            return Train()
-        return right(self)
+    def loading(self: WorkerMachine) -> Move:
+        order = self._order
+        move = right(self)
+        if isinstance(move, Load) and move.action is Action.REWIND and self.rank == 1:
+            assert order is not None
+            self._order = msgspec.structs.replace(order, resume_step=min(self._snapshots))
+            return dataclasses.replace(move, order=self._order)
+        return move
 
-    patch.setattr(WorkerMachine, "next_move", next_move)
+    patch.setattr(WorkerMachine, "_loading", loading)
 
 
 def a_torn_copy_is_a_source(patch: pytest.MonkeyPatch) -> None:
@@ -260,11 +166,10 @@ def a_torn_copy_is_a_source(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shard_is_restored_from_another(patch: pytest.MonkeyPatch) -> None:
-    def decide(roster: Roster, shard_of: dict[int, str], step: int, generation: int) -> decision.Decision:
-        return right(roster, dict.fromkeys(shard_of, "one"), step, generation)
+    def decide(roster: Roster, shard_of: dict[int, str], *arguments: int) -> decision.Decision:
+        return decision.decide(roster, dict.fromkeys(shard_of, "the same"), *arguments)
 
-    right = decision.decide
-    patch.setattr("keepstep.protocol.recovery.machine.decide", decide)
+    patch.setattr(machine, "decide", decide)
 
 
 # ---- One holder of each rank ----------------------------------------------------------------------------------------
@@ -334,27 +239,11 @@ def who_waits_for_a_peer_is_to_blame(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LivenessMachine, "_at_fault", lambda self, watched: True)
 
 
-def an_agent_that_was_held_up_blames_its_workers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LivenessMachine, "_forgive_blindness", lambda self, now_s: None)
-
-
 def nobody_is_ever_hung(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LivenessMachine, "judge", lambda self, now_s: [])
 
 
 # ---- How a job ends -------------------------------------------------------------------------------------------------
-
-
-def one_exception_is_the_scripts_own(patch: pytest.MonkeyPatch) -> None:
-    right = RecoveryMachine._stopped
-
-    def stopped(self: RecoveryMachine, now_s: float) -> None:
-        if self._record.failures and all(each.cause == msg.Cause.EXCEPTION for each in self._record.failures):
-            self._ending.end(ending.failed_everywhere(self._record.detail))
-        else:
-            right(self, now_s)
-
-    patch.setattr(RecoveryMachine, "_stopped", stopped)
 
 
 def the_job_ends_when_one_rank_is_through(patch: pytest.MonkeyPatch) -> None:
@@ -368,4 +257,48 @@ def the_job_ends_when_one_rank_is_through(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecoveryMachine, "_answered", answered)
 
 
-MUTANTS: dict[Plant, Check] = {}
+MUTANTS: dict[Plant, Check] = {
+    a_packet_that_came_twice_is_new: Check.RAISED,
+    what_is_lost_is_not_sent_again: Check.STUCK,
+    the_last_entry_of_the_journal_is_lost: Check.STUCK,
+    a_restarted_controller_forgets_what_it_has_heard: Check.STUCK,
+    a_rank_that_has_completed_a_step_can_go_back: Check.WRONG_SOURCE,
+    the_resume_step_is_one_too_great: Check.RAISED,
+    a_half_restored_copy_is_whole: Check.WRONG_SOURCE,
+    checkpoints_are_ignored: Check.ENDED,
+    what_was_trained_is_not_remembered: Check.RECOMPUTED,
+    an_undone_step_counts: Check.WRONG_SOURCE,
+    a_receiver_does_not_wait_for_its_state: Check.UPDATES,
+    a_rank_goes_back_to_another_checkpoint_than_the_others: Check.STEPS_DIFFER,
+    a_torn_copy_is_a_source: Check.RAISED,
+    a_shard_is_restored_from_another: Check.WRONG_SOURCE,
+    a_fence_is_not_awaited: Check.TWO_HOLDERS,
+    an_agent_says_that_it_has_fenced_and_has_not: Check.TWO_HOLDERS,
+    a_spare_is_given_twice: Check.RAISED,
+    eviction_is_ignored: Check.ENDED,
+    a_lost_node_keeps_its_spares: Check.RAISED,
+    a_nested_failure_keeps_the_generation: Check.HEALTHY_FENCED,
+    no_deadline_ever_comes: Check.STUCK,
+    no_lease_ever_ends: Check.STUCK,
+    a_controller_that_is_cut_off_gives_everybody_up: Check.ENDED,
+    who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
+    nobody_is_ever_hung: Check.STUCK,
+    the_job_ends_when_one_rank_is_through: Check.ENDED,
+}
+
+
+@pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
+def test_a_mutant_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From seed 0 on, the first seed that fails must fail by the check that the mutant is for."""
+    plant(monkeypatch)
+    failed = (outcome for seed in range(MAX_SEEDS) if (outcome := run(case_of(seed))).check is not None)
+    caught = next(failed, None)
+    assert caught is not None, f"{MAX_SEEDS} seeds, and nobody noticed"
+    print(f"seed {caught.case.seed}: {caught.check}: {caught.detail}")
+    assert caught.check is MUTANTS[plant]
+
+
+def test_every_check_has_fired() -> None:
+    # Nothing planted so far lets a process of an old generation commit what a newer one has resumed without.
+    unproven = {Check.OLD_COMMIT}
+    assert set(Check) - set(MUTANTS.values()) <= unproven
