@@ -5,6 +5,7 @@ from tests.protocol.simulated_job import NODE, SimulatedJob
 
 from keepstep.protocol.messages import (
     Abandon,
+    Cause,
     CollectiveFailed,
     Complete,
     EndJob,
@@ -17,6 +18,7 @@ from keepstep.protocol.messages import (
     StateRescued,
     StepObserved,
     StepsFinished,
+    Tag,
     WorkerDone,
     WorkerFailed,
     WorkerLost,
@@ -443,6 +445,19 @@ def test_a_step_that_nobody_has_reported_is_known_by_the_tags_of_the_lost(phase:
     assert job.machine.trained_to == 0
     kill_all(job)
     assert job.machine.trained_to == (4 if phase in (Phase.OPTIMIZER, Phase.UPDATED) else 3)
+    assert ended(job)[0] == 75
+
+
+def test_a_lost_rank_that_trained_on_until_it_was_killed_is_known_by_its_last_tag() -> None:
+    """It was taken for hung in step 0, and before its fence came it had begun step 1."""
+    job = SimulatedJob(world_size=1, num_spares=0).bring_all(0, Phase.BACKWARD)
+    rank = job.holder(0)
+    job.say(WorkerLost(rank.number, Cause.HANG, "no progress", False, Tag(1, 0, Phase.BACKWARD), job.now_s))
+    assert job.machine.trained_to == 0
+    rank.step, rank.phase = 1, Phase.FORWARD
+    job.kill(rank)
+    job.settle()
+    assert job.machine.trained_to == 1
     assert ended(job)[0] == 75
 
 

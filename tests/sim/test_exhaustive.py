@@ -14,7 +14,7 @@ def test_two_ranks_and_a_spare() -> None:
     found = Explorer(small_job(2)).explore()
     assert found.violation is None, "\n".join((found.violation, *found.path))
     print(f"{found.num_states} states, {found.num_transitions} transitions, {found.num_ends} ways to resume")
-    assert found.num_ends > 100  # it went all the way, and many ways
+    assert found.num_ends > 50  # it went all the way, and many ways
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: at a time, or so long after the n-th recovery has begun.
+    """One fault: at a time, or so long after the n-th recovery has begun, or in a phase.
 
     ``pick`` chooses among whoever it can hit when it comes about, so that a fault always hits somebody.
     """
@@ -29,12 +29,15 @@ class Fault:
     kind: str
     at_s: float
     recovery: int | None = None
+    phase: Phase | None = None
+    """After its time it waits until some rank comes into this phase, and comes about then or within milliseconds."""
     pick: int = 0
     lasts_s: float = 1.0
 
     def __str__(self) -> str:
         when = f"at {self.at_s:.3f} s" if self.recovery is None else f"{self.at_s:.3f} s into recovery {self.recovery}"
-        return f"{self.kind} #{self.pick} {when}, for {self.lasts_s:.2f} s"
+        phase = f" and with a rank in {self.phase}" if self.phase is not None else ""
+        return f"{self.kind} #{self.pick} {when}{phase}, for {self.lasts_s:.2f} s"
 
 
 PROCESS_FAULTS = ("kill", "exit", "raise", "stop", "deadlock", "slow", "blame", "false hint", "stale report")
@@ -47,19 +50,23 @@ OTHER_FAULTS = ("spare kill", "loss burst", "two at once")
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
 WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
 
+SHORT_PHASES = (Phase.SYNCED, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
+"""Where a failure is hardest and a random time seldom hits: around the gradient barrier and the update."""
+
 
 def draw_plan(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
     """A plan: some faults at random times, and more of them in the middle of the recoveries that those cause."""
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     span_s = 1.5 + 0.45 * layout.num_steps
     faults = []
-    for number in range(max(1, int(rng.choice((0.1, 0.2, 0.3, 0.5, 0.8)) * layout.num_steps))):
+    for number in range(max(1, int(rng.choice((0.1, 0.3, 0.5, 1.0, 2.0)) * layout.num_steps))):
         (kind,) = rng.choices(kinds, weights)
         during = number > 0 and rng.random() < 0.6
         at_s = rng.choice((0.0, 0.005, 0.02, 0.05, 0.1, 0.5)) * rng.random() * 2 if during else rng.uniform(0.3, span_s)
         recovery = rng.randint(1, max(1, number)) if during else None
+        phase = rng.choice(SHORT_PHASES) if not during and rng.random() < 0.4 else None
         lasts_s = rng.choice((0.05, 0.5, 2.0, 5.0, 12.0)) * (0.5 + rng.random())
-        faults.append(Fault(kind, at_s, recovery, rng.randrange(64), lasts_s))
+        faults.append(Fault(kind, at_s, recovery, phase, rng.randrange(64), lasts_s))
     return tuple(faults)
 
 
@@ -70,12 +77,27 @@ class Injector:
         self._world = world
         self.over_s = 0.0
         """When the last fault that came about was over."""
+        self._armed: list[Fault] = []
+        self._raised: set[int | None] = set()
+        """Ranks on which the script has raised an error."""
+        world.watch = self._watch
         for fault in plan:
-            event = Event("injector", "strike", (fault,))
+            event = Event("injector", "strike" if fault.phase is None else "arm", (fault,))
             if fault.recovery is None:
                 world.schedule.at(fault.at_s, event)
             else:
                 world.waiting_for_recovery.append((fault.recovery, fault.at_s, event))
+
+    def arm(self, fault: Fault) -> None:
+        """From now on a fault waits for its phase."""
+        self._armed.append(fault)
+
+    def _watch(self, worker: SimulatedWorker) -> None:
+        """A worker shows a new tag."""
+        for fault in [fault for fault in self._armed if fault.phase is worker.tag.phase]:
+            self._armed.remove(fault)
+            delay_s = self._world.rng.choice((0.0, 0.0005, 0.002, 0.01))
+            self._world.schedule.after(delay_s, Event("injector", "strike", (fault,)))
 
     def strike(self, fault: Fault) -> None:
         """The time of a fault has come."""
@@ -122,7 +144,8 @@ class Injector:
 
     def _raise(self, fault: Fault) -> None:
         if victim := self._hurt(fault):
-            if self._world.layout.world_size == 1:
+            self._raised.add(victim.machine.rank)
+            if len(self._raised) == self._world.layout.world_size:
                 self._world.oracle.excuses("the script raised on every rank")
             victim.raise_error("ValueError: bad batch")
 

@@ -74,9 +74,10 @@ class Oracle:
         self.cohorts: list[Cohort] = []
         self.furthest = 0
         """The greatest step that any process ever began."""
-        self.last_step_s = 0.0
-        """When a step was last completed."""
-        self._trained_since_s = 0.0
+        self._first_step_s: dict[str, float] = {}
+        """node -> when a process there first completed a step."""
+        self._is_known_to_train = False
+        """Whether the controller has heard of such a node long enough after that to know of the step."""
         self.num_failures = 0
         """Faults that a process, a node or the controller really suffered."""
         self._trained: Cohort | None = None
@@ -137,8 +138,6 @@ class Oracle:
             raise ViolationError(
                 Check.STEPS_DIFFER, f"{worker} resumes at step {step}, another rank at {cohort.resumed_at}"
             )
-        if self._trained is None:
-            self._trained_since_s = self._world.schedule.now_s
         if self._trained is None or cohort.number > self._trained.number:
             self._trained = cohort
 
@@ -159,7 +158,7 @@ class Oracle:
     def completed(self, worker: SimulatedWorker, step: int) -> None:
         """A process has completed a step."""
         self._check_history(worker, step + 1)
-        self.last_step_s = self._world.schedule.now_s
+        self._first_step_s.setdefault(worker.node.name, self._world.schedule.now_s)
         self._recoveries_at_last_step = self._world.num_recoveries
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
@@ -213,6 +212,9 @@ class Oracle:
         """A packet of a node has come to the controller, or its lease began anew."""
         now_s = self._world.schedule.now_s
         if not anew:
+            if self._is_silent(node):
+                self._first_step_s.pop(node, None)
+            self._is_known_to_train |= now_s - self._first_step_s.get(node, now_s) >= LEASE_S
             self._note_silence(node)
             self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
             if number > MAX_PACKETS_PER_S:
@@ -241,6 +243,7 @@ class Oracle:
     def node_began_new_life(self, node: str) -> None:
         """The agent of a node was lost with its workers."""
         self._given_up_s[node] = self._world.schedule.now_s
+        self._first_step_s.pop(node, None)
 
     # ---- its own idea -----------------------------------------------------------------------------------------------
 
@@ -289,8 +292,8 @@ class Oracle:
                 f"step {self.furthest} was begun, and though every shard survived all resume at {step}",
             )
         newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
-        if newest is None and self.last_step_s - self._trained_since_s < LEASE_S:
-            return  # nobody has ever heard of a step, and what is computed again is less than a lease
+        if newest is None and (step > 0 or not self._is_known_to_train):
+            return  # a checkpoint that was not whole then, or nobody has ever heard of a step
         if newest is None or step < newest:
             raise ViolationError(
                 Check.RECOMPUTED, f"training resumes at step {step}, the newest checkpoint is of {newest}"

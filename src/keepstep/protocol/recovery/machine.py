@@ -249,6 +249,8 @@ class RecoveryMachine(Course):
         return self.stage in (Stage.STARTING, Stage.STOPPING, Stage.RECOVERING)
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
+        if worker.rank is not None and (tag := message.tag):
+            self.trained_to = max(self.trained_to, min(resume.reach(tag.step, tag.phase), default=0))
         if worker.lost or worker.done:
             self.roster.mark_lost(worker, gone=message.gone)
             return
@@ -268,10 +270,8 @@ class RecoveryMachine(Course):
             if not worker.gone:
                 self._orders.fence(worker, detail)
             if worker.rank is not None:
-                tag = message.tag
-                self.trained_to = max(self.trained_to, min(resume.reach(tag.step, tag.phase), default=0) if tag else 0)
                 cause = msg.Cause.EXCEPTION if worker.error is not None else message.cause
-                step, phase = (tag.step, str(tag.phase)) if tag else (None, None)
+                step, phase = (message.tag.step, str(message.tag.phase)) if message.tag else (None, None)
                 failures.append(Failure(worker.rank, cause, detail, step, phase, message.since_s))
         if failures and self.stage is Stage.FINISHED:
             self._ending.lost_after_last_step(failures[0], now_s)

@@ -1,7 +1,8 @@
 """What ranks do together: collectives that may end at some ranks and not at others, and the rendezvous of a group.
 
 A collective ends at a rank when what every member gave to it has got there. A member that dies, or breaks its
-connections, may have been heard by some and not by others: who, the seed decides.
+connections, may have been heard by some and not by others, and so it is for those that come later: who has heard it,
+the seed decides.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Collective:
     """process -> node, of all that have entered and not left."""
     given: dict[int, str] = dataclasses.field(default_factory=dict)
     """rank -> node, of all whose part is on its way."""
+    was_left: bool = False
+    """Whether a member has left it early, and so may not have been heard by all."""
     deaf: set[int] = dataclasses.field(default_factory=set)
-    """Processes that some part will never reach."""
-    is_broken: bool = False
-    """A part was lost that not even those who come later will hear."""
+    """Processes that its part will never reach."""
 
 
 class Collectives:
@@ -53,11 +54,9 @@ class Collectives:
             if process not in collective.inside:
                 continue
             del collective.inside[process]
-            if len(collective.given) < self._world.layout.world_size and self._world.coin():
-                collective.is_broken = True
-            lost = [other for other in collective.inside if self._world.coin()]
-            collective.deaf.update(lost)
-            for other in lost:
+            collective.deaf.discard(process)
+            collective.was_left = True
+            for other in collective.inside:
                 if self._world.coin():
                     delay_s = self._world.rng.uniform(0.0, 0.02)
                     self._world.schedule.after(delay_s, Event(f"worker {other}", "peer_reset", (collective.key,)))
@@ -68,6 +67,9 @@ class Collectives:
         if not self.awaits(key, process):
             return
         collective = self._open[key]
+        if collective.was_left and self._world.coin():
+            collective.deaf.add(process)
+            return
         del collective.inside[process]
         self._close_if_empty(collective)
         self._world.workers[process].collective_ended(key)
@@ -83,7 +85,7 @@ class Collectives:
             self._look(collective)
 
     def _look(self, collective: Collective) -> None:
-        if len(collective.given) < self._world.layout.world_size or collective.is_broken:
+        if len(collective.given) < self._world.layout.world_size:
             return
         sources = set(collective.given.values())
         for process, node in collective.inside.items():

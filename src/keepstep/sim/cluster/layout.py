@@ -119,6 +119,7 @@ def draw_layout(rng: random.Random) -> Layout:
         settings,
         LIVENESS,
         _draw_network(rng),
+        _draw_durations(rng),
         num_steps=rng.choice((4, 8, 8, 12, 20)),
         checkpoint_every=checkpoint_every,
         needs_rank=rng.random() < 0.2,
@@ -140,6 +141,23 @@ def _draw_nodes(
         skew_s, rate = rng.uniform(-5.0, 5.0), rng.uniform(0.999, 1.001)
         nodes.append(NodeLayout(f"node-{number}", slots, f"rack-{number % domains}", skew_s, rate))
     return tuple(nodes)
+
+
+def _draw_durations(rng: random.Random) -> Durations:
+    """Half of the jobs have steps in which some part takes unusually long, so that failures fall into it."""
+    if rng.random() < 0.5:
+        return Durations()
+    return Durations(
+        forward_s=rng.choice((0.01, 0.1, 0.5)),
+        backward_s=rng.choice((0.02, 0.2, 0.5)),
+        collective_s=rng.choice((0.002, 0.05, 0.2)),
+        optimizer_s=rng.choice((0.001, 0.05, 0.3)),
+        connect_s=rng.choice((0.02, 0.3)),
+        restore_s=rng.choice((0.05, 0.5)),
+        stop_s=rng.choice((0.005, 0.1)),
+        local_s=rng.choice((0.0001, 0.005)),
+        exit_s=rng.choice((0.01, 0.2)),
+    )
 
 
 def _draw_network(rng: random.Random) -> NetworkLayout:

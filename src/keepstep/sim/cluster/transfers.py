@@ -35,7 +35,7 @@ class Transfers:
         under_way = self._open.setdefault((generation, transfer), _UnderWay(transfer))
         assert worker.machine.rank is not None
         under_way.there[worker.machine.rank] = worker
-        if len(under_way.there) < len(transfer.sources) + len(transfer.receivers):
+        if not transfer.sources or len(under_way.there) < len(transfer.sources) + len(transfer.receivers):
             return
         for rank in (*transfer.sources, *transfer.receivers):
             delay_s = self._world.draw(self._world.layout.durations.restore_s)

@@ -70,6 +70,8 @@ class SimulatedWorker:
         self.exit: tuple[Cause, str] = (Cause.EXIT, "")
         self.tag = Tag(0, -1, Phase.STARTING)
         self.in_collective: Key | None = None
+        self._connecting = 0
+        """The generation in which it connects, or did last."""
         self._loading_step = 0
         self._gradients: int | None = None
         """The step whose complete gradients it holds."""
@@ -266,6 +268,7 @@ class SimulatedWorker:
     def _connect(self, generation: int) -> None:
         assert self.machine.rank is not None
         self._is_waiting = True
+        self._connecting = generation
         self._begin(CONNECT_DEADLINE_S, "fall_out", "another rank did not come")
         self.world.rendezvous.come(generation, self.machine.rank, self.process)
 
@@ -278,7 +281,7 @@ class SimulatedWorker:
             or self.is_stuck
         ):
             return
-        if machine.target_generation >= generation and not self.is_idle:
+        if generation == self._connecting and not self.is_idle:
             self._activity += 1
             self.cohort = self.world.oracle.cohorts[cohort - 1]
             machine.connected()

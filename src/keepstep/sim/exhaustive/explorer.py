@@ -19,12 +19,17 @@ from keepstep.protocol.worker import Doing
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NetworkLayout, NodeLayout
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
+from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.exhaustive.snapshot import Copier
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.world import World
 
 SOON_S = 0.04
 """What is due later is a deadline; it only comes when nothing else can happen."""
+PATIENCE_S = 400.0
+"""Longer than all deadlines of a recovery together."""
+PATIENCE = 50_000
+"""The same in events."""
 _INSTANT = Durations(**{field.name: 0.001 for field in dataclasses.fields(Durations) if field.name != "tick_s"})
 
 
@@ -140,7 +145,7 @@ class Explorer:
 
     def __init__(self, layout: Layout) -> None:
         self.found = Explored()
-        self._copier = Copier()
+        self._copier = Copier({SimulatedWorker: _what_is_left})
         self._seen: set[int] = set()
         self._start = _UntimedWorld(layout, seed=0)
         self._start.schedule = Untimed()  # type: ignore[assignment]  # the same methods, without times
@@ -153,45 +158,53 @@ class Explorer:
         stack: list[tuple[World, tuple[str, ...]]] = [(world, ())]
         while stack and (limit is None or self.found.num_states < limit):
             present, path = stack.pop()
-            for following, move in self._next(present):
+            for following, moves in self._next(present):
                 self.found.num_transitions += 1
                 mark = self._fingerprint(following)
                 if mark not in self._seen:
                     self._seen.add(mark)
                     self.found.num_states += 1
-                    self.found.longest = max(self.found.longest, len(path) + 1)
-                    if self._has_resumed(following):
+                    self.found.longest = max(self.found.longest, len(path) + len(moves))
+                    if self._is_over(following):
                         self._finish(following)
                     else:
-                        stack.append((following, (*path, move)))
+                        stack.append((following, path + moves))
                 if self.found.violation is not None:
-                    self.found.path = (*path, move)
+                    self.found.path = path + moves
                     return self.found
         return self.found
 
     # ---- one step of the exploration --------------------------------------------------------------------------------
 
-    def _next(self, world: World) -> Iterator[tuple[World, str]]:
-        """Every world that may come right after this one, and what leads there."""
-        untimed = _untimed(world)
-        untimed.pending = [event for event in untimed.pending if not _is_stale(world, event)]
-        heads = list(untimed.heads())
-        quiet = _is_quiet(untimed.pending)
-        alone = next((number for number in heads if _stands_alone(world, untimed.pending[number], quiet)), None)
-        moves: list[tuple[str, int]] = [("event", number) for number in (heads if alone is None else [alone])]
-        if not moves and untimed.deadlines:
-            moves.append(("deadline", 0))
-        if not world.oracle.num_failures:
-            moves += [("kill", process) for process in self._victims(world)]
-        for kind, number in moves:
+    def _next(self, world: World) -> Iterator[tuple[World, tuple[str, ...]]]:
+        """Every world that may come right after this one and leaves a choice, and what leads there."""
+        for kind, number in self._moves(world):
             answers: tuple[bool, ...] | None = ()
             while answers is not None:
                 copy = self._copier.copy(world)
                 tape = Tape(answers)
                 copy.rng = tape
-                name = self._perform(copy, kind, number)
+                path = [self._perform(copy, kind, number)]
+                while not self._is_over(copy) and len(moves := self._moves(copy)) == 1:
+                    path.append(self._perform(copy, *moves[0]))
+                    if copy.schedule.now_s - world.schedule.now_s > PATIENCE_S or len(path) > PATIENCE:
+                        self._is_stuck()
                 answers = tape.next()
-                yield copy, name
+                yield copy, tuple(path)
+
+    def _moves(self, world: World) -> list[tuple[str, int]]:
+        """What may happen next: ("event", its number), ("deadline", 0) or ("kill", the process)."""
+        untimed = _untimed(world)
+        untimed.pending = [event for event in untimed.pending if not _is_stale(world, event)]
+        heads = list(untimed.heads())
+        quiet = _is_quiet(untimed.pending)
+        alone = next((number for number in heads if _stands_alone(world, untimed.pending[number], quiet)), None)
+        moves = [("event", number) for number in (heads if alone is None else [alone])]
+        if not moves and untimed.deadlines:
+            moves.append(("deadline", 0))
+        if not world.oracle.num_failures:
+            moves += [("kill", process) for process in self._victims(world)]
+        return moves
 
     def _perform(self, world: World, kind: str, number: int) -> str:
         untimed = _untimed(world)
@@ -236,6 +249,11 @@ class Explorer:
         except KeepstepError as error:
             self.found.violation = f"{Check.RAISED}: {error}"
 
+    def _is_stuck(self) -> None:
+        self.found.violation = str(
+            ViolationError(Check.STUCK, "one thing follows from the other, and nothing comes of it")
+        )
+
     @staticmethod
     def _victims(world: World) -> list[int]:
         in_step = (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER)
@@ -247,9 +265,13 @@ class Explorer:
     def _run_in_order(self, world: World, until: Callable[[], bool]) -> None:
         world.rng = Tape(())  # type: ignore[assignment]  # it is asked the same questions
         untimed = _untimed(world)
+        patient_until_s, num_events = untimed.now_s + PATIENCE_S, 0
         while not until():
             event = untimed.take(0) if untimed.pending else untimed.next_deadline()
             self._happen(world, event)
+            num_events += 1
+            if untimed.now_s > patient_until_s or num_events > PATIENCE:
+                self._is_stuck()
 
     def _finish(self, world: World) -> None:
         """The rest has no choices of interest: the job must come to a good end."""
@@ -267,11 +289,13 @@ class Explorer:
     def _spare_is_warm(world: World) -> bool:
         return all(worker.machine.doing is Doing.READY for worker in world.spares())
 
-    @staticmethod
-    def _has_resumed(world: World) -> bool:
-        """Whether the ranks train again, or the job is through without any failure."""
+    def _is_over(self, world: World) -> bool:
+        """Whether the ranks train again, nobody can be killed any more without a failure, or something is wrong."""
+        if self.found.violation is not None or world.ended is not None:
+            return True
         last = world.oracle.cohorts[-1]
-        return world.ended is not None or (last.number > 1 and len(last.began) == len(last.members))
+        has_resumed = last.number > 1 and len(last.began) == len(last.members)
+        return has_resumed or not (world.oracle.num_failures or self._victims(world))
 
     def _fingerprint(self, world: World) -> int:
         untimed = _untimed(world)
@@ -281,6 +305,15 @@ class Explorer:
         mark = self._copier.fingerprint(world)
         untimed.deadlines, untimed.pending = deadlines, events
         return hash((mark, tuple(pending)))
+
+
+def _what_is_left(worker: SimulatedWorker) -> object:
+    """What still matters of a process that has ended, until its agent knows, and after; None if it lives."""
+    if worker.is_alive:
+        return None
+    if worker.number in worker.node.workers:
+        return worker.process, worker.machine.rank, worker.exit, worker.tag
+    return worker.process, worker.machine.rank
 
 
 def _untimed(world: World) -> Untimed:
@@ -302,9 +335,15 @@ def _stands_alone(world: World, event: Event, is_quiet: bool) -> bool:
     No rank is killed after the first, so an order to a worker that waits for one is the next thing that this worker
     does, whatever happens elsewhere meanwhile, and what it says then is under way for as long as you like. One to a
     dead process does nothing. When nothing is under way any more that may stop the ranks once more, the same holds for
-    all that a worker does by itself. What comes to the agent is explored in every order until the end.
+    all that a worker does by itself, and for the end of what it sends. What comes to the agent, and when a receiver has
+    it all, is explored in every order until the end.
     """
-    if not world.oracle.num_failures or not event.part.startswith("worker "):
+    if not world.oracle.num_failures:
+        return False
+    if event.part == "transfers":
+        (_, transfer), rank, _ = event.arguments
+        return is_quiet and rank in transfer.sources
+    if not event.part.startswith("worker "):
         return False
     worker = world.workers[int(event.part.split()[1])]
     return is_quiet or not worker.is_alive or (event.what == "order" and worker.is_idle)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,11 +17,14 @@ _SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type)
 _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "_settings", "_liveness_settings"})
 """Fields that all copies share: they are not read, or not changed, while copies are made."""
 _IGNORED = _KEPT | {
-    *("_activity", "_progress", "num_events", "last_step_s", "_heard_s", "_num_heard"),  # counters and clocks
+    *("_activity", "_progress", "num_events", "_first_step_s", "_recoveries_at_last_step"),  # counters and clocks
+    *("_heard_s", "_num_heard"),
     *("_received", "_acknowledged", "_transmitted", "_resend_at_s", "_owes_news", "_owes_answer"),  # of conversations
     *("records", "_record", "_connected"),  # what a report is made from
 }
 """Fields in which two worlds may differ that behave alike from now on."""
+_UNORDERED = frozenset({"given", "inside", "there", "members", "_waiting", "_open", "_finished", "digests"})
+"""Dicts whose order says only who came first, and decides nothing but the order of events that may come in any."""
 
 Copy = Callable[[Any, dict[int, Any]], Any]
 Describe = Callable[[Any, dict[int, int], list[Any]], None]
@@ -30,7 +33,11 @@ Describe = Callable[[Any, dict[int, int], list[Any]], None]
 class Copier:
     """Copies worlds and tells equal ones. What to do with a type is found out once."""
 
-    def __init__(self) -> None:
+    def __init__(self, essence: Mapping[type, Callable[[Any], object]]) -> None:
+        """Takes ``essence``: what stands for an object of a type in a fingerprint, or None for all of it."""
+        self._essence = essence
+        self._shared: set[type] = set()
+        """Types of which it is known that their objects are shared."""
         self._copies: dict[type, Copy] = {}
         self._describes: dict[type, Describe] = {}
 
@@ -55,6 +62,7 @@ class Copier:
 
     def _copy_for(self, value: Any, kind: type) -> Copy:
         if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
+            self._shared.add(kind)
             return lambda value, memo: value
         if issubclass(kind, tuple):
             return self._copy_tuple
@@ -92,6 +100,8 @@ class Copier:
         return known
 
     def _copy_object(self, kind: type, fields: tuple[str, ...]) -> Copy:
+        shared = self._shared
+
         def copy(value: Any, memo: dict[int, Any]) -> Any:
             known = memo.get(id(value))
             if known is not None:
@@ -100,7 +110,8 @@ class Copier:
             memo[id(value)] = made
             for name in getattr(value, "__dict__", fields):
                 part = getattr(value, name)
-                object.__setattr__(made, name, part if name in _KEPT else self._copy(part, memo))
+                is_kept = type(part) in shared or name in _KEPT
+                object.__setattr__(made, name, part if is_kept else self._copy(part, memo))
             return made
 
         return copy
@@ -116,6 +127,7 @@ class Copier:
 
     def _describe_for(self, value: Any, kind: type) -> Describe:
         if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
+            self._shared.add(kind)
             return lambda value, seen, parts: parts.append(value)
         if issubclass(kind, set | frozenset):
             return lambda value, seen, parts: parts.append(tuple(sorted(value)))
@@ -137,16 +149,29 @@ class Copier:
             self._describe(part, seen, parts)
 
     def _describe_object(self, kind: type, fields: tuple[str, ...]) -> Describe:
+        essence = self._essence.get(kind)
+        shared = self._shared
+
         def describe(value: Any, seen: dict[int, int], parts: list[Any]) -> None:
             """The second time that an object is met its number stands for it."""
             if (number := seen.get(id(value))) is not None:
                 parts.append(number)
                 return
+            if essence is not None and (stands_for_it := essence(value)) is not None:
+                parts.append(stands_for_it)
+                return
             seen[id(value)] = len(seen)
             parts.append(kind.__name__)
             for name in getattr(value, "__dict__", fields):
-                if name not in _IGNORED:
-                    self._describe(getattr(value, name), seen, parts)
+                if name in _IGNORED:
+                    continue
+                part = getattr(value, name)
+                if type(part) in shared:
+                    parts.append(part)
+                    continue
+                if name in _UNORDERED:
+                    part = dict(sorted(part.items(), key=lambda entry: repr(entry[0])))
+                self._describe(part, seen, parts)
 
         return describe
 
