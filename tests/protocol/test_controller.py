@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 
 import pytest
@@ -173,6 +174,27 @@ def test_a_controller_that_is_a_little_late_each_time_gives_up_all_the_same() ->
 
 def test_a_controller_that_hears_nobody_gives_nobody_up_for_longer_and_then_does() -> None:
     assert given_up_s(watching("node-0", "node-1")) == pytest.approx(100.0 + ISOLATED_S, abs=LEASE_S * LOOKS)
+
+
+def test_a_deadline_that_has_come_is_not_the_next_one_again() -> None:
+    """Whatever is rounded between the time a node was heard at and the end of its lease: else nobody goes on."""
+    rng = random.Random(105)
+    for _ in range(300):
+        controller = watching("node-0", "node-1")
+        heard_s = rng.uniform(125.0, 128.0)  # and three seconds later another number of bits is left
+        for node in ("node-0", "node-1"):
+            controller.receive(Packet(node, 1, 1, 0, ()), heard_s)
+        expired: list[float] = []
+        while not expired:
+            due_s = controller.next_deadline()
+            assert due_s is not None
+            controller.receive(Packet("node-0", 1, 1, 0, ()), due_s)
+            controller.tick(due_s)
+            following_s = controller.next_deadline()
+            assert following_s is not None
+            assert following_s > due_s, f"heard at {heard_s!r}"
+            expired = [due_s for entry in controller.take_entries() if isinstance(entry.event, LeaseExpired)]
+        assert expired == [pytest.approx(heard_s + LEASE_S)]
 
 
 def test_without_nodes_nothing_is_looked_at() -> None:

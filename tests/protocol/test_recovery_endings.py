@@ -318,6 +318,17 @@ def test_an_exception_on_one_rank_is_recovered_from() -> None:
     job.finish_well()
 
 
+def test_an_exception_on_one_rank_of_a_job_without_replicas_is_gone_back_from() -> None:
+    """The other ranks are stopped with it, for their shards are of no use alone: that is no exception of theirs."""
+    job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=3, shards=str).bring_all(4, Phase.BACKWARD)
+    job.throw(job.holder(0))
+    job.settle()
+    assert job.where == (Stage.TRAINING, 2)
+    assert job.machine.records[-1].num_exceptions == 1
+    assert job.machine.records[-1].resume_step == 3
+    job.finish_well()
+
+
 @pytest.mark.parametrize("rank", [0, None])
 def test_a_fatal_error_ends_the_job_wherever_it_is(rank: int | None) -> None:
     job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)

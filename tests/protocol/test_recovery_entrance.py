@@ -96,10 +96,13 @@ def test_every_report_with_a_generation_is_among_those_tried() -> None:
 def test_a_report_of_another_generation_changes_nothing(report: messages.Report, stage: Stage) -> None:
     job = held_in(stage)
     assert job.machine.stage is stage
-    before = state_of(job.machine)
+    before, trained_to = state_of(job.machine), job.machine.trained_to
     for generation in (job.machine.generation - 1, 1, job.machine.generation + 1):
         (old,) = [other for other in of_generation(generation) if type(other) is type(report)]
         assert job.machine.receive(NODE, old, job.now_s) == []
+        if isinstance(old, StepObserved):
+            assert job.machine.trained_to == old.step + 1, "that it was completed stays true"
+            job.machine.trained_to = trained_to
         assert state_of(job.machine) == before
 
 
@@ -126,7 +129,8 @@ def test_the_same_reports_do_change_something_in_their_own_generation(kind: type
 def test_nothing_is_heard_after_the_end() -> None:
     job = SimulatedJob(world_size=2, num_steps=3).finish()
     before = state_of(job.machine)
-    for report in [*of_generation(1), NodeJoined(NODE, 9, ""), WorkerFenced(0)]:
+    reports = [report for report in of_generation(1) if not isinstance(report, StepObserved)]
+    for report in [*reports, NodeJoined(NODE, 9, ""), WorkerFenced(0)]:
         assert job.machine.receive(NODE, report, job.now_s) == []
     assert job.machine.tick(job.now_s + 1e6) == []
     assert state_of(job.machine) == before

@@ -59,7 +59,7 @@ def draw_plan(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     span_s = 1.5 + 0.45 * layout.num_steps
     faults = []
-    for number in range(max(1, int(rng.choice((0.1, 0.3, 0.5, 1.0, 2.0)) * layout.num_steps))):
+    for number in range(max(1, int(rng.choice((0.1, 0.3, 0.5, 1.0, 1.5)) * layout.num_steps))):
         (kind,) = rng.choices(kinds, weights)
         during = number > 0 and rng.random() < 0.6
         at_s = rng.choice((0.0, 0.005, 0.02, 0.05, 0.1, 0.5)) * rng.random() * 2 if during else rng.uniform(0.3, span_s)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.messages import EndJob
+from keepstep.protocol.messages import AnyMessage, EndJob, Packet, SafePointReached, StepObserved, WorkerLost
+from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 from keepstep.sim.cluster.transfers import INCOMPLETE
 
@@ -23,6 +25,8 @@ LEASE_S = 3.0 - 1e-6
 """What the controller grants. Silence of this length, and only that, is a cause to give a node up."""
 ISOLATED_S = 60.0 - 1e-6
 """Where all others are silent too, the controller is more likely cut off itself, and no node is given up so soon."""
+WRITTEN_S = 0.01
+"""So long after a packet has come the controller has written it down."""
 MAX_IDLE_RECOVERIES = 8
 """So many recoveries without a completed step may end a job."""
 MAX_PACKETS_PER_S = 2_000
@@ -74,10 +78,12 @@ class Oracle:
         self.cohorts: list[Cohort] = []
         self.furthest = 0
         """The greatest step that any process ever began."""
-        self._first_step_s: dict[str, float] = {}
-        """node -> when a process there first completed a step."""
-        self._is_known_to_train = False
-        """Whether the controller has heard of such a node long enough after that to know of the step."""
+        self._evicted: set[tuple[str, int]] = set()
+        """(node, life of its agent), rightly given up."""
+        self._heard_up_to: dict[tuple[str, int], int] = {}
+        """(node, life of its agent) -> how many messages have come to the controller without a gap."""
+        self._told_of_step_s = math.inf
+        """When one of them first told of a completed step."""
         self.num_failures = 0
         """Faults that a process, a node or the controller really suffered."""
         self._trained: Cohort | None = None
@@ -158,8 +164,8 @@ class Oracle:
     def completed(self, worker: SimulatedWorker, step: int) -> None:
         """A process has completed a step."""
         self._check_history(worker, step + 1)
-        self._first_step_s.setdefault(worker.node.name, self._world.schedule.now_s)
-        self._recoveries_at_last_step = self._world.num_recoveries
+        if worker.cohort is self._trained:
+            self._recoveries_at_last_step = self._world.num_recoveries
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
         """A process has received the state of the resume step, or read it."""
@@ -208,21 +214,45 @@ class Oracle:
         """A fault after which the job may end whatever it does."""
         self._excuses.add(fault)
 
-    def heard(self, node: str, *, anew: bool = False) -> None:
-        """A packet of a node has come to the controller, or its lease began anew."""
-        now_s = self._world.schedule.now_s
-        if not anew:
-            if self._is_silent(node):
-                self._first_step_s.pop(node, None)
-            self._is_known_to_train |= now_s - self._first_step_s.get(node, now_s) >= LEASE_S
-            self._note_silence(node)
-            self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
-            if number > MAX_PACKETS_PER_S:
-                raise ViolationError(Check.STUCK, f"{node} has sent {number} packets within a second")
+    def heard(self, packet: Packet) -> None:
+        """A packet has come to the controller."""
+        now_s, node = self._world.schedule.now_s, packet.node
+        if (node, packet.life) in self._evicted:
+            return
+        if not self._is_silent(node):
+            self._listen(packet)
+        self._note_silence(node)
+        self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
+        if number > MAX_PACKETS_PER_S:
+            raise ViolationError(Check.STUCK, f"{node} has sent {number} packets within a second")
         self._heard_s[node] = now_s
 
+    def evicted(self, node: str, life: int) -> None:
+        """An agent is told that its node was given up. If that was right, nothing it says counts from now on."""
+        if node in self._given_up_s:
+            self._evicted.add((node, life))
+            self._heard_s[node] = -math.inf
+
+    def _listen(self, packet: Packet) -> None:
+        """What comes after a gap is not heard yet."""
+        line = packet.node, packet.life
+        known = self._heard_up_to.get(line, packet.first)
+        if packet.first <= known:
+            self._heard_up_to[line] = max(known, packet.first + len(packet.messages))
+            if any(map(_tells_of_step, packet.messages)):
+                self._told_of_step_s = min(self._told_of_step_s, self._world.schedule.now_s)
+
+    def controller_restarted(self) -> None:
+        """All leases begin anew, but those of nodes that may have been given up before."""
+        for node in self._world.nodes:
+            if self._given_up_s.get(node, -1.0) <= self._heard_s.get(node, 0.0):
+                self._heard_s[node] = self._world.schedule.now_s
+
     def controller_crashed(self) -> None:
-        """Until it is back nobody is given up."""
+        """Until it is back nobody is given up. What it has heard and not written down is said again."""
+        self._heard_up_to.clear()
+        if self._world.schedule.now_s - self._told_of_step_s < WRITTEN_S:
+            self._told_of_step_s = math.inf
         for node in self._world.nodes:
             self._note_silence(node)
 
@@ -243,7 +273,6 @@ class Oracle:
     def node_began_new_life(self, node: str) -> None:
         """The agent of a node was lost with its workers."""
         self._given_up_s[node] = self._world.schedule.now_s
-        self._first_step_s.pop(node, None)
 
     # ---- its own idea -----------------------------------------------------------------------------------------------
 
@@ -292,7 +321,7 @@ class Oracle:
                 f"step {self.furthest} was begun, and though every shard survived all resume at {step}",
             )
         newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
-        if newest is None and (step > 0 or not self._is_known_to_train):
+        if newest is None and (step > 0 or self._told_of_step_s == math.inf):
             return  # a checkpoint that was not whole then, or nobody has ever heard of a step
         if newest is None or step < newest:
             raise ViolationError(
@@ -318,3 +347,17 @@ class Oracle:
         if self._trained is None and not has_room:
             return None
         return "it could have gone on"
+
+
+def _tells_of_step(message: AnyMessage) -> bool:
+    """Whether whoever hears this knows that a step was completed."""
+    match message:
+        case StepObserved():
+            return True
+        case SafePointReached():
+            return min(message.reach, default=0) > 0
+        case WorkerLost():
+            tag = message.tag
+            return tag is not None and (tag.step > 0 or (tag.step == 0 and tag.phase is Phase.UPDATED))
+        case _:
+            return False

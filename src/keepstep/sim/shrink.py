@@ -7,22 +7,29 @@ import itertools
 
 from keepstep.sim.run import Case, Outcome, run
 
+MAX_SUBSETS = 1_000
+
 
 def shrink(outcome: Outcome) -> tuple[Case, tuple[int, ...]]:
     """Leaves faults away as long as the same check fails.
 
-    A plan has a handful of faults, so all subsets are tried, small ones first: what is found is the smallest.
+    First one after the other. What is left is a handful, of which all subsets are tried, small ones first.
 
     Returns:
         the case, and the numbers of its faults in the plan of the seed.
     """
-    plan = outcome.case.plan
-    for size in range(len(plan)):
-        for kept in itertools.combinations(range(len(plan)), size):
-            case = with_faults(outcome.case, kept)
-            if run(case).check is outcome.check:
-                return case, kept
-    return outcome.case, tuple(range(len(plan)))
+    kept = tuple(range(len(outcome.case.plan)))
+    for number in reversed(kept):
+        without = tuple(other for other in kept if other != number)
+        if _still_fails(outcome, without):
+            kept = without
+    fewer = (subset for size in range(len(kept)) for subset in itertools.combinations(kept, size))
+    kept = next((subset for subset in itertools.islice(fewer, MAX_SUBSETS) if _still_fails(outcome, subset)), kept)
+    return with_faults(outcome.case, kept), kept
+
+
+def _still_fails(outcome: Outcome, kept: tuple[int, ...]) -> bool:
+    return run(with_faults(outcome.case, kept)).check is outcome.check
 
 
 def with_faults(case: Case, kept: tuple[int, ...]) -> Case:

@@ -65,10 +65,11 @@ class RecoveryMachine(Course):
     # ---- the entrances ----------------------------------------------------------------------------------------------
 
     def receive(self, node: str, message: msg.Report, now_s: float) -> list[Effect]:
-        """One report of a node in, orders out. A report of an older generation is dropped here and nowhere else."""
-        generation = getattr(message, "generation", None)
-        fenced = generation is not None and not isinstance(message, msg.WorkerReady)
-        if self.stage is Stage.ENDED or (fenced and generation != self.generation):
+        """One report of a node in, orders out. Of an older generation only this is heard: that a step was completed."""
+        if isinstance(message, msg.StepObserved):
+            self.trained_to = max(self.trained_to, message.step + 1)
+        generation = None if isinstance(message, msg.WorkerReady) else getattr(message, "generation", None)
+        if self.stage is Stage.ENDED or generation not in (None, self.generation):
             return []
         self._dispatch(node, message, now_s)
         return self._proceed(now_s)
@@ -249,8 +250,8 @@ class RecoveryMachine(Course):
         return self.stage in (Stage.STARTING, Stage.STOPPING, Stage.RECOVERING)
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
-        if worker.rank is not None and (tag := message.tag):
-            self.trained_to = max(self.trained_to, min(resume.reach(tag.step, tag.phase), default=0))
+        if worker.rank is not None and message.tag:
+            self.trained_to = max(self.trained_to, min(resume.reach(message.tag.step, message.tag.phase), default=0))
         if worker.lost or worker.done:
             self.roster.mark_lost(worker, gone=message.gone)
             return
@@ -440,7 +441,6 @@ class RecoveryMachine(Course):
 
     def _step_observed(self, message: msg.StepObserved) -> None:
         self._without_progress = 0
-        self.trained_to = max(self.trained_to, message.step + 1)
         self._record.observe_step(message.at_s, message.step_s)
         if self.stage is Stage.TRAINING:
             self._processes.top_up_spares("a spare took a rank: another is started")

@@ -94,7 +94,6 @@ class SimulatedController:
             return
         self.is_up = True
         now_s = self.world.schedule.now_s
-        for node in self.world.nodes:
-            self.world.oracle.heard(node, anew=True)
+        self.world.oracle.controller_restarted()
         self.machine = ControllerMachine.from_journal(self.world.layout.settings, self.journal, now_s)
         self._proceed()

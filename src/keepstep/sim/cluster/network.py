@@ -31,6 +31,8 @@ class Network:
     def send(self, source: str, destination: str, packet: Packet | NodeEvicted) -> None:
         """Transmits one packet, which may be lost, doubled or late."""
         layout = self._layout
+        if isinstance(packet, NodeEvicted):
+            self._world.oracle.evicted(packet.node, packet.life)
         if self.is_cut(source, destination) or self._happens(max(layout.loss, self.extra_loss)):
             return
         copies = 2 if self._happens(layout.duplication) else 1
@@ -48,8 +50,8 @@ class Network:
     def arrive(self, source: str, destination: str, packet: Packet | NodeEvicted, connection: int) -> None:
         """A packet comes out at the other end, if there still is a way."""
         if connection == self._connection.get(packet.node, 0) and not self.is_cut(source, destination):
-            if destination == CONTROLLER and self._world.controller.is_up:
-                self._world.oracle.heard(source)
+            if destination == CONTROLLER and self._world.controller.is_up and isinstance(packet, Packet):
+                self._world.oracle.heard(packet)
             self._world.happen(Event(destination, "hear", (packet,)))
 
     def break_connection(self, node: str) -> None:
