@@ -4,7 +4,7 @@ A mutant is looked for from seed 0 on, in the same seeds that `test_seeds` runs 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,11 +18,14 @@ from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine
+from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.roster import Roster, Worker
 from keepstep.protocol.resume import Action
-from keepstep.protocol.worker import Load, Move, WorkerMachine
+from keepstep.protocol.worker import Load, Move, Update, Urgency, WorkerMachine
+from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NodeLayout
+from keepstep.sim.faults import Fault
 from keepstep.sim.oracle import Check
-from keepstep.sim.run import case_of, run
+from keepstep.sim.run import Case, case_of, run
 
 MAX_SEEDS = 20_000
 
@@ -70,6 +73,35 @@ def a_restarted_controller_forgets_what_it_has_heard(patch: pytest.MonkeyPatch) 
     patch.setattr(Conversation, "resume_at", lambda self, received: None)
 
 
+def reports_of_old_generations_are_heard(patch: pytest.MonkeyPatch) -> None:
+    def receive(self: RecoveryMachine, node: str, message: msg.Report, now_s: float) -> Any:
+        if self.stage is Stage.ENDED:
+            return []
+        self._dispatch(node, message, now_s)
+        return self._proceed(now_s)
+
+    patch.setattr(RecoveryMachine, "receive", receive)
+
+
+def a_recover_is_carried_out_once_more(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine._standing
+
+    def standing(self: WorkerMachine) -> Move:
+        if self._stop_generation > self._reported or self._order is None:
+            return right(self)
+        return self._carry_out(self._order)
+
+    def stand(self: WorkerMachine, after: int) -> Move:
+        order = self._order
+        move = right_stand(self, after)
+        self._order = order
+        return move
+
+    right_stand = WorkerMachine._stand
+    patch.setattr(WorkerMachine, "_standing", standing)
+    patch.setattr(WorkerMachine, "_stand", stand)
+
+
 # ---- The resume rule ------------------------------------------------------------------------------------------------
 
 
@@ -80,6 +112,29 @@ def reach_by(patch: pytest.MonkeyPatch, phase: Phase, wrong: Callable[[int], set
 
 def a_rank_that_has_completed_a_step_can_go_back(patch: pytest.MonkeyPatch) -> None:
     reach_by(patch, Phase.UPDATED, lambda step: {step})
+
+
+def a_synced_rank_takes_the_barrier_for_passed(patch: pytest.MonkeyPatch) -> None:
+    reach_by(patch, Phase.SYNCED, lambda step: {step + 1})
+
+
+def a_synced_rank_cannot_advance(patch: pytest.MonkeyPatch) -> None:
+    reach_by(patch, Phase.SYNCED, lambda step: {step})
+
+
+def the_common_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
+    def common_step(reaches: Iterable[frozenset[int]]) -> int | None:
+        live = list(reaches)
+        return min(frozenset.intersection(*live), default=None) if live else None
+
+    patch.setattr(resume, "common_step", common_step)
+
+
+def the_resume_step_is_the_greatest_of_any_shard(patch: pytest.MonkeyPatch) -> None:
+    def resume_step(shards: Mapping[str, Iterable[frozenset[int]]]) -> int | None:
+        return max((step for holders in shards.values() for reach in holders for step in reach), default=None)
+
+    patch.setattr(resume, "resume_step", resume_step)
 
 
 def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
@@ -172,11 +227,42 @@ def a_shard_is_restored_from_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "decide", decide)
 
 
+def a_barrier_that_was_cut_off_was_passed(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine._stand
+
+    def stand(self: WorkerMachine, after: int) -> Move:
+        return Update() if self.steps.phase is Phase.SYNCED else right(self, after)
+
+    patch.setattr(WorkerMachine, "_stand", stand)
+
+
+def a_rank_does_not_break_its_groups(patch: pytest.MonkeyPatch) -> None:
+    def stop(self: WorkerMachine, order: msg.Stop) -> Urgency:
+        self._stop_generation = order.generation
+        return Urgency.NONE
+
+    patch.setattr(WorkerMachine, "_stop", stop)
+
+
+def a_recovered_rank_does_not_wait_for_the_others(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine.loaded
+
+    def loaded(self: WorkerMachine, received_bytes: int) -> None:
+        right(self, received_bytes)
+        self._resumed = self.generation
+
+    patch.setattr(WorkerMachine, "loaded", loaded)
+
+
 # ---- One holder of each rank ----------------------------------------------------------------------------------------
 
 
 def a_fence_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "unfenced", lambda _: ())
+
+
+def a_lost_rank_is_not_fenced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Orders, "fence", lambda self, worker, reason: None)
 
 
 def an_agent_says_that_it_has_fenced_and_has_not(patch: pytest.MonkeyPatch) -> None:
@@ -227,6 +313,14 @@ def no_deadline_ever_comes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecoveryMachine, "next_deadline", lambda self: None)
 
 
+def a_survivor_that_does_not_stop_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecoveryMachine, "_give_up", lambda self, overdue, now_s: None)
+
+
+def an_agent_that_was_held_up_blames_its_workers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LivenessMachine, "_forgive_blindness", lambda self, now_s: None)
+
+
 def no_lease_ever_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControllerMachine, "_look_at_leases", lambda self, *_: setattr(self, "_look_at_leases_s", None))
 
@@ -257,12 +351,31 @@ def the_job_ends_when_one_rank_is_through(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecoveryMachine, "_answered", answered)
 
 
+def a_job_that_has_trained_is_taken_for_new(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        RecoveryMachine, "_has_trained", property(lambda self: False, lambda self, value: None), raising=False
+    )
+
+
 MUTANTS: dict[Plant, Check] = {
+    reports_of_old_generations_are_heard: Check.RECOMPUTED,
+    a_recover_is_carried_out_once_more: Check.RAISED,
+    a_synced_rank_takes_the_barrier_for_passed: Check.HEALTHY_FENCED,
+    a_synced_rank_cannot_advance: Check.RECOMPUTED,
+    the_common_step_is_the_least: Check.OLD_COMMIT,
+    the_resume_step_is_the_greatest_of_any_shard: Check.ENDED,
+    a_barrier_that_was_cut_off_was_passed: Check.HEALTHY_FENCED,
+    a_rank_does_not_break_its_groups: Check.HEALTHY_FENCED,
+    a_recovered_rank_does_not_wait_for_the_others: Check.ENDED,
+    a_lost_rank_is_not_fenced: Check.ENDED,
+    a_survivor_that_does_not_stop_is_waited_for: Check.STUCK,
+    an_agent_that_was_held_up_blames_its_workers: Check.HEALTHY_FENCED,
+    a_job_that_has_trained_is_taken_for_new: Check.ENDED,
     a_packet_that_came_twice_is_new: Check.RAISED,
-    what_is_lost_is_not_sent_again: Check.STUCK,
-    the_last_entry_of_the_journal_is_lost: Check.STUCK,
+    what_is_lost_is_not_sent_again: Check.ENDED,
+    the_last_entry_of_the_journal_is_lost: Check.HEALTHY_FENCED,
     a_restarted_controller_forgets_what_it_has_heard: Check.STUCK,
-    a_rank_that_has_completed_a_step_can_go_back: Check.WRONG_SOURCE,
+    a_rank_that_has_completed_a_step_can_go_back: Check.RAISED,
     the_resume_step_is_one_too_great: Check.RAISED,
     a_half_restored_copy_is_whole: Check.WRONG_SOURCE,
     checkpoints_are_ignored: Check.ENDED,
@@ -279,26 +392,45 @@ MUTANTS: dict[Plant, Check] = {
     a_lost_node_keeps_its_spares: Check.RAISED,
     a_nested_failure_keeps_the_generation: Check.HEALTHY_FENCED,
     no_deadline_ever_comes: Check.STUCK,
-    no_lease_ever_ends: Check.STUCK,
-    a_controller_that_is_cut_off_gives_everybody_up: Check.ENDED,
+    no_lease_ever_ends: Check.ENDED,
+    a_controller_that_is_cut_off_gives_everybody_up: Check.HEALTHY_FENCED,
     who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
     nobody_is_ever_hung: Check.STUCK,
     the_job_ends_when_one_rank_is_through: Check.ENDED,
 }
 
 
+def a_node_is_cut_off_in_the_barrier(seed: int) -> Case:
+    """The ranks of the other nodes wait for it until its lease is over. Then it is back, and still in the barrier."""
+    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
+    durations = Durations(collective_s=0.05)
+    layout = Layout(nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=12)
+    return Case(seed, layout, (Fault("cut off", 2.0, None, Phase.SYNCED, seed % 4, 8.0),))
+
+
+CASES: dict[Plant, Callable[[int], Case]] = {the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier}
+"""Where among all seeds too few have what it takes: seeds of a cluster and a fault that have."""
+
+
 @pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
 def test_a_mutant_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """From seed 0 on, the first seed that fails must fail by the check that the mutant is for."""
     plant(monkeypatch)
-    failed = (outcome for seed in range(MAX_SEEDS) if (outcome := run(case_of(seed))).check is not None)
+    case = CASES.get(plant, case_of)
+    failed = (outcome for seed in range(MAX_SEEDS) if (outcome := run(case(seed))).check is not None)
     caught = next(failed, None)
     assert caught is not None, f"{MAX_SEEDS} seeds, and nobody noticed"
     print(f"seed {caught.case.seed}: {caught.check}: {caught.detail}")
     assert caught.check is MUTANTS[plant]
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.__name__)
+def test_a_case_of_its_own_passes_without_a_mutant(case: Callable[[int], Case]) -> None:
+    for seed in range(100):
+        outcome = run(case(seed))
+        assert outcome.check is None, f"seed {seed}: {outcome.detail}"
+
+
 def test_every_check_has_fired() -> None:
-    # Nothing planted so far lets a process of an old generation commit what a newer one has resumed without.
-    unproven = {Check.OLD_COMMIT}
-    assert set(Check) - set(MUTANTS.values()) <= unproven
+    assert set(Check) == set(MUTANTS.values())
