@@ -4,11 +4,13 @@ import pytest
 from tests.protocol.simulated_job import SimulatedJob
 
 from keepstep.protocol.messages import (
+    Cause,
     FenceWorker,
     StateRecovered,
     StateRescued,
     WorkerDone,
     WorkerFenced,
+    WorkerLost,
     WorkerReady,
 )
 from keepstep.protocol.phases import Phase
@@ -238,6 +240,23 @@ def test_a_fence_that_is_never_confirmed_does_not_hang_the_job(survivor_answers:
     exit_code, reason = ended(job)
     assert exit_code == 76
     assert "replacement" not in reason
+
+
+def test_a_fence_that_is_ordered_late_has_a_time_of_its_own() -> None:
+    """A rank is found hung just before those that are stopped must all have answered."""
+    job = with_deadlines(world_size=3, num_spares=3).bring_all(3, Phase.BACKWARD)
+    hung = job.holder(2)
+    job.hang(hung, seen=False)
+    job.kill(job.holder(1))
+    job.settle()
+    due_s = job.machine.next_deadline()
+    assert due_s is not None
+    job.now_s = due_s - 0.1
+    job.withhold(hung, WorkerFenced)
+    job.say(WorkerLost(hung.number, Cause.HANG, "no progress", False, None, job.now_s))
+    assert job.machine.next_deadline() == pytest.approx(job.now_s + DEADLINES["end_deadline_s"])
+    job.release()
+    job.finish_well()
 
 
 def test_training_waits_for_nothing() -> None:

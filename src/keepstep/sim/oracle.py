@@ -80,6 +80,8 @@ class Oracle:
         """The greatest step that any process ever began."""
         self._evicted: set[tuple[str, int]] = set()
         """(node, life of its agent), rightly given up."""
+        self._was_silent: set[tuple[str, int]] = set()
+        """The same, that might have been given up: what they say may count or not."""
         self._heard_up_to: dict[tuple[str, int], int] = {}
         """(node, life of its agent) -> how many messages have come to the controller without a gap."""
         self._told_of_step_s = math.inf
@@ -219,7 +221,9 @@ class Oracle:
         now_s, node = self._world.schedule.now_s, packet.node
         if (node, packet.life) in self._evicted:
             return
-        if not self._is_silent(node):
+        if self._is_silent(node):
+            self._was_silent.add((node, packet.life))
+        if (node, packet.life) not in self._was_silent:
             self._listen(packet)
         self._note_silence(node)
         self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1

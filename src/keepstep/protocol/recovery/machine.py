@@ -316,6 +316,7 @@ class RecoveryMachine(Course):
             self._orders.to_all(msg.Stop(self.generation, detail, synced_step), detail)
         for failure in failures:
             self._record.add_failure(failure, cause, detail)
+            self.deadline_s = max(self.deadline_s or 0.0, now_s + self.settings.end_deadline_s)  # its fence takes time
 
     # ---- progress: each stage waits for all of something ------------------------------------------------------------
 
@@ -489,7 +490,6 @@ class RecoveryMachine(Course):
 
     def _give_up(self, overdue: list[Worker], now_s: float) -> None:
         """A survivor that does not answer in time is itself treated as failed."""
-        self.deadline_s = now_s + self.settings.end_deadline_s
         if self.roster.unfenced() and not overdue:
             stuck = [worker.pid for worker in self.roster.unfenced()]
             self._ending.rescue(f"processes {stuck} cannot be killed, so their ranks cannot be given away", now_s)
