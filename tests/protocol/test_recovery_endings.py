@@ -590,6 +590,19 @@ def test_progress_sets_the_count_of_failures_back() -> None:
     job.finish_well()
 
 
+def test_progress_that_is_told_after_the_next_failure_counts_too() -> None:
+    job = SimulatedJob(world_size=2, num_spares=1, max_recoveries_without_progress=1).settle()
+    for step in range(5):
+        job.withhold(NODE, StepObserved)
+        job.bring_all(step, Phase.UPDATED)
+        job.throw(job.holder(1))
+        while job.machine.stage is Stage.TRAINING:
+            next(job.moves(training=False))[1]()
+        job.release()
+        assert job.settle().machine.stage is Stage.TRAINING
+    job.finish_well()
+
+
 # ---- Once ------------------------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,8 @@ class RecoveryMachine(Course):
         """The nodes with ranks of which not all are known to wait in a collective past its deadline."""
         self._resume_at = 0
         self._checkpointing = False
-        self._without_progress = 0
+        self._progressed_in = self.generation
+        """The newest generation in which a step was completed."""
         self._record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
         """What happens in this generation. That of the first is in no list: nothing is recovered from there."""
         self._orders = Orders()
@@ -68,6 +69,7 @@ class RecoveryMachine(Course):
         """One report of a node in, orders out. Of an older generation only this is heard: that a step was completed."""
         if isinstance(message, msg.StepObserved):
             self.trained_to = max(self.trained_to, message.step + 1)
+            self._progressed_in = max(self._progressed_in, message.generation)
         generation = None if isinstance(message, msg.WorkerReady) else getattr(message, "generation", None)
         if self.stage is Stage.ENDED or generation not in (None, self.generation):
             return []
@@ -305,7 +307,6 @@ class RecoveryMachine(Course):
         if self.stage is not Stage.STOPPING:
             self._record.superseded = self.stage is Stage.RECOVERING
             self.generation += 1
-            self._without_progress += 1
             self._record = RecoveryRecord(self.generation, cause, detail, now_s)
             self.records.append(self._record)
             self._connected.clear()
@@ -346,9 +347,8 @@ class RecoveryMachine(Course):
     def _stopped(self, now_s: float) -> None:
         record = self._record
         record.stopped_s = record.stopped_s or now_s
-        if self._without_progress > self.settings.max_recoveries_without_progress:
-            in_a_row = f"{self._without_progress} failures in a row without a completed step"
-            self._ending.rescue(f"{in_a_row}: {record.detail}", now_s)
+        if (idle := self.generation - self._progressed_in) > self.settings.max_recoveries_without_progress:
+            self._ending.rescue(f"{idle} failures in a row without a completed step: {record.detail}", now_s)
         elif ended_early := ending.ended_early(self.roster):
             self._ending.end(ended_early)
         elif record.num_exceptions == self.settings.world_size:
@@ -441,7 +441,6 @@ class RecoveryMachine(Course):
         self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self._resume_at}")
 
     def _step_observed(self, message: msg.StepObserved) -> None:
-        self._without_progress = 0
         self._record.observe_step(message.at_s, message.step_s)
         if self.stage is Stage.TRAINING:
             self._processes.top_up_spares("a spare took a rank: another is started")
