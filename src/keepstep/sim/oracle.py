@@ -66,6 +66,8 @@ class Cohort:
     """rank -> its process."""
     began: set[int] = dataclasses.field(default_factory=set)
     """Processes that have begun a step in it."""
+    completed: dict[int, int] = dataclasses.field(default_factory=dict)
+    """step -> how many have completed it in this cohort."""
     resumed_at: int | None = None
     """The first step that was begun in it."""
 
@@ -166,7 +168,10 @@ class Oracle:
     def completed(self, worker: SimulatedWorker, step: int) -> None:
         """A process has completed a step."""
         self._check_history(worker, step + 1)
-        if worker.cohort is self._trained:
+        cohort = worker.cohort
+        assert cohort is not None
+        cohort.completed[step] = 1 + cohort.completed.get(step, 0)
+        if cohort is self._trained and cohort.completed[step] == len(cohort.members):
             self._recoveries_at_last_step = self._world.num_recoveries
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
