@@ -17,15 +17,8 @@ _SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type)
 _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "_settings", "_liveness_settings"})
 """Fields that all copies share: they are not read, or not changed, while copies are made."""
 _IGNORED = _KEPT | {
-    *(
-        "_activity",
-        "_progress",
-        "num_events",
-        "_told_of_step_s",
-        "_heard_up_to",
-        "_recoveries_at_last_step",
-    ),  # counters and clocks
-    *("_heard_s", "_num_heard"),
+    *("_activity", "_progress", "num_events", "_recoveries_at_last_step"),  # counters
+    *("_heard_s", "_num_heard", "_heard_up_to", "_told_of_step_s", "_was_silent", "completed"),  # what excuses rest on
     *("_received", "_acknowledged", "_transmitted", "_resend_at_s", "_owes_news", "_owes_answer"),  # of conversations
     *("records", "_record", "_connected"),  # what a report is made from
 }
