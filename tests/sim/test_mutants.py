@@ -4,7 +4,7 @@ A mutant is looked for from seed 0 on, in the same seeds that `test_seeds` runs 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -128,13 +128,6 @@ def the_common_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
         return min(frozenset.intersection(*live), default=None) if live else None
 
     patch.setattr(resume, "common_step", common_step)
-
-
-def the_resume_step_is_the_greatest_of_any_shard(patch: pytest.MonkeyPatch) -> None:
-    def resume_step(shards: Mapping[str, Iterable[frozenset[int]]]) -> int | None:
-        return max((step for holders in shards.values() for reach in holders for step in reach), default=None)
-
-    patch.setattr(resume, "resume_step", resume_step)
 
 
 def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
@@ -363,7 +356,6 @@ MUTANTS: dict[Plant, Check] = {
     a_synced_rank_takes_the_barrier_for_passed: Check.HEALTHY_FENCED,
     a_synced_rank_cannot_advance: Check.RECOMPUTED,
     the_common_step_is_the_least: Check.OLD_COMMIT,
-    the_resume_step_is_the_greatest_of_any_shard: Check.ENDED,
     a_barrier_that_was_cut_off_was_passed: Check.HEALTHY_FENCED,
     a_rank_does_not_break_its_groups: Check.HEALTHY_FENCED,
     a_recovered_rank_does_not_wait_for_the_others: Check.ENDED,
