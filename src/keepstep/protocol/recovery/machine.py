@@ -67,7 +67,7 @@ class RecoveryMachine(Course):
 
     def receive(self, node: str, message: msg.Report, now_s: float) -> list[Effect]:
         """One report of a node in, orders out. Of an older generation only this is heard: that a step was completed."""
-        if isinstance(message, msg.StepObserved):
+        if isinstance(message, msg.StepObserved) and self.stage is not Stage.ENDED:
             self.trained_to = max(self.trained_to, message.step + 1)
             self._progressed_in = max(self._progressed_in, message.generation)
         generation = None if isinstance(message, msg.WorkerReady) else getattr(message, "generation", None)
