@@ -228,9 +228,9 @@ class Oracle:
             return
         if self._is_silent(node):
             self._was_silent.add((node, packet.life))
+            self._given_up_s[node] = now_s
         if (node, packet.life) not in self._was_silent:
             self._listen(packet)
-        self._note_silence(node)
         self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
         if number > MAX_PACKETS_PER_S:
             raise ViolationError(Check.STUCK, f"{node} has sent {number} packets within a second")
@@ -263,11 +263,8 @@ class Oracle:
         if self._world.schedule.now_s - self._told_of_step_s < WRITTEN_S:
             self._told_of_step_s = math.inf
         for node in self._world.nodes:
-            self._note_silence(node)
-
-    def _note_silence(self, node: str) -> None:
-        if self._is_silent(node):
-            self._given_up_s[node] = self._world.schedule.now_s
+            if self._is_silent(node):
+                self._given_up_s[node] = self._world.schedule.now_s
 
     @property
     def finished_ranks(self) -> set[int]:
