@@ -80,7 +80,6 @@ class Injector:
         self._armed: list[Fault] = []
         self._raised: set[int | None] = set()
         """Ranks on which the script has raised an error."""
-        world.watch = self._watch
         for fault in plan:
             event = Event("injector", "strike" if fault.phase is None else "arm", (fault,))
             if fault.recovery is None:
@@ -91,6 +90,7 @@ class Injector:
     def arm(self, fault: Fault) -> None:
         """From now on a fault waits for its phase."""
         self._armed.append(fault)
+        self._world.watch = self._watch
 
     def _watch(self, worker: SimulatedWorker) -> None:
         """A worker shows a new tag."""

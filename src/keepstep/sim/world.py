@@ -40,7 +40,7 @@ class World:
         """Every process there ever was."""
         self.ended: EndJob | None = None
         self.watch: Callable[[SimulatedWorker], None] | None = None
-        """Told of each new tag of a worker; a scenario watches."""
+        """Told of each new tag of a worker: a scenario watches, and a plan once a fault waits for its phase."""
         self.num_recoveries = 0
         self.waiting_for_recovery: list[tuple[int, float, Event]] = []
         """(number of the recovery, seconds after its beginning, what happens then)."""
