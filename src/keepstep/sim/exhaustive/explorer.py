@@ -187,8 +187,7 @@ class Explorer:
                 path = [self._perform(copy, kind, number)]
                 while not self._is_over(copy) and len(moves := self._moves(copy)) == 1:
                     path.append(self._perform(copy, *moves[0]))
-                    if copy.schedule.now_s - world.schedule.now_s > PATIENCE_S or len(path) > PATIENCE:
-                        self._is_stuck()
+                    self._check_patience(copy, world.schedule.now_s, len(path))
                 answers = tape.next()
                 yield copy, tuple(path)
 
@@ -249,10 +248,11 @@ class Explorer:
         except KeepstepError as error:
             self.found.violation = f"{Check.RAISED}: {error}"
 
-    def _is_stuck(self) -> None:
-        self.found.violation = str(
-            ViolationError(Check.STUCK, "one thing follows from the other, and nothing comes of it")
-        )
+    def _check_patience(self, world: World, since_s: float, num_events: int) -> None:
+        """What goes on and on since a time, and comes to no choice and no end, is a violation."""
+        if world.schedule.now_s - since_s > PATIENCE_S or num_events > PATIENCE:
+            stuck = ViolationError(Check.STUCK, "one thing follows from the other, and nothing comes of it")
+            self.found.violation = str(stuck)
 
     @staticmethod
     def _victims(world: World) -> list[int]:
@@ -265,13 +265,12 @@ class Explorer:
     def _run_in_order(self, world: World, until: Callable[[], bool]) -> None:
         world.rng = Tape(())  # type: ignore[assignment]  # it is asked the same questions
         untimed = _untimed(world)
-        patient_until_s, num_events = untimed.now_s + PATIENCE_S, 0
+        since_s, num_events = untimed.now_s, 0
         while not until():
             event = untimed.take(0) if untimed.pending else untimed.next_deadline()
             self._happen(world, event)
             num_events += 1
-            if untimed.now_s > patient_until_s or num_events > PATIENCE:
-                self._is_stuck()
+            self._check_patience(world, since_s, num_events)
 
     def _finish(self, world: World) -> None:
         """The rest has no choices of interest: the job must come to a good end."""

@@ -51,6 +51,12 @@ class Copier:
         self._describe(world, {}, parts)
         return hash(tuple(parts))
 
+    def _is_shared(self, value: Any, kind: type) -> bool:
+        """Whether objects of a type cannot change; if so that is remembered."""
+        if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
+            self._shared.add(kind)
+        return kind in self._shared
+
     # ---- copies -----------------------------------------------------------------------------------------------------
 
     def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
@@ -61,8 +67,7 @@ class Copier:
         return copy(value, memo)
 
     def _copy_for(self, value: Any, kind: type) -> Copy:
-        if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
-            self._shared.add(kind)
+        if self._is_shared(value, kind):
             return lambda value, memo: value
         if issubclass(kind, tuple):
             return self._copy_tuple
@@ -126,8 +131,7 @@ class Copier:
         describe(value, seen, parts)
 
     def _describe_for(self, value: Any, kind: type) -> Describe:
-        if issubclass(kind, _SHARED_KINDS) or _is_frozen(value):
-            self._shared.add(kind)
+        if self._is_shared(value, kind):
             return lambda value, seen, parts: parts.append(value)
         if issubclass(kind, set | frozenset):
             return lambda value, seen, parts: parts.append(tuple(sorted(value)))
