@@ -2,6 +2,7 @@
 
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_worker import SimulatedWorker
 
 from keepstep.protocol.messages import (
     Cause,
@@ -75,12 +76,17 @@ def test_a_start_up_of_a_job_that_has_trained_is_tried_again_after_its_deadline(
     assert job.machine.records[-1].resume_step == 6
 
 
-def test_a_survivor_that_reaches_no_safe_point_in_time_is_lost_too() -> None:
-    job = with_deadlines(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)
-    silent = job.holder(2)
-    job.hang(silent, seen=False)
+def one_killed_and_one_hung(num_spares: int) -> tuple[SimulatedJob, SimulatedWorker]:
+    """Rank 1 of three is killed, and rank 2, which is returned, hangs unseen: it alone has not stopped."""
+    job = with_deadlines(world_size=3, num_spares=num_spares).bring_all(3, Phase.BACKWARD)
+    hung = job.holder(2)
+    job.hang(hung, seen=False)
     job.kill(job.holder(1))
-    job.settle()
+    return job.settle(), hung
+
+
+def test_a_survivor_that_reaches_no_safe_point_in_time_is_lost_too() -> None:
+    job, silent = one_killed_and_one_hung(num_spares=2)
     assert_due_in(job, DEADLINES["stop_deadline_s"])
     job.settle()
     assert job.where == (Stage.TRAINING, 2)
@@ -244,11 +250,7 @@ def test_a_fence_that_is_never_confirmed_does_not_hang_the_job(survivor_answers:
 
 def test_a_fence_that_is_ordered_late_has_a_time_of_its_own() -> None:
     """A rank is found hung just before those that are stopped must all have answered."""
-    job = with_deadlines(world_size=3, num_spares=3).bring_all(3, Phase.BACKWARD)
-    hung = job.holder(2)
-    job.hang(hung, seen=False)
-    job.kill(job.holder(1))
-    job.settle()
+    job, hung = one_killed_and_one_hung(num_spares=3)
     due_s = job.machine.next_deadline()
     assert due_s is not None
     job.now_s = due_s - 0.1

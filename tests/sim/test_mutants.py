@@ -84,11 +84,11 @@ def reports_of_old_generations_are_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_recover_is_carried_out_once_more(patch: pytest.MonkeyPatch) -> None:
-    right = WorkerMachine._standing
+    right_standing, right_stand = WorkerMachine._standing, WorkerMachine._stand
 
     def standing(self: WorkerMachine) -> Move:
         if self._stop_generation > self._reported or self._order is None:
-            return right(self)
+            return right_standing(self)
         return self._carry_out(self._order)
 
     def stand(self: WorkerMachine, after: int) -> Move:
@@ -97,7 +97,6 @@ def a_recover_is_carried_out_once_more(patch: pytest.MonkeyPatch) -> None:
         self._order = order
         return move
 
-    right_stand = WorkerMachine._stand
     patch.setattr(WorkerMachine, "_standing", standing)
     patch.setattr(WorkerMachine, "_stand", stand)
 
