@@ -4,12 +4,20 @@
 
     KeepstepError
     ├── ConfigurationError      you asked for something that cannot be done
-    │   └── StateMismatch       a rank's model has other names, shapes or dtypes than its replicas
+    │   ├── StateMismatch       a rank's model has other names, shapes or dtypes than its replicas
+    │   └── BufferUnavailable   there is not enough shared memory for the buffers of a transfer
     ├── UsageError              a call came at a moment where it has no meaning
+    │   └── WeightsNotReady     a consumer has no whole version of the weights to use
+    │       └── WeightsTorn     ... because an update broke off half-way
     ├── PeerLost                the world broke: another rank, the agent or the controller is gone
+    │   ├── PublisherLost       ... a process that publishes weights, named
+    │   └── SubscriberLost      ... a process that consumes them, named
+    ├── LoadError               a consumer's own code raised while it loaded new weights
     ├── ProtocolError           a message broke the rules
     │   ├── LocalProtocolError  ... and we were about to send it (a bug of ours)
     │   └── RemoteProtocolError ... and somebody sent it to us
+    │       ├── ChecksumMismatch    ... with other bytes than were sent
+    │       └── StaleGeneration     ... and its generation is over
     ├── NothingToRecoverFrom    no live rank, snapshot or checkpoint holds some shard
     └── InternalError           an invariant of keepstep does not hold: our bug, please report it
 
@@ -29,12 +37,36 @@ class StateMismatch(ConfigurationError):
     """This rank's protected state has other names, shapes or dtypes than the replica it should equal."""
 
 
+class BufferUnavailable(ConfigurationError):
+    """The buffers of a transfer do not fit into memory; the message says how much was asked for."""
+
+
 class UsageError(KeepstepError):
     """A call came at the wrong moment, such as ``optimizer.step()`` outside a step."""
 
 
+class WeightsNotReady(UsageError):
+    """A consumer's weights are not a whole version at the moment: none has come, or one is just being written."""
+
+
+class WeightsTorn(WeightsNotReady):
+    """A consumer's weights are half of one version and half of another, until the next whole one has come."""
+
+
 class PeerLost(KeepstepError):
     """The other side of a connection is gone, or did not answer within its deadline."""
+
+
+class PublisherLost(PeerLost):
+    """A process that publishes weights died or stopped moving, so the update does not count."""
+
+
+class SubscriberLost(PeerLost):
+    """A consumer died or stopped moving, so it was left out of the update."""
+
+
+class LoadError(KeepstepError):
+    """A consumer's ``load`` raised, so it was left out of the update."""
 
 
 class ProtocolError(KeepstepError):
@@ -47,6 +79,14 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The other process broke the protocol."""
+
+
+class ChecksumMismatch(RemoteProtocolError):
+    """Bytes arrived that are not those that were sent."""
+
+
+class StaleGeneration(RemoteProtocolError):
+    """A publisher speaks for a generation that is over."""
 
 
 class NothingToRecoverFrom(KeepstepError):

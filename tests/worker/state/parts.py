@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from keepstep.worker.state.bytes_of import byte_view
+from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.protected import ProtectedState
 

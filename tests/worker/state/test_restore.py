@@ -357,7 +357,7 @@ def damage_reads(number: int) -> None:
     def read_and_damage(offer: Any, bucket: Any, views: Any) -> None:
         read_bucket(offer, bucket, views)
         if bucket.index == number:
-            views[bucket.pieces[-1].tensor][bucket.pieces[-1].tensor_offset] ^= 1
+            neighbour.run_of(views, bucket.pieces[-1])[0] ^= 1
 
     neighbour.read_bucket = read_and_damage
 

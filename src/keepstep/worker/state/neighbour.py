@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from keepstep.protocol.transfer import Bucket
+from keepstep.protocol.transfer.plan import Bucket, Piece
 
 _PR_SET_PTRACER = 0x59616D61
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,6 +77,12 @@ def can_read(offer: Offer, views: Sequence[torch.Tensor]) -> bool:
     return _read(offer.place.pid, [(byte.data_ptr(), offer.addresses[present], 1)]) == 1
 
 
+def run_of(views: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
+    """The memory of a piece of a bucket, where tensors travel as runs of bytes."""
+    (first,) = piece.box.start
+    return views[piece.tensor][first : first + piece.num_bytes]
+
+
 def read_bucket(offer: Offer, bucket: Bucket, views: Sequence[torch.Tensor]) -> None:
     """Copies one bucket from the source's tensors into this rank's.
 
@@ -84,8 +90,7 @@ def read_bucket(offer: Offer, bucket: Bucket, views: Sequence[torch.Tensor]) -> 
         RuntimeError: the source is gone, or less came than was asked for.
     """
     runs = [
-        (views[p.tensor].data_ptr() + p.tensor_offset, offer.addresses[p.tensor] + p.tensor_offset, p.num_bytes)
-        for p in bucket.pieces
+        (run_of(views, p).data_ptr(), offer.addresses[p.tensor] + p.box.start[0], p.num_bytes) for p in bucket.pieces
     ]
     limit = os.sysconf("SC_IOV_MAX")
     for start in range(0, len(runs), limit):

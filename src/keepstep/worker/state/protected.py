@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from keepstep.errors import ConfigurationError, StateMismatch
+from keepstep.weights.memory.bytes_of import digest_of, is_dense
 from keepstep.worker.state import tree
-from keepstep.worker.state.bytes_of import digest_of, is_dense
 
 Named = list[tuple[str, torch.Tensor]]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepstep.errors import ConfigurationError
-from keepstep.worker.state.bytes_of import byte_view, digest_of, is_dense
+from keepstep.weights.memory.bytes_of import byte_view, digest_of, is_dense
 
 DTYPES = [
     torch.float32,

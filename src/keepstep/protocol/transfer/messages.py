@@ -1,0 +1,218 @@
+"""What is said on the lines of a transfer, and how it is encoded.
+
+Three roles talk. A *device* is a process that holds weights, one per rank; it is a source of what it holds and passes
+on what comes to it. The *coordinator* is one of them, rank 0, and decides whether an update counts. A *subscriber* is
+a consumer, attached to one device. As everywhere, reports are named in the past tense and nothing received can run
+code. Bytes of tensors never travel in messages.
+
+Each update has a number, unique on its line and ascending; a message of an earlier one is dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
+
+MAX_BODY_BYTES = 256 << 20
+"""A layout takes about 150 bytes for each tensor and each part of one; what claims more is refused unread."""
+
+
+class Fault(enum.StrEnum):
+    """Of what kind it is that an update did not come about."""
+
+    LOST = "lost"
+    """Somebody is gone or stands still."""
+    LAYOUT = "layout"
+    """The tensors do not fit together."""
+    STALE = "stale"
+    """Somebody is of another generation, or publishes another version."""
+
+
+class TransferMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
+    """The root of all messages of a transfer."""
+
+
+# ---- introductions: whoever opens a line says what it is for --------------------------------------------------------
+
+
+class DeviceCalled(TransferMessage, frozen=True):
+    """A device opens a line to another: to read what that one sends, or to have it coordinate an update."""
+
+    rank: int
+    generation: int
+    reads: bool
+
+
+class SubscriberCalled(TransferMessage, frozen=True):
+    """A consumer attaches itself to a device."""
+
+    name: str
+    wants: tuple[Want, ...] | None
+    generation: int
+    """The highest it has heard of."""
+    version: int | None
+    """What it has."""
+
+
+class Welcomed(TransferMessage, frozen=True):
+    """The line stands. To a reader or subscriber the descriptor of the buffer comes with it."""
+
+    rank: int
+    generation: int
+    num_slots: int
+    slot_bytes: int
+
+
+class Refused(TransferMessage, frozen=True):
+    """The line ends here, and why; ``stale`` if it is because the caller's generation is over."""
+
+    reason: str
+    stale: bool
+
+
+# ---- device and coordinator -----------------------------------------------------------------------------------------
+
+
+class UpdateOffered(TransferMessage, frozen=True):
+    """A device is ready to publish a version: what it holds, and who is attached to it."""
+
+    generation: int
+    version: int
+    last_update: int
+    """The highest number of an update that this device has seen."""
+    held: tuple[HeldPart, ...]
+    consumers: tuple[Consumer, ...]
+
+
+class UpdateAgreed(TransferMessage, frozen=True):
+    """All devices have offered the same version: this is the layout."""
+
+    update: int
+    version: int
+    generation: int
+    layout: Layout
+
+
+class MovementSeen(TransferMessage, frozen=True):
+    """Buckets have moved on this device since it said so last; or, from the coordinator, it is there and waits."""
+
+    update: int
+
+
+class DevicePrepared(TransferMessage, frozen=True):
+    """Everything has been sent and received here, and every consumer that is still there has all of it."""
+
+    update: int
+
+
+class DeviceFailed(TransferMessage, frozen=True):
+    """This device cannot go on, and who is to blame."""
+
+    update: int
+    culprit: str
+    reason: str
+
+
+class VersionCommitted(TransferMessage, frozen=True):
+    """The version counts."""
+
+    update: int
+    version: int
+
+
+class UpdateAborted(TransferMessage, frozen=True):
+    """The update does not count, and who is to blame. ``update`` is 0 while it was not agreed on."""
+
+    update: int
+    fault: Fault
+    culprit: str
+    reason: str
+
+
+# ---- whoever has a buffer, and whoever reads from it ----------------------------------------------------------------
+
+
+class BucketReady(TransferMessage, frozen=True):
+    """A bucket lies in a slot of the sender's buffer."""
+
+    update: int
+    bucket: int
+    slot: int
+
+
+class SlotFreed(TransferMessage, frozen=True):
+    """The reader has taken what it needs from the slot."""
+
+    update: int
+    slot: int
+
+
+# ---- device and subscriber ------------------------------------------------------------------------------------------
+
+
+class UpdateBegan(TransferMessage, frozen=True):
+    """An update comes; the subscriber is the reader of this index in its layout."""
+
+    update: int
+    version: int
+    generation: int
+    layout: Layout
+    reader: int
+
+
+class VersionLoaded(TransferMessage, frozen=True):
+    """The subscriber has the whole version, every checksum was right."""
+
+    update: int
+
+
+class LoadFailed(TransferMessage, frozen=True):
+    """The subscriber cannot take this update, and why; it stays attached."""
+
+    update: int
+    reason: str
+
+
+AnyTransferMessage: TypeAlias = (
+    DeviceCalled
+    | SubscriberCalled
+    | Welcomed
+    | Refused
+    | UpdateOffered
+    | UpdateAgreed
+    | MovementSeen
+    | DevicePrepared
+    | DeviceFailed
+    | VersionCommitted
+    | UpdateAborted
+    | BucketReady
+    | SlotFreed
+    | UpdateBegan
+    | VersionLoaded
+    | LoadFailed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyTransferMessage] = msgspec.msgpack.Decoder(AnyTransferMessage)
+
+
+def encode(message: AnyTransferMessage) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes) -> AnyTransferMessage:
+    """The message in ``body``.
+
+    Raises:
+        RemoteProtocolError: there is none.
+    """
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"not a message of a transfer: {error}") from error

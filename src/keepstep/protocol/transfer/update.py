@@ -1,0 +1,140 @@
+"""The coordinator's machine: one update, from the first offer to its end.
+
+It ends in one of two ways, the same for everybody: *committed*, when each device has said that it is prepared, or
+*aborted*, with the culprit. A consumer that fails does not come here: its device goes on without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TypeAlias, assert_never
+
+from keepstep.errors import ConfigurationError
+from keepstep.protocol.transfer import messages as msg
+from keepstep.protocol.transfer.layout import lay_out
+from keepstep.protocol.transfer.plan import Limits
+
+
+class Stage(enum.StrEnum):
+    """Where an update is."""
+
+    OFFERING = "offering"
+    MOVING = "moving"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+Report: TypeAlias = msg.UpdateOffered | msg.MovementSeen | msg.DevicePrepared | msg.DeviceFailed
+Verdict: TypeAlias = msg.UpdateAgreed | msg.VersionCommitted | msg.UpdateAborted
+"""What is to be told to every device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """What an update is about, as its coordinator sees it.
+
+    Attributes:
+        version: of the weights.
+        generation: of the membership.
+        world_size: number of devices.
+        limits: how buckets are filled.
+        deadline_s: how long any device may show no movement.
+    """
+
+    version: int
+    generation: int
+    world_size: int
+    limits: Limits
+    deadline_s: float
+
+
+class UpdateMachine:
+    """Not for several threads. Every verdict it returns goes to all devices, in this order."""
+
+    def __init__(self, terms: Terms, now_s: float) -> None:
+        self.terms = terms
+        self.stage = Stage.OFFERING
+        self._update = 0
+        self._offers: dict[int, msg.UpdateOffered] = {}
+        self._prepared: set[int] = set()
+        self._moved_s = dict.fromkeys(range(terms.world_size), now_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the verdict has been spoken."""
+        return self.stage in (Stage.COMMITTED, Stage.ABORTED)
+
+    @property
+    def deadline_s(self) -> float:
+        """When `tick` has something to say, if nothing comes before."""
+        return min((self._moved_s[rank] for rank in self._awaited()), default=0.0) + self.terms.deadline_s
+
+    def receive(self, rank: int, report: Report, now_s: float) -> list[Verdict]:
+        """A device has reported."""
+        if self.is_over:
+            return []
+        self._moved_s[rank] = now_s
+        match report:
+            case msg.UpdateOffered():
+                return self._offered(rank, report, now_s)
+            case msg.MovementSeen():
+                return []
+            case msg.DevicePrepared():
+                self._prepared.add(rank)
+                if len(self._prepared) < self.terms.world_size:
+                    return []
+                self.stage = Stage.COMMITTED
+                return [msg.VersionCommitted(self._update, self.terms.version)]
+            case msg.DeviceFailed():
+                return self.abort(report.culprit, report.reason)
+            case _:
+                assert_never(report)
+
+    def lost(self, rank: int, reason: str) -> list[Verdict]:
+        """The line to a device has ended. Before an update moves, the rank may come again, or another in its place."""
+        if self.stage is Stage.OFFERING:
+            self._offers.pop(rank, None)
+            return []
+        return [] if self.is_over else self.abort(f"rank {rank}", reason)
+
+    def tick(self, now_s: float) -> list[Verdict]:
+        """Time has passed."""
+        if self.is_over or now_s < self.deadline_s:
+            return []
+        late = [rank for rank in self._awaited() if now_s >= self._moved_s[rank] + self.terms.deadline_s]
+        culprit = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}"
+        what = "did not offer this version" if self.stage is Stage.OFFERING else "has shown no movement"
+        return self.abort(culprit, f"{what} within {self.terms.deadline_s:g} s")
+
+    def abort(self, culprit: str, reason: str, fault: msg.Fault = msg.Fault.LOST) -> list[Verdict]:
+        """The update cannot count."""
+        self.stage = Stage.ABORTED
+        return [msg.UpdateAborted(self._update, fault, culprit, reason)]
+
+    def _awaited(self) -> list[int]:
+        """The devices whose turn it is."""
+        done = self._offers if self.stage is Stage.OFFERING else self._prepared
+        return [rank for rank in range(self.terms.world_size) if rank not in done]
+
+    def _offered(self, rank: int, offer: msg.UpdateOffered, now_s: float) -> list[Verdict]:
+        terms = self.terms
+        if offer.generation != terms.generation:
+            reason = f"it is of generation {offer.generation}, this is {terms.generation}"
+            return self.abort(f"rank {rank}", reason, msg.Fault.STALE)
+        if offer.version != terms.version:
+            reason = f"it publishes version {offer.version}, rank 0 publishes {terms.version}"
+            return self.abort(f"rank {rank}", reason, msg.Fault.STALE)
+        self._offers[rank] = offer
+        if len(self._offers) < terms.world_size:
+            return []
+        offers = [self._offers[each] for each in range(terms.world_size)]
+        try:
+            layout = lay_out([each.held for each in offers], [each.consumers for each in offers], terms.limits)
+            layout.plan()
+        except ConfigurationError as error:
+            return self.abort("the layout", str(error), msg.Fault.LAYOUT)
+        self.stage = Stage.MOVING
+        self._update = 1 + max(each.last_update for each in offers)
+        self._moved_s = dict.fromkeys(self._moved_s, now_s)
+        return [msg.UpdateAgreed(self._update, terms.version, terms.generation, layout)]

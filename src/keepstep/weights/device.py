@@ -1,0 +1,196 @@
+"""What one device does in one update: two stages that run side by side, each in a thread of its own.
+
+The first copies what this device is the source of from host memory into the H2D buffer. The second brings every bucket
+that is wanted here out of its source's H2D buffer into the IPC buffer. The third stage, the reload, runs in the
+consumers' own processes (`keepstep.weights.subscriber`). Each stage waits for one slot or bucket at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from keepstep.errors import LoadError, PeerLost, RemoteProtocolError, SubscriberLost
+from keepstep.protocol.transfer.layout import Consumer, Layout
+from keepstep.protocol.transfer.messages import AnyTransferMessage, LoadFailed, SlotFreed, VersionLoaded
+from keepstep.protocol.transfer.plan import Bucket, Plan
+from keepstep.weights.lines.flow import Outlet, next_bucket
+from keepstep.weights.lines.line import Flag, Line
+from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.copies import CHECKSUM_BYTES, BucketCopy, Held, copy_bytes, seal
+from keepstep.weights.spans import Spans
+
+DEVICE_PATIENCE_S = 0.4
+"""Beyond a consumer's deadline for a device, so that a device which waits for its consumer is not taken for the
+culprit: it lets the consumer go first, having waited no less long."""
+
+
+class CannotGoOn(Exception):
+    """The update cannot count; ``culprit`` is to blame."""
+
+    def __init__(self, culprit: str, reason: str) -> None:
+        super().__init__(f"{culprit}: {reason}")
+        self.culprit, self.reason = culprit, reason
+
+
+@dataclasses.dataclass(slots=True)
+class Attached:
+    """A consumer on this device."""
+
+    consumer: Consumer
+    line: Line
+
+
+class Course:
+    """A plan as one device carries it out; made once per layout, with every copy prepared."""
+
+    def __init__(self, layout: Layout, rank: int, held: Sequence[Held], h2d: SlotBuffer) -> None:
+        """Args:
+        layout: what the plan is made from.
+        rank: of this device.
+        held: this device's tensors, in the order in which it offered them.
+        h2d: where they are gathered.
+        """
+        self.layout = layout
+        self.plan: Plan = layout.plan()
+        self.own = self.plan.sent_by(rank)
+        self.coming = self.plan.sent_to(rank)
+        self.readers = tuple(index for index, reader in enumerate(layout.readers) if reader.device == rank)
+        tensors = {part.tensor: own for part, own in zip(layout.holders[rank], held, strict=True)}
+        slots = [h2d.view(slot) for slot in range(h2d.num_slots)]
+        self.gathers = [
+            BucketCopy(slots[number % h2d.num_slots], bucket, tensors) for number, bucket in enumerate(self.own)
+        ]
+
+
+class Gathering:
+    """The first stage: host memory to H2D buffer."""
+
+    def __init__(
+        self,
+        update: int,
+        course: Course,
+        h2d: SlotBuffer,
+        readers: Mapping[int, Line],
+        deadline_s: float,
+        stop: Flag,
+        spans: Spans,
+    ) -> None:
+        """Args:
+        update: its number.
+        course: what this device is the source of.
+        h2d: where it is gathered.
+        readers: lines to the devices that read there, by rank.
+        deadline_s: a consumer's.
+        stop: ends all waits.
+        spans: where the stage notes when it was busy.
+        """
+        self._course, self._h2d, self._spans = course, h2d, spans
+        patience_s = deadline_s + DEVICE_PATIENCE_S
+        self._outlet = Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else)
+        self.num_moved = 0
+
+    def run(self) -> None:
+        """Raises:
+        CannotGoOn: another device is gone or stands.
+        Interrupted: the update has been aborted.
+        """
+        for number, bucket in enumerate(self._course.own):
+            slot = number % self._h2d.num_slots
+            self._outlet.wait_until_free(slot)
+            with self._spans.of("h2d", bucket.index):
+                checksum = self._course.gathers[number].gather()
+                seal(self._h2d.view(slot), bucket, checksum)
+            self._outlet.announce(bucket.index, slot, bucket.devices)
+            self.num_moved += 1
+        self._outlet.wait_until_all_free()
+
+
+def _blame_device(rank: int, error: Exception) -> None:
+    raise CannotGoOn(f"rank {rank}", str(error))
+
+
+def _nothing_else(rank: int, message: AnyTransferMessage) -> None:
+    raise CannotGoOn(f"rank {rank}", f"it sent {message!r:.80}")
+
+
+class Passing:
+    """The second stage: H2D buffer of the source to IPC buffer of this device, and on to its consumers."""
+
+    def __init__(
+        self,
+        update: int,
+        course: Course,
+        sources: Mapping[int, tuple[Line, SlotBuffer]],
+        ipc: SlotBuffer,
+        consumers: Mapping[int, Attached],
+        deadline_s: float,
+        stop: Flag,
+        spans: Spans,
+    ) -> None:
+        """Args:
+        update: its number.
+        course: what comes here.
+        sources: line and H2D buffer of each device, by rank.
+        ipc: this device's.
+        consumers: those here that take part, by index of the reader.
+        deadline_s: how long a consumer may show nothing; a device may a little longer.
+        stop: ends all waits.
+        spans: where the stage notes when it was busy.
+        """
+        self._update, self._course, self._sources, self._ipc = update, course, sources, ipc
+        self._patience_s, self._stop, self._spans = deadline_s + DEVICE_PATIENCE_S, stop, spans
+        self._consumers = consumers
+        lines = {reader: consumer.line for reader, consumer in consumers.items()}
+        self._outlet = Outlet(update, ipc.num_slots, lines, deadline_s, stop, self._lose, self._hear)
+        self._loaded: set[int] = set()
+        self.failures: list[SubscriberLost | LoadError] = []
+        self.num_moved = 0
+
+    def run(self) -> None:
+        """Raises:
+        CannotGoOn: a source is gone or stands.
+        Interrupted: the update has been aborted.
+        """
+        for number, bucket in enumerate(self._course.coming):
+            self._pass_on(bucket, number % self._ipc.num_slots)
+            self.num_moved += 1
+        self._outlet.wait_while(lambda: self._outlet.readers - self._loaded)
+
+    @property
+    def loaded(self) -> list[Attached]:
+        """The consumers that have all of it."""
+        return [self._consumers[reader] for reader in sorted(self._loaded & self._outlet.readers)]
+
+    def _pass_on(self, bucket: Bucket, half: int) -> None:
+        line, buffer = self._sources[bucket.source]
+        try:
+            slot = next_bucket(line, self._update, bucket.index, self._patience_s, self._stop)
+            if not 0 <= slot < buffer.num_slots:
+                raise RemoteProtocolError(f"slot {slot} of {buffer.num_slots}")
+            self._outlet.wait_until_free(half)
+            with self._spans.of("broadcast", bucket.index):
+                copy_bytes(self._ipc.address(half), buffer.address(slot), bucket.num_bytes + CHECKSUM_BYTES)
+            line.send(SlotFreed(self._update, slot), time.monotonic() + self._patience_s)
+        except (PeerLost, RemoteProtocolError) as error:
+            raise CannotGoOn(f"rank {bucket.source}", str(error)) from None
+        self._outlet.announce(bucket.index, half, bucket.readers)
+
+    def _hear(self, reader: int, message: AnyTransferMessage) -> None:
+        match message:
+            case VersionLoaded(update=update) if update == self._update:
+                self._loaded.add(reader)
+            case LoadFailed(update=update, reason=reason) if update == self._update:
+                self.failures.append(LoadError(f"{self._consumers[reader].consumer.name}: {reason}"))
+                self._outlet.leave_out(reader)
+            case VersionLoaded() | LoadFailed():
+                pass  # of an earlier update
+            case other:
+                self._outlet.leave_out(reader, RemoteProtocolError(f"sent {other!r:.80}"))
+
+    def _lose(self, reader: int, error: PeerLost | RemoteProtocolError) -> None:
+        """A consumer is gone or stands: the others go on, and it has to attach itself again."""
+        consumer = self._consumers[reader]
+        self.failures.append(SubscriberLost(f"{consumer.consumer.name}: {error}"))
+        consumer.line.close()

@@ -1,0 +1,139 @@
+"""Credits between two stages: a slot is written again only when everybody who reads it has let it go.
+
+Nothing is synchronised per bucket: a writer waits for the readers of one slot, a reader for its next bucket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from keepstep.errors import PeerLost, RemoteProtocolError
+from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, SlotFreed, UpdateAborted
+from keepstep.weights.lines.line import Flag, Line, wait
+
+
+class Stalled(PeerLost):
+    """Whoever was waited for showed nothing within the deadline."""
+
+
+Lose = Callable[[int, PeerLost | RemoteProtocolError], None]
+Other = Callable[[int, AnyTransferMessage], None]
+
+
+class Outlet:
+    """The writing side of a buffer in one update."""
+
+    def __init__(
+        self,
+        update: int,
+        num_slots: int,
+        lines: Mapping[int, Line],
+        deadline_s: float,
+        stop: Flag,
+        lose: Lose,
+        other: Other,
+    ) -> None:
+        """Args:
+        update: its number, for every message.
+        num_slots: of the buffer.
+        lines: to the readers, by a key of the caller's.
+        deadline_s: how long a reader may show nothing while it is waited for.
+        stop: ends all waits.
+        lose: told of a reader that is gone or stands; it is waited for no more.
+        other: given every message that is no credit.
+        """
+        self._update, self._deadline_s, self._stop = update, deadline_s, stop
+        self._lose, self._other = lose, other
+        self._lines = dict(lines)
+        self._held: list[set[int]] = [set() for _ in range(num_slots)]
+        self._moved_s = dict.fromkeys(lines, time.monotonic())
+
+    @property
+    def readers(self) -> set[int]:
+        """Those that are still there."""
+        return set(self._lines)
+
+    def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
+        """Tells the readers that are still there of a bucket."""
+        message = BucketReady(self._update, bucket, slot)
+        for key in readers:
+            if key not in self._lines:
+                continue
+            if not any(key in held for held in self._held):
+                self._moved_s[key] = time.monotonic()
+            self._held[slot].add(key)
+            try:
+                self._lines[key].send(message, time.monotonic() + self._deadline_s)
+            except PeerLost as error:
+                self.leave_out(key, error)
+
+    def wait_until_free(self, slot: int) -> None:
+        """Waits until nobody reads the slot. Raises Interrupted by the stop."""
+        self.wait_while(lambda: self._held[slot])
+
+    def wait_until_all_free(self) -> None:
+        """Waits until nobody reads any slot. Raises Interrupted by the stop."""
+        self.wait_while(lambda: set[int]().union(*self._held))
+
+    def wait_while(self, pending: Callable[[], set[int]]) -> None:
+        """Hears the readers until none is pending; those that show nothing for too long are lost.
+
+        Raises:
+            Interrupted: by the stop.
+        """
+        while waited := {key: self._lines[key] for key in pending() if key in self._lines}:
+            until_s = min(self._moved_s[key] for key in waited) + self._deadline_s
+            ready = wait(waited.values(), until_s, self._stop)
+            now_s = time.monotonic()
+            for key, line in waited.items():
+                if line in ready:
+                    self._moved_s[key] = now_s
+                    self._read(key, line)
+                elif now_s >= self._moved_s[key] + self._deadline_s:
+                    self.leave_out(key, Stalled(f"has shown nothing for {self._deadline_s:g} s"))
+
+    def leave_out(self, key: int, error: PeerLost | RemoteProtocolError | None = None) -> None:
+        """This reader is waited for no more; with an error, it is lost."""
+        self._lines.pop(key, None)
+        for held in self._held:
+            held.discard(key)
+        if error is not None:
+            self._lose(key, error)
+
+    def _read(self, key: int, line: Line) -> None:
+        try:
+            message = line.receive_now()
+        except (PeerLost, RemoteProtocolError) as error:
+            self.leave_out(key, error)
+            return
+        if message is None:
+            return
+        if not isinstance(message, SlotFreed):
+            self._other(key, message)
+        elif message.update == self._update and 0 <= message.slot < len(self._held):
+            self._held[message.slot].discard(key)
+
+
+def next_bucket(line: Line, update: int, bucket: int, deadline_s: float, stop: Flag) -> int:
+    """Waits for one bucket and returns its slot; what earlier updates left on the line is dropped.
+
+    Raises:
+        Interrupted: by ``stop``, or because the writer aborted the update.
+        PeerLost: the writer is gone, or did not write within the deadline.
+        RemoteProtocolError: another bucket came.
+    """
+    until_s = time.monotonic() + deadline_s
+    while True:
+        if not wait([line], until_s, stop):
+            raise Stalled(f"sent nothing for {deadline_s:g} s")
+        message = line.receive_now()
+        match message:
+            case None:
+                continue
+            case BucketReady() | UpdateAborted() if message.update < update:
+                continue
+            case BucketReady(update=number, bucket=index, slot=slot) if (number, index) == (update, bucket):
+                return slot
+            case other:
+                raise RemoteProtocolError(f"bucket {bucket} of update {update} was due, {other!r:.80} came")

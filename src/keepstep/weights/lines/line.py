@@ -1,0 +1,217 @@
+"""A line between two processes of one node: typed messages over a Unix socket, with descriptors beside them.
+
+The socket keeps the bounds of packets (SOCK_SEQPACKET). A message that is too long for a packet travels in a memory
+file whose descriptor goes in its place. Nothing here blocks without a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from keepstep.errors import PeerLost, RemoteProtocolError
+from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessage, decode, encode
+
+INLINE_BYTES = 1 << 15
+"""Longer messages travel in a file. Well below the 208 KiB that Linux lets a socket hold."""
+MAX_DESCRIPTORS = 2
+_INLINE, _IN_FILE = b"m", b"f"
+_CREDENTIALS = struct.Struct("iII")
+
+
+class LineEnded(PeerLost):
+    """The other end is closed: its process has ended, or wants no more of it."""
+
+
+class LineStalled(PeerLost):
+    """The other end did not read or say anything within the deadline."""
+
+
+class Interrupted(Exception):
+    """The wait was ended by the flag that stops it."""
+
+
+class Flag:
+    """An event that can be waited for beside lines; any thread may set it."""
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        """Readable when it is set."""
+        return self._event
+
+    def set(self) -> None:
+        """Ends all waits for it, the present and the coming ones."""
+        os.eventfd_write(self._event, 1)
+
+    def clear(self) -> None:
+        """It can be waited for again."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        """Gives the descriptor back; nobody may wait any more."""
+        os.close(self._event)
+
+
+class Line:
+    """One end. One thread may send while another receives; not more of either."""
+
+    def __init__(self, connection: socket.socket, who: str) -> None:
+        """Args:
+        connection: connected; the line owns it.
+        who: is at the other end, for messages.
+        """
+        self.who = who
+        self._connection = connection
+        self._descriptors: list[int] = []
+
+    def fileno(self) -> int:
+        """For `wait`."""
+        return self._connection.fileno()
+
+    def send(self, message: AnyTransferMessage, until_s: float, descriptors: Sequence[int] = ()) -> None:
+        """Sends a message; the caller keeps its own copies of the descriptors.
+
+        Raises:
+            LineEnded, LineStalled: it did not get out.
+        """
+        body = encode(message)
+        if len(body) <= INLINE_BYTES:
+            self._send(_INLINE + body, descriptors, until_s)
+            return
+        with open(os.memfd_create("keepstep-message", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+            file.write(body)
+            self._send(_IN_FILE, [file.fileno(), *descriptors], until_s)
+
+    def _send(self, packet: bytes, descriptors: Sequence[int], until_s: float) -> None:
+        while True:
+            try:
+                socket.send_fds(
+                    self._connection, [packet], list(descriptors), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                )
+                return
+            except BlockingIOError:
+                if not _poll([(self, select.POLLOUT)], until_s):
+                    raise LineStalled(f"{self.who} reads nothing") from None
+            except OSError as error:
+                raise LineEnded(f"{self.who} has closed the line ({error.strerror})") from None
+
+    def receive(self, until_s: float) -> AnyTransferMessage:
+        """The next message. Descriptors that came with it wait in `take_descriptor`.
+
+        Raises:
+            LineEnded, LineStalled: none came.
+            RemoteProtocolError: what came is no message.
+        """
+        while True:
+            message = self.receive_now()
+            if message is not None:
+                return message
+            if not _poll([(self, select.POLLIN)], until_s):
+                raise LineStalled(f"{self.who} says nothing")
+
+    def receive_now(self) -> AnyTransferMessage | None:
+        """The next message, if one is there; see `receive`."""
+        try:
+            packet, descriptors, _flags, _address = socket.recv_fds(
+                self._connection, INLINE_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise LineEnded(f"{self.who} has closed the line ({error.strerror})") from None
+        if not packet:
+            raise LineEnded(f"{self.who} has closed the line")
+        if packet[:1] == _INLINE:
+            self._descriptors += descriptors
+            return decode(packet[1:])
+        self._descriptors += descriptors[1:]
+        if packet != _IN_FILE or not descriptors:
+            raise RemoteProtocolError(f"{self.who} sent a packet that is no message")
+        return decode(_read_file(descriptors[0], self.who))
+
+    def take_descriptor(self) -> int:
+        """The oldest descriptor that has come; the caller owns it.
+
+        Raises:
+            RemoteProtocolError: none came.
+        """
+        if not self._descriptors:
+            raise RemoteProtocolError(f"{self.who} sent no descriptor where one belongs")
+        return self._descriptors.pop(0)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this end is closed."""
+        return self._connection.fileno() < 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other end is closed; messages that came before that may still be there."""
+        return any(event & (select.POLLHUP | select.POLLERR) for event in _poll([(self, 0)], 0.0).values())
+
+    def close(self) -> None:
+        """Ends the line, here and there. Any number of times."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+        self._connection.close()
+
+
+def _read_file(descriptor: int, who: str) -> bytes:
+    with open(descriptor, "rb", buffering=0) as file:
+        size = os.fstat(descriptor).st_size
+        if size > MAX_BODY_BYTES:
+            raise RemoteProtocolError(f"{who} sent a message of {size} bytes: at most {MAX_BODY_BYTES} are allowed")
+        file.seek(0)
+        return file.read(size)
+
+
+def line_pair(who: str) -> tuple[Line, Line]:
+    """The two ends of a line inside one process."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Line(left, who), Line(right, who)
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end runs as this one's user, as the kernel says (SO_PEERCRED)."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _pid, uid, _gid = _CREDENTIALS.unpack(packed)
+    return bool(uid == os.geteuid())
+
+
+Awaited = TypeVar("Awaited", bound=Line | Flag)
+
+
+def wait(lines: Collection[Awaited], until_s: float, stop: Flag | None = None) -> list[Awaited]:
+    """The lines on which something has come (a message, or the end), and flags; none when the deadline has passed.
+
+    Args:
+        lines: any number.
+        until_s: on the monotonic clock.
+        stop: ends the wait.
+
+    Raises:
+        Interrupted: by ``stop``.
+    """
+    waited: list[tuple[Line | Flag, int]] = [(line, select.POLLIN) for line in lines]
+    ready = _poll([*waited, (stop, select.POLLIN)] if stop is not None else waited, until_s)
+    if stop is not None and stop.fileno() in ready:
+        raise Interrupted
+    return [line for line in lines if line.fileno() in ready]
+
+
+def _poll(waited: Sequence[tuple[Line | Flag, int]], until_s: float) -> dict[int, int]:
+    """What has happened, by descriptor; empty when the deadline has passed."""
+    poller = select.poll()
+    for each, events in waited:
+        poller.register(each.fileno(), events)
+    return dict(poller.poll(max(0.0, until_s - time.monotonic()) * 1000))

@@ -1,0 +1,1 @@
+"""Buffers of fixed size, and what is copied between them and tensors."""

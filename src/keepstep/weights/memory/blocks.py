@@ -1,0 +1,158 @@
+"""What the user publishes or wants, as named blocks of tensors: modules, state dicts, DTensors, hand-made shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+
+from keepstep.errors import ConfigurationError
+from keepstep.protocol.transfer.boxes import Box, whole
+from keepstep.protocol.transfer.layout import HeldPart, Want
+from keepstep.protocol.transfer.plan import TensorForm
+from keepstep.weights.memory.copies import Held
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a larger tensor, such as a tensor-parallel or fully sharded rank's.
+
+    Attributes:
+        tensor: the block itself; any strides.
+        start: its first index in the whole tensor.
+        whole: the shape of the whole tensor.
+    """
+
+    tensor: torch.Tensor
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        box = Box(tuple(self.start), tuple(self.tensor.shape))
+        if not len(self.whole) == len(self.start) == self.tensor.dim() or not whole(tuple(self.whole)).holds(box):
+            raise ConfigurationError(
+                f"a block of shape {list(self.tensor.shape)} from {list(self.start)} on does not lie in a tensor of "
+                f"shape {list(self.whole)}"
+            )
+
+
+Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor | Block]
+"""A module (its parameters and persistent buffers), or tensors and blocks by name; DTensors are taken for blocks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedBlock:
+    """One entry of some weights; tied ones are one entry with several names.
+
+    Attributes:
+        names: of the entry, in their order.
+        held: its memory, and which block of the whole tensor it is.
+        whole: shape of the whole tensor.
+        owners: the user's own tensors that this memory belongs to.
+    """
+
+    names: tuple[str, ...]
+    held: Held
+    whole: tuple[int, ...]
+    owners: tuple[torch.Tensor, ...]
+
+    @property
+    def dtype(self) -> str:
+        """As torch calls it, without ``torch.``."""
+        return str(self.held.tensor.dtype).removeprefix("torch.")
+
+    def as_held(self) -> HeldPart:
+        """What a source says of it."""
+        form = TensorForm(self.names, self.dtype, self.whole, self.held.tensor.element_size())
+        return HeldPart(form, self.held.box)
+
+    def as_want(self) -> Want:
+        """What a consumer says of it."""
+        is_whole = self.held.box == whole(self.whole)
+        return Want(self.names, self.dtype, self.held.box.shape, None if is_whole else self.held.box.start)
+
+
+def named_blocks(weights: Weights) -> list[NamedBlock]:
+    """The entries of some weights in their order, each tensor once, whatever number of names it has.
+
+    Raises:
+        ConfigurationError: something there is no dense tensor, or a DTensor whose place is not one block.
+    """
+    by_place: dict[tuple[object, ...], int] = {}
+    found: list[NamedBlock] = []
+    for name, value in _entries(weights):
+        block = _block_of(name, value)
+        place = _place_of(block)
+        if place is not None and place in by_place:
+            known = found[by_place[place]]
+            owners = (*known.owners, _local(value))
+            found[by_place[place]] = dataclasses.replace(known, names=(*known.names, name), owners=owners)
+            continue
+        if place is not None:
+            by_place[place] = len(found)
+        box = Box(tuple(block.start), tuple(block.tensor.shape))
+        found.append(NamedBlock((name,), Held(block.tensor, box), tuple(block.whole), (_local(value),)))
+    return found
+
+
+def fingerprint(weights: Weights) -> list[tuple[str, int, int]]:
+    """What changes when a tensor is replaced, or moves in memory."""
+    return [(name, id(value), _local(value).data_ptr()) for name, value in _entries(weights)]
+
+
+def _local(value: torch.Tensor | Block) -> torch.Tensor:
+    if isinstance(value, Block):
+        return value.tensor
+    local = getattr(value, "_local_tensor", value)  # a DTensor's own memory
+    assert isinstance(local, torch.Tensor)
+    return local
+
+
+def _entries(weights: Weights) -> Iterator[tuple[str, torch.Tensor | Block]]:
+    if not isinstance(weights, torch.nn.Module):
+        yield from weights.items()
+        return
+    kept = weights.state_dict(keep_vars=True)
+    for name, value in kept.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _place_of(block: Block) -> tuple[object, ...] | None:
+    """Where it is: equal for tied tensors. None for one without elements, which has no place."""
+    tensor = block.tensor
+    if not tensor.numel():
+        return None
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), block.start, block.whole)
+
+
+def _block_of(name: str, value: torch.Tensor | Block) -> Block:
+    if isinstance(value, Block):
+        return dataclasses.replace(value, tensor=_dense(name, value.tensor))
+    if type(value).__name__ == "DTensor":
+        return _block_of_dtensor(name, value)
+    return Block(_dense(name, value), (0,) * value.dim(), tuple(value.shape))
+
+
+def _block_of_dtensor(name: str, value: torch.Tensor) -> Block:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(value, DTensor)
+    if any(placement.is_partial() for placement in value.placements):
+        raise ConfigurationError(f"'{name}' is a partial DTensor, whose values are a sum over ranks: redistribute it")
+    local = value.to_local()
+    shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if tuple(shape) != tuple(local.shape):
+        raise ConfigurationError(f"'{name}' is a DTensor whose local part {list(local.shape)} is not one block")
+    if not local.numel():
+        start = (0,) * local.dim()
+    return Block(_dense(name, local), tuple(start), tuple(value.shape))
+
+
+def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise ConfigurationError(f"'{name}' is no dense tensor in memory ({tensor.layout}, {tensor.device})")
+    return tensor.detach()

@@ -1,0 +1,110 @@
+"""A buffer of fixed slots in shared memory, written by one process and read by others.
+
+It is a memory file (`memfd_create`): no name that another could open, no limit of ``/dev/shm``, gone with the last
+process that has it. Its memory is taken when it is made, so a machine that has not enough says so then, and does not
+kill the process later at the first touch. Others may only read it: the kernel refuses to map it for writing
+(F_SEAL_FUTURE_WRITE), so a consumer cannot spoil what others are reading.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import torch
+
+from keepstep.errors import BufferUnavailable, RemoteProtocolError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x0010) | fcntl.F_SEAL_SEAL
+MAX_SLOTS = 64
+"""More than anybody uses; what claims more is refused before memory is mapped for it."""
+
+
+class SlotBuffer:
+    """``num_slots`` runs of ``slot_bytes`` bytes. Made by `create` in its writer and by `attach` in its readers."""
+
+    def __init__(self, descriptor: int, num_slots: int, slot_bytes: int, writable: bool) -> None:
+        """Takes over ``descriptor``."""
+        self.descriptor = descriptor
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        self._map = mmap.mmap(descriptor, num_slots * slot_bytes, flags, protection)
+        self._address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+
+    @classmethod
+    def create(cls, num_slots: int, slot_bytes: int) -> SlotBuffer:
+        """A new one, all of its memory taken.
+
+        Raises:
+            BufferUnavailable: there is not so much memory, or this process may not have it.
+        """
+        size = num_slots * slot_bytes
+        descriptor = os.memfd_create("keepstep-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            with _without_signal(signal.SIGXFSZ):
+                os.posix_fallocate(descriptor, 0, size)
+            buffer = cls(os.dup(descriptor), num_slots, slot_bytes, writable=True)
+        except OSError as error:
+            raise BufferUnavailable(
+                f"{size / 2**20:.1f} MiB of shared memory for {num_slots} buckets cannot be had "
+                f"({errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}): use a smaller bucket_bytes"
+            ) from None
+        finally:
+            os.close(descriptor)
+        fcntl.fcntl(buffer.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return buffer
+
+    @classmethod
+    def attach(cls, descriptor: int, num_slots: int, slot_bytes: int) -> SlotBuffer:
+        """Another process's, to read from. Takes over ``descriptor``.
+
+        Raises:
+            RemoteProtocolError: the file is not as large as it was said to be.
+        """
+        size = os.fstat(descriptor).st_size
+        if not (0 < num_slots <= MAX_SLOTS and slot_bytes > 0 and num_slots * slot_bytes == size):
+            os.close(descriptor)
+            raise RemoteProtocolError(f"a buffer of {size} bytes for {num_slots} slots of {slot_bytes} bytes")
+        return cls(descriptor, num_slots, slot_bytes, writable=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots together."""
+        return self.num_slots * self.slot_bytes
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins in this process."""
+        return self._address + slot * self.slot_bytes
+
+    def view(self, slot: int) -> torch.Tensor:
+        """A slot as a tensor, uint8 [slot_bytes]. Valid until `close`; in a reader a write to it ends the process."""
+        memory = (ctypes.c_uint8 * self.slot_bytes).from_address(self.address(slot))
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Gives the memory back. No view may be used any more. Any number of times."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            with suppress(BufferError):  # somebody still holds the memory object; it goes with the last of them
+                self._map.close()
+
+
+@contextmanager
+def _without_signal(number: int) -> Iterator[None]:
+    """Beyond RLIMIT_FSIZE the kernel sends a signal that ends the process; here the error shall be told instead."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        if number not in blocked:
+            signal.sigtimedwait({number}, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

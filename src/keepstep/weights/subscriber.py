@@ -1,0 +1,380 @@
+"""Consuming weights: the side of an inference engine, or of anything else that wants them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from keepstep.errors import (
+    ChecksumMismatch,
+    ConfigurationError,
+    KeepstepError,
+    LoadError,
+    PeerLost,
+    PublisherLost,
+    RemoteProtocolError,
+    StaleGeneration,
+    StateMismatch,
+    WeightsNotReady,
+)
+from keepstep.protocol.transfer import messages as msg
+from keepstep.protocol.transfer.consumer import Condition, ConsumerState
+from keepstep.protocol.transfer.layout import Layout
+from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault
+from keepstep.protocol.transfer.plan import Bucket
+from keepstep.weights.lines.door import door_path, knock
+from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
+from keepstep.weights.memory.blocks import Weights
+from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.copies import checksum_in
+from keepstep.weights.spans import Spans
+from keepstep.weights.targets import FunctionTarget, Load, Target, TensorTarget
+
+DEFAULT_DEADLINE_S = 30.0
+CONSUMER_PATIENCE_S = 0.9
+"""Beyond its deadline, for its device: the device and the coordinator, who see more, find the culprit before that."""
+_ERRORS: dict[Fault, type[KeepstepError]] = {
+    Fault.LOST: PublisherLost,
+    Fault.LAYOUT: StateMismatch,
+    Fault.STALE: StaleGeneration,
+}
+
+
+class _Update:
+    """An update as this consumer sees it."""
+
+    def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket]) -> None:
+        self.number, self.version = began.update, began.version
+        self.missing = dict(buckets)
+        self.has_failed = False
+
+
+class Subscriber:
+    """One consumer of published weights, attached to one device of its node.
+
+    Call `receive` from time to time, or `start` a thread that does. What uses the weights does so inside `using`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        into: Weights | None = None,
+        load: Load | None = None,
+        atomic: bool = True,
+        device: int = 0,
+        name: str | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> None:
+        """Args:
+        folder: that of the publishers.
+        into: where the weights go: a module, or tensors (or blocks of them) by name. The objects stay the same.
+        load: a function that is given each name and whole tensor instead; it keeps nothing of the tensor.
+        atomic: with ``into``: new versions are put together in a second set of tensors, and change places with the
+            first when they are whole. Without, they overwrite what is there, which cannot be used meanwhile.
+        device: rank of the publisher to attach to.
+        name: for messages; by default the process's number. A newer consumer of the same name takes its place.
+        deadline_s: how long the device may show nothing during an update; best that of the publishers.
+
+        Raises:
+            ConfigurationError: neither or both of ``into`` and ``load`` are given.
+        """
+        if (into is None) == (load is None):
+            raise ConfigurationError("a subscriber needs one of into=... and load=...")
+        self._target: Target
+        if into is not None:
+            self._target = TensorTarget(into, atomic)
+        else:
+            assert load is not None
+            self._target = FunctionTarget(load)
+        self.name = name or f"process {os.getpid()}"
+        self.spans = Spans()
+        """When the reload was busy in the latest update."""
+        self.last_error: KeepstepError | None = None
+        """Why the latest update did not come; None since a version has come."""
+        self._path = door_path(Path(folder), device)
+        self._device, self._deadline_s = device, deadline_s
+        self._state = ConsumerState(atomic and into is not None)
+        self._changed = threading.Condition()  # reentrant
+        """Guards what those who use the weights look at."""
+        self._num_users = 0
+        self._is_switching = False
+        self._generation = 0
+        self._line: Line | None = None
+        self._ipc: SlotBuffer | None = None
+        self._update: _Update | None = None
+        self._layout: Layout | None = None
+        self._buckets: dict[int, Bucket] = {}
+        self._stop = Flag()
+        self._thread: threading.Thread | None = None
+
+    # ---- use --------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """The last whole version."""
+        return self._state.version
+
+    @property
+    def condition(self) -> Condition:
+        """What the weights are at the moment."""
+        return self._state.condition
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a publisher is there."""
+        return self._line is not None
+
+    @contextlib.contextmanager
+    def using(self, timeout_s: float | None = None) -> Iterator[int]:
+        """Holds the weights as they are, and says which version that is; a new one waits until they are let go.
+
+        Args:
+            timeout_s: how long to wait while a new version takes its place; by default the deadline.
+
+        Raises:
+            WeightsNotReady: no whole version is there, or one is being written over it.
+            WeightsTorn: an update broke off half-way.
+        """
+        with self._changed:
+            patience_s = self._deadline_s if timeout_s is None else timeout_s
+            if not self._changed.wait_for(lambda: not self._is_switching, patience_s):
+                raise WeightsNotReady("a new version waits to take its place")
+            version = self._state.check_usable()
+            self._num_users += 1
+        try:
+            yield version
+        finally:
+            with self._changed:
+                self._num_users -= 1
+                self._changed.notify_all()
+
+    def wait_for(self, version: int, timeout_s: float) -> int:
+        """Waits for this version or a later one, and returns it. For use with `start`.
+
+        Raises:
+            KeepstepError: it did not come in time, and why if that is known.
+        """
+        with self._changed:
+            if self._changed.wait_for(lambda: (self.version or -1) >= version, timeout_s):
+                assert self.version is not None
+                return self.version
+        raise self.last_error or WeightsNotReady(f"version {version} did not come within {timeout_s:g} s")
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def attach(self, timeout_s: float) -> None:
+        """Waits until the publisher is there and has taken this consumer in; `receive` and `start` do it too.
+
+        Raises:
+            PeerLost: it did not come in time.
+            RemoteProtocolError: it refuses this consumer.
+        """
+        self._attached_line(time.monotonic() + timeout_s)
+
+    def start(self) -> None:
+        """Attends to the publisher in a thread, until `close`."""
+        self._thread = threading.Thread(target=self._attend, name="keepstep-subscriber", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leaves the publisher. The weights stay as they are."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._leave()
+        self._stop.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attend(self) -> None:
+        while True:
+            try:
+                self.receive(3600.0)
+            except Interrupted:
+                return
+            except KeepstepError:
+                continue  # noted in last_error; the next version may come
+
+    def receive(self, timeout_s: float) -> int:
+        """Attends to the publisher, in this thread, until a version has been committed; returns it.
+
+        Raises:
+            PublisherLost: nothing came in time, or the publisher is gone, or the update broke off; call it again.
+            LoadError: ``load`` raised; its exception is the cause.
+            ChecksumMismatch: other bytes came than were sent.
+            StateMismatch: the weights have another form than what is published.
+            StaleGeneration: the publisher is of a generation that is over.
+        WeightsNotReady: the weights were in use for so long that the version could not take their place.
+        """
+        until_s = time.monotonic() + timeout_s
+        try:
+            while True:
+                line = self._attached_line(until_s)
+                message = self._next(line, until_s)
+                if message is not None and (version := self._hear(line, message)) is not None:
+                    return version
+        except (PeerLost, RemoteProtocolError, StateMismatch, LoadError, WeightsNotReady) as error:
+            self._note(error)
+            raise
+
+    def _note(self, error: KeepstepError) -> None:
+        with self._changed:
+            self.last_error = error
+            self._changed.notify_all()
+
+    def _attached_line(self, until_s: float) -> Line:
+        """The line to the device; opened if there is none."""
+        if self._line is None:
+            introduction = msg.SubscriberCalled(self.name, self._target.wants, self._generation, self.version)
+            line, welcomed = knock(self._path, introduction, f"rank {self._device}", until_s, self._stop)
+            self._ipc = SlotBuffer.attach(line.take_descriptor(), welcomed.num_slots, welcomed.slot_bytes)
+            self._line, self._generation = line, max(self._generation, welcomed.generation)
+        return self._line
+
+    def _next(self, line: Line, until_s: float) -> AnyTransferMessage | None:
+        """The next message; in the middle of an update it has to come soon."""
+        if self._update is not None:
+            until_s = time.monotonic() + self._deadline_s + CONSUMER_PATIENCE_S
+        if not wait([line], until_s, self._stop):
+            what = "in the middle of an update" if self._update is not None else "yet"
+            if self._update is not None:
+                self._leave(f"rank {self._device} showed nothing")
+            raise PublisherLost(f"rank {self._device} has sent nothing {what}")
+        try:
+            return line.receive_now()
+        except PeerLost as error:
+            self._leave(str(error))
+            raise PublisherLost(str(error)) from None
+
+    def _leave(self, reason: str = "this subscriber was closed") -> None:
+        """Ends the line. What was on its way does not come."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        self._fail(reason)
+        self._layout, self._buckets = None, {}
+        if self._ipc is not None:
+            self._ipc.close()
+            self._ipc = None
+
+    # ---- an update --------------------------------------------------------------------------------------------------
+
+    def _hear(self, line: Line, message: AnyTransferMessage) -> int | None:
+        """Takes a message in; the version, if it was committed by it."""
+        update = self._update
+        match message:
+            case msg.UpdateBegan():
+                self._begin(line, message)
+            case msg.BucketReady(update=number) if update is not None and number == update.number:
+                if not update.has_failed:
+                    self._load(line, update, message)
+            case msg.VersionCommitted(update=number) if update is not None and number == update.number:
+                self._commit(update)
+                return update.version
+            case msg.UpdateAborted():
+                self._fail(message.reason)
+                raise _ERRORS[message.fault](f"{message.culprit}: {message.reason}")
+            case msg.BucketReady() | msg.MovementSeen() | msg.VersionCommitted():
+                pass
+            case other:
+                self._leave("the protocol was broken")
+                raise RemoteProtocolError(f"rank {self._device} sent {other!r:.80}")
+        return None
+
+    def _begin(self, line: Line, began: msg.UpdateBegan) -> None:
+        if began.generation < self._generation:
+            self._leave("the publisher's generation is over")
+            raise StaleGeneration(
+                f"rank {self._device} publishes for generation {began.generation}, this is {self._generation}"
+            )
+        self._generation = began.generation
+        if began.layout != self._layout:
+            self._layout = began.layout
+            self._buckets = {
+                bucket.index: bucket for bucket in began.layout.plan().buckets if began.reader in bucket.readers
+            }
+        assert self._layout is not None
+        self._update = update = _Update(began, self._buckets)
+        self.spans = Spans()
+        with self._changed:
+            if not self._state.atomic and not self._is_free():
+                self._refuse(line, update, "its weights are in use")
+                raise WeightsNotReady(f"version {update.version} could not come: the weights were in use all the time")
+            self._state.begin(began.version)
+        self._target.prepare(self._layout, self._layout.readers[began.reader].parts)
+        self._finish_if_whole(line, update)
+
+    def _is_free(self) -> bool:
+        """Waits until nobody uses the weights; newcomers wait meanwhile. Called with ``_changed`` held."""
+        self._is_switching = True
+        is_free = self._changed.wait_for(lambda: not self._num_users, self._deadline_s)
+        self._is_switching = False
+        self._changed.notify_all()
+        return is_free
+
+    def _load(self, line: Line, update: _Update, ready: msg.BucketReady) -> None:
+        bucket = update.missing.pop(ready.bucket, None)
+        assert self._ipc is not None
+        if bucket is None or not 0 <= ready.slot < self._ipc.num_slots:
+            raise RemoteProtocolError(
+                f"rank {self._device} sent bucket {ready.bucket} in slot {ready.slot}, out of turn"
+            )
+        slot = self._ipc.view(ready.slot)
+        with self.spans.of("reload", bucket.index):
+            with self._guarded(line, update):
+                checksum = self._target.load(bucket, slot)
+            if checksum != checksum_in(slot, bucket):
+                self._refuse(line, update, f"bucket {bucket.index} has a wrong checksum")
+                raise ChecksumMismatch(f"bucket {bucket.index} of version {update.version} has a wrong checksum")
+        line.send(msg.SlotFreed(update.number, ready.slot), time.monotonic() + self._deadline_s)
+        self._finish_if_whole(line, update)
+
+    def _finish_if_whole(self, line: Line, update: _Update) -> None:
+        if not update.missing:
+            with self._guarded(line, update):
+                self._target.finish()
+            line.send(msg.VersionLoaded(update.number), time.monotonic() + self._deadline_s)
+
+    @contextlib.contextmanager
+    def _guarded(self, line: Line, update: _Update) -> Iterator[None]:
+        """The user's code runs inside."""
+        try:
+            yield
+        except Exception as error:  # the user's code may raise anything; the publisher is told, and so is our caller
+            self._refuse(line, update, f"load() raised {error!r}")
+            raise LoadError(f"load() raised {error!r} in version {update.version}") from error
+
+    def _refuse(self, line: Line, update: _Update, reason: str) -> None:
+        """Takes no more of this update, and stays attached."""
+        update.has_failed = True
+        line.send(msg.LoadFailed(update.number, reason), time.monotonic() + self._deadline_s)
+        self._fail(reason)
+
+    def _commit(self, update: _Update) -> None:
+        with self._changed:
+            self._update = None
+            if self._state.atomic and not self._is_free():
+                self._state.fail("the weights were in use all the time")
+                raise WeightsNotReady(f"version {update.version} could not take its place: the weights were in use")
+            self._target.commit()
+            self._state.commit(update.version)
+            self.last_error = None
+            self._changed.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self._update = None
+            self._state.fail(reason)
+            self._changed.notify_all()

@@ -1,0 +1,147 @@
+"""Where a consumer's new weights go: its own tensors, a second set of them, or a function of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from keepstep.protocol.transfer.boxes import Box, whole
+from keepstep.protocol.transfer.layout import Layout, Want
+from keepstep.protocol.transfer.plan import Bucket, Part, TensorForm
+from keepstep.weights.memory.blocks import Weights, named_blocks
+from keepstep.weights.memory.copies import BucketCopy, Held, as_tensor, checksum_of
+
+Load = Callable[[str, torch.Tensor], None]
+
+
+class Target(Protocol):
+    """What a subscriber loads into. Used by one thread."""
+
+    @property
+    def wants(self) -> tuple[Want, ...] | None:
+        """What it asks for; None: everything, whole."""
+        ...
+
+    def prepare(self, layout: Layout, parts: tuple[Part, ...]) -> None:
+        """A version of this layout is about to come, and these parts of it."""
+        ...
+
+    def load(self, bucket: Bucket, slot: torch.Tensor) -> bytes:
+        """Takes one bucket out of its slot, and computes its checksum.
+
+        The same bucket of a layout always lies in the same slot.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Everything has come."""
+        ...
+
+    def commit(self) -> None:
+        """The version counts: from now on it is what the consumer uses."""
+        ...
+
+
+class TensorTarget:
+    """Tensors to copy into: those in use (in place), or a second set that changes places with them (atomic)."""
+
+    def __init__(self, into: Weights, atomic: bool) -> None:
+        """Takes as much memory again as ``into`` has, if it is atomic."""
+        self._blocks = named_blocks(into)
+        self._sets = [[block.held.tensor for block in self._blocks]]
+        if atomic:
+            self._sets.append([torch.empty_like(tensor) for tensor in self._sets[0]])
+        self._filled = len(self._sets) - 1
+        """The set that is written; the other one, if there is one, is in use."""
+        self._layout: Layout | None = None
+        self._held: list[dict[int, Held]] = []
+        self._copies: list[dict[int, BucketCopy]] = []
+
+    @property
+    def wants(self) -> tuple[Want, ...]:
+        """Each tensor, in its own form."""
+        return tuple(block.as_want() for block in self._blocks)
+
+    def prepare(self, layout: Layout, parts: tuple[Part, ...]) -> None:
+        """See `Target`. ``parts`` are in the order of the wants."""
+        if layout is self._layout:
+            return
+        self._layout = layout
+        self._copies = [{} for _ in self._sets]
+        self._held = [
+            {part.tensor: Held(tensor, part.box) for part, tensor in zip(parts, tensors, strict=True)}
+            for tensors in self._sets
+        ]
+
+    def load(self, bucket: Bucket, slot: torch.Tensor) -> bytes:
+        """See `Target`."""
+        prepared = self._copies[self._filled]
+        if bucket.index not in prepared:
+            prepared[bucket.index] = BucketCopy(slot, bucket, self._held[self._filled])
+        return prepared[bucket.index].scatter()
+
+    def finish(self) -> None:
+        """See `Target`."""
+
+    def commit(self) -> None:
+        """See `Target`. The user's tensors stay the objects they are, and look at other memory."""
+        for block, tensor in zip(self._blocks, self._sets[self._filled], strict=True):
+            for owner in block.owners:
+                owner.data = tensor
+        self._filled = (self._filled + 1) % len(self._sets)
+
+
+class FunctionTarget:
+    """A function that is given each whole tensor by its name, in the subscriber's thread.
+
+    The tensor is memory of the transfer: it is there for the duration of the call, and only to be read. What was cut
+    into several buckets is put together first, in memory that is held until the call.
+    """
+
+    wants = None
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._forms: tuple[TensorForm, ...] = ()
+        self._parts: dict[int, torch.Tensor] = {}
+        self._missing: dict[int, int] = {}
+
+    def prepare(self, layout: Layout, parts: tuple[Part, ...]) -> None:
+        """See `Target`."""
+        self._forms = layout.forms
+        self._parts, self._missing = {}, {}
+
+    def load(self, bucket: Bucket, slot: torch.Tensor) -> bytes:
+        """See `Target`."""
+        for piece in bucket.pieces:
+            form = self._forms[piece.tensor]
+            block = as_tensor(slot, piece, getattr(torch, form.dtype))
+            if piece.box == whole(form.shape):
+                self._hand_over(form, block)
+            else:
+                self._put_together(piece.tensor, form, piece.box, block)
+        return checksum_of(slot, bucket)
+
+    def finish(self) -> None:
+        """See `Target`. Tensors without elements travel in no bucket."""
+        for form in self._forms:
+            if 0 in form.shape:
+                self._hand_over(form, torch.empty(form.shape, dtype=getattr(torch, form.dtype)))
+
+    def commit(self) -> None:
+        """See `Target`."""
+
+    def _put_together(self, tensor: int, form: TensorForm, box: Box, block: torch.Tensor) -> None:
+        if tensor not in self._parts:
+            self._parts[tensor] = torch.empty(form.shape, dtype=block.dtype)
+            self._missing[tensor] = whole(form.shape).num_elements
+        Held(self._parts[tensor], whole(form.shape)).block(box).copy_(block)
+        self._missing[tensor] -= box.num_elements
+        if not self._missing[tensor]:
+            self._hand_over(form, self._parts.pop(tensor))
+
+    def _hand_over(self, form: TensorForm, tensor: torch.Tensor) -> None:
+        for name in form.names:
+            self._load(name, tensor)
