@@ -139,6 +139,11 @@ class Publisher:
         """Names of the consumers attached to this device now."""
         return tuple(each.consumer.name for each in self._attendance.present())
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether an update is under way."""
+        return self._busy.locked()
+
     def wait_for_consumers(self, num_consumers: int, timeout_s: float) -> None:
         """Waits until so many consumers are attached to this device.
 
@@ -240,9 +245,8 @@ class Publisher:
                 coordinating.start()
             agreed = self._offer(version, present)
             return self._move(agreed, present)
-        except _Failed as failed:
+        except _Failed:
             self._mesh.drop()
-            self._tell([each.line for each in present], failed.notice)
             raise
         finally:
             if coordinating is not None:
@@ -315,6 +319,9 @@ class Publisher:
         stages = [_Stage("keepstep-h2d", gathering.run, done), _Stage("keepstep-broadcast", passing.run, done)]
         try:
             self._follow(update, stages, done, lambda: gathering.num_moved + passing.num_moved)
+        except _Failed as failed:
+            self._tell([each.line for each in consumers.values()], failed.notice)
+            raise
         finally:
             stop.set()
             for stage in stages:

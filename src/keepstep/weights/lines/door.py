@@ -19,7 +19,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage, Refused, Wel
 from keepstep.weights.lines.line import Flag, Line, LineStalled, same_user, wait
 
 INTRODUCTION_S = 2.0
-"""For whoever knocks to say who it is; it has nothing to wait for."""
+"""For whoever knocks to say who it is, and for the answer: nobody has to wait for anything before that."""
 MAX_PATH_BYTES = 107
 """Of a socket's name, by Linux' struct sockaddr_un."""
 RETRY_S = 0.02
@@ -116,7 +116,7 @@ def knock(
     while True:
         try:
             return _knock(path, introduction, who, until_s)
-        except (FileNotFoundError, ConnectionError, PeerLost) as error:
+        except (FileNotFoundError, ConnectionError, BlockingIOError, PeerLost) as error:
             if time.monotonic() + RETRY_S >= until_s:
                 raise LineStalled(f"{who} does not answer at {path} ({error})") from None
             wait([], time.monotonic() + RETRY_S, stop)
@@ -129,6 +129,7 @@ def _knock(path: Path, introduction: AnyTransferMessage, who: str, until_s: floa
         connection.connect(os.fspath(path))
         if not same_user(connection):
             raise RemoteProtocolError(f"{path} belongs to another user's process")
+        until_s = min(until_s, time.monotonic() + INTRODUCTION_S)  # it may be stopped, and another one take its place
         line.send(introduction, until_s)
         match line.receive(until_s):
             case Welcomed() as welcomed:

@@ -6,6 +6,7 @@ file whose descriptor goes in its place. Nothing here blocks without a deadline.
 
 from __future__ import annotations
 
+import array
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessa
 INLINE_BYTES = 1 << 15
 """Longer messages travel in a file. Well below the 208 KiB that Linux lets a socket hold."""
 MAX_DESCRIPTORS = 2
+_INT_BYTES = array.array("i").itemsize
 _INLINE, _IN_FILE = b"m", b"f"
 _CREDENTIALS = struct.Struct("iII")
 
@@ -70,6 +72,7 @@ class Line:
         who: is at the other end, for messages.
         """
         self.who = who
+        connection.setblocking(False)
         self._connection = connection
         self._descriptors: list[int] = []
 
@@ -94,9 +97,8 @@ class Line:
     def _send(self, packet: bytes, descriptors: Sequence[int], until_s: float) -> None:
         while True:
             try:
-                socket.send_fds(
-                    self._connection, [packet], list(descriptors), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                )
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                self._connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
                 if not _poll([(self, select.POLLOUT)], until_s):
@@ -121,13 +123,14 @@ class Line:
     def receive_now(self) -> AnyTransferMessage | None:
         """The next message, if one is there; see `receive`."""
         try:
-            packet, descriptors, _flags, _address = socket.recv_fds(
-                self._connection, INLINE_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            packet, rights, _flags, _address = self._connection.recvmsg(
+                INLINE_BYTES + 1, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return None
         except OSError as error:
             raise LineEnded(f"{self.who} has closed the line ({error.strerror})") from None
+        descriptors = _descriptors_in(rights)
         if not packet:
             raise LineEnded(f"{self.who} has closed the line")
         if packet[:1] == _INLINE:
@@ -164,6 +167,15 @@ class Line:
             os.close(descriptor)
         self._descriptors = []
         self._connection.close()
+
+
+def _descriptors_in(rights: list[tuple[int, int, bytes]]) -> list[int]:
+    """What `socket.recv_fds` would give, which knows no flags."""
+    found = array.array("i")
+    for level, kind, data in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)
 
 
 def _read_file(descriptor: int, who: str) -> bytes:
