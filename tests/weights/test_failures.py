@@ -13,7 +13,7 @@ from tests.worker.ranks import DEADLINE_S, meet, run_ranks
 
 from keepstep.errors import KeepstepError
 from keepstep.protocol.transfer.consumer import Condition
-from keepstep.weights import device
+from keepstep.weights.device import stages
 from keepstep.weights.publisher import Publisher
 from keepstep.weights.subscriber import Subscriber
 
@@ -158,14 +158,14 @@ def with_a_failing_device(rank: int, size: int, path: Path, how: str, lost: int,
 def fail_at_third_bucket(how: str) -> None:
     """From here on this process fails in the middle of its second update."""
     number = iter(range(1 << 30))
-    seal = device.seal
+    seal = stages.seal
 
     def seal_or_fail(slot: torch.Tensor, bucket: Any, checksum: bytes) -> None:
         seal(slot, bucket, checksum)
         if float(slot[:4].view(torch.float32)[0]) == 1.0 and next(number) == 2:
             fail(how)
 
-    device.seal = seal_or_fail
+    stages.seal = seal_or_fail
 
 
 @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "in place"])

@@ -1,5 +1,6 @@
 """What does not fit is refused with an error that names it, and nothing that works is disturbed by it."""
 
+import gc
 import resource
 import threading
 from pathlib import Path
@@ -24,7 +25,7 @@ from keepstep.errors import (
 )
 from keepstep.protocol.transfer.consumer import Condition
 from keepstep.protocol.transfer.messages import DeviceCalled, MovementSeen
-from keepstep.weights import device
+from keepstep.weights.device import stages
 from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.memory.blocks import Block
 
@@ -120,9 +121,12 @@ def too_little_memory(rank: int, size: int, path: Path) -> tuple[str, int, int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     with pytest.raises(BufferUnavailable) as caught:
         publish(path, plain(), 0, 1, bucket_bytes=1 << 20)
+    message = str(caught.value)
+    del caught  # it holds all that was made so far
+    gc.collect()
     after = len(list(Path("/proc/self/fd").iterdir()))
     with publish(path, plain(), 0, 1, bucket_bytes=1 << 16) as publisher:
-        return str(caught.value), after - before, publisher.publish(0).version
+        return message, after - before, publisher.publish(0).version
 
 
 def test_buffers_that_do_not_fit_into_memory_are_an_error_and_not_the_end(tmp_path: Path) -> None:
@@ -199,21 +203,23 @@ def of_old_generation(rank: int, size: int, path: Path) -> Any:
                 late.receive(1.0)
         meet(path, size, "closing")
         return versions, str(caught.value)
+    devices = path / "devices"  # a store is for a fixed number of processes
+    devices.mkdir(exist_ok=True)
     with publish(path, plain(), rank, 2, generation=1, deadline_s=1.0) as publisher:
         if rank == 0:
             publisher.wait_for_consumers(1, DEADLINE_S)
         outcome = [publisher.publish(1).version]
-        meet(path, 2, "published")
+        meet(devices, 2, "published")
         if rank == 0:
             publisher.generation = 2
-        meet(path, 2, "one is of another generation")
+        meet(devices, 2, "one is of another generation")
         try:
             publisher.publish(2)
         except KeepstepError as error:
             outcome.append(f"{type(error).__name__}: {error}")
-        meet(path, 2, "it has failed")
+        meet(devices, 2, "it has failed")
         publisher.generation = 2
-        meet(path, 2, "all are of the new one")
+        meet(devices, 2, "all are of the new one")
         outcome.append(publisher.publish(3).version)
         if rank == 1:
             publisher.generation = 1
@@ -258,7 +264,7 @@ def unusable(rank: int, size: int, path: Path) -> Any:
 
 def damage_next_bucket() -> None:
     """One bit changes after the checksum of the next bucket was taken."""
-    seal, damaged = device.seal, []
+    seal, damaged = stages.seal, []
 
     def seal_and_damage(slot: torch.Tensor, bucket: Any, checksum: bytes) -> None:
         seal(slot, bucket, checksum)
@@ -266,7 +272,7 @@ def damage_next_bucket() -> None:
             damaged.append(bucket)
             slot[0] ^= 1
 
-    device.seal = seal_and_damage
+    stages.seal = seal_and_damage
 
 
 def test_damaged_weights_are_never_ready(tmp_path: Path) -> None:
@@ -281,7 +287,7 @@ def test_damaged_weights_are_never_ready(tmp_path: Path) -> None:
 def test_who_says_something_else_at_the_door_is_sent_away(tmp_path: Path) -> None:
     with publish(tmp_path, plain(), 0, 1) as publisher:
         for stranger in (MovementSeen(0), DeviceCalled(5, 0, True), DeviceCalled(-1, 0, False)):
-            with pytest.raises(RemoteProtocolError, match="opens no line"):
+            with pytest.raises(RemoteProtocolError, match=r"opens no line|there is no rank"):
                 knock(door_path(tmp_path, 0), stranger, "rank 0", 1e9)
         assert publisher.publish(1).failures == ()
 

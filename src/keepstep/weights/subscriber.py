@@ -25,32 +25,29 @@ from keepstep.errors import (
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.consumer import Condition, ConsumerState
 from keepstep.protocol.transfer.layout import Layout
-from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault
+from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Bucket
+from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import checksum_in
+from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
 from keepstep.weights.spans import Spans
-from keepstep.weights.targets import FunctionTarget, Load, Target, TensorTarget
 
 DEFAULT_DEADLINE_S = 30.0
 CONSUMER_PATIENCE_S = 0.9
 """Beyond its deadline, for its device: the device and the coordinator, who see more, find the culprit before that."""
-_ERRORS: dict[Fault, type[KeepstepError]] = {
-    Fault.LOST: PublisherLost,
-    Fault.LAYOUT: StateMismatch,
-    Fault.STALE: StaleGeneration,
-}
 
 
 class _Update:
     """An update as this consumer sees it."""
 
-    def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket]) -> None:
+    def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket], buffer: SlotBuffer) -> None:
         self.number, self.version = began.update, began.version
         self.missing = dict(buckets)
+        self.buffer = buffer
         self.has_failed = False
 
 
@@ -264,7 +261,7 @@ class Subscriber:
             self._line.close()
             self._line = None
         self._fail(reason)
-        self._layout, self._buckets = None, {}
+        self._layout = None
         if self._ipc is not None:
             self._ipc.close()
             self._ipc = None
@@ -285,7 +282,7 @@ class Subscriber:
                 return update.version
             case msg.UpdateAborted():
                 self._fail(message.reason)
-                raise _ERRORS[message.fault](f"{message.culprit}: {message.reason}")
+                raise error_of(message, "an update broke off")
             case msg.BucketReady() | msg.MovementSeen() | msg.VersionCommitted():
                 pass
             case other:
@@ -300,13 +297,14 @@ class Subscriber:
                 f"rank {self._device} publishes for generation {began.generation}, this is {self._generation}"
             )
         self._generation = began.generation
+        self._end_update()
+        buffer = self._buffer_for(line, began)
         if began.layout != self._layout:
+            buckets = began.layout.plan().buckets
             self._layout = began.layout
-            self._buckets = {
-                bucket.index: bucket for bucket in began.layout.plan().buckets if began.reader in bucket.readers
-            }
+            self._buckets = {bucket.index: bucket for bucket in buckets if began.reader in bucket.readers}
         assert self._layout is not None
-        self._update = update = _Update(began, self._buckets)
+        self._update = update = _Update(began, self._buckets, buffer)
         self.spans = Spans()
         with self._changed:
             if not self._state.atomic and not self._is_free():
@@ -315,6 +313,21 @@ class Subscriber:
             self._state.begin(began.version)
         self._target.prepare(self._layout, self._layout.readers[began.reader].parts)
         self._finish_if_whole(line, update)
+
+    def _buffer_for(self, line: Line, began: msg.UpdateBegan) -> SlotBuffer:
+        """Where the buckets of this update come. What was prepared for another buffer is of no use in a lent one."""
+        assert self._ipc is not None
+        if not began.lends_buffer:
+            return self._ipc
+        self._layout = None
+        return SlotBuffer.attach(line.take_descriptor(), self._ipc.num_slots, self._ipc.slot_bytes)
+
+    def _end_update(self) -> None:
+        """The update is over, whatever came of it."""
+        update, self._update = self._update, None
+        if update is not None and update.buffer is not self._ipc:
+            self._layout = None
+            update.buffer.close()
 
     def _is_free(self) -> bool:
         """Waits until nobody uses the weights; newcomers wait meanwhile. Called with ``_changed`` held."""
@@ -326,12 +339,11 @@ class Subscriber:
 
     def _load(self, line: Line, update: _Update, ready: msg.BucketReady) -> None:
         bucket = update.missing.pop(ready.bucket, None)
-        assert self._ipc is not None
-        if bucket is None or not 0 <= ready.slot < self._ipc.num_slots:
+        if bucket is None or not 0 <= ready.slot < update.buffer.num_slots:
             raise RemoteProtocolError(
                 f"rank {self._device} sent bucket {ready.bucket} in slot {ready.slot}, out of turn"
             )
-        slot = self._ipc.view(ready.slot)
+        slot = update.buffer.view(ready.slot)
         with self.spans.of("reload", bucket.index):
             with self._guarded(line, update):
                 checksum = self._target.load(bucket, slot)
@@ -363,8 +375,8 @@ class Subscriber:
         self._fail(reason)
 
     def _commit(self, update: _Update) -> None:
+        self._end_update()
         with self._changed:
-            self._update = None
             if self._state.atomic and not self._is_free():
                 self._state.fail("the weights were in use all the time")
                 raise WeightsNotReady(f"version {update.version} could not take its place: the weights were in use")
@@ -374,7 +386,7 @@ class Subscriber:
             self._changed.notify_all()
 
     def _fail(self, reason: str) -> None:
+        self._end_update()
         with self._changed:
-            self._update = None
             self._state.fail(reason)
             self._changed.notify_all()

@@ -81,6 +81,19 @@ def lay_out(held: Sequence[Sequence[HeldPart]], consumers: Sequence[Sequence[Con
     return Layout(tuple(forms), holders, tuple(readers), tuple(problems), limits)
 
 
+def serve_one(layout: Layout, device: int, consumer: Consumer) -> Layout:
+    """The same tensors and holders, for one consumer alone.
+
+    Raises:
+        StateMismatch: it wants what there is not.
+    """
+    by_name = {name: index for index, form in enumerate(layout.forms) for name in form.names}
+    parts, problem = _resolve(consumer, layout.forms, by_name)
+    if problem is not None:
+        raise StateMismatch(problem)
+    return Layout(layout.forms, layout.holders, (Reader(device, parts),), (None,), layout.limits)
+
+
 def _merge(held: Sequence[Sequence[HeldPart]]) -> tuple[list[TensorForm], tuple[tuple[Part, ...], ...]]:
     forms: list[TensorForm] = []
     known: dict[str, tuple[int, int]] = {}

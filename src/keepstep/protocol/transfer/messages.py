@@ -48,6 +48,16 @@ class DeviceCalled(TransferMessage, frozen=True):
     reads: bool
 
 
+class CatchUpCalled(TransferMessage, frozen=True):
+    """A device asks another for its part of what was published last, for a consumer that came late."""
+
+    rank: int
+    generation: int
+    update: int
+    version: int
+    layout: Layout
+
+
 class SubscriberCalled(TransferMessage, frozen=True):
     """A consumer attaches itself to a device."""
 
@@ -163,6 +173,8 @@ class UpdateBegan(TransferMessage, frozen=True):
     generation: int
     layout: Layout
     reader: int
+    lends_buffer: bool
+    """The descriptor of another buffer comes with it, and the buckets of this update lie there."""
 
 
 class VersionLoaded(TransferMessage, frozen=True):
@@ -180,6 +192,7 @@ class LoadFailed(TransferMessage, frozen=True):
 
 AnyTransferMessage: TypeAlias = (
     DeviceCalled
+    | CatchUpCalled
     | SubscriberCalled
     | Welcomed
     | Refused

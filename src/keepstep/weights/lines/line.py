@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -44,6 +45,7 @@ class Flag:
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close = weakref.finalize(self, os.close, self._event)
 
     def fileno(self) -> int:
         """Readable when it is set."""
@@ -59,8 +61,8 @@ class Flag:
             os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Gives the descriptor back; nobody may wait any more."""
-        os.close(self._event)
+        """Gives the descriptor back; nobody may wait any more. Any number of times."""
+        self._close()
 
 
 class Line:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -156,3 +156,12 @@ def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise ConfigurationError(f"'{name}' is no dense tensor in memory ({tensor.layout}, {tensor.device})")
     return tensor.detach()
+
+
+def copies_of(blocks: Sequence[NamedBlock]) -> list[NamedBlock]:
+    """The same entries in contiguous host memory of their own, content undefined; pinned where there is a GPU."""
+    return [dataclasses.replace(block, held=Held(_host_like(block.held.tensor), block.held.box)) for block in blocks]
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -33,6 +34,7 @@ class SlotBuffer:
     def __init__(self, descriptor: int, num_slots: int, slot_bytes: int, writable: bool) -> None:
         """Takes over ``descriptor``."""
         self.descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -91,11 +93,9 @@ class SlotBuffer:
 
     def close(self) -> None:
         """Gives the memory back. No view may be used any more. Any number of times."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-            with suppress(BufferError):  # somebody still holds the memory object; it goes with the last of them
-                self._map.close()
+        self._close()
+        with suppress(BufferError):  # somebody still holds the memory object; it goes with the last of them
+            self._map.close()
 
 
 @contextmanager

@@ -7,16 +7,17 @@ consumers' own processes (`keepstep.weights.subscriber`). Each stage waits for o
 
 from __future__ import annotations
 
-import dataclasses
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
 from keepstep.errors import LoadError, PeerLost, RemoteProtocolError, SubscriberLost
-from keepstep.protocol.transfer.layout import Consumer, Layout
+from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import AnyTransferMessage, LoadFailed, SlotFreed, VersionLoaded
-from keepstep.protocol.transfer.plan import Bucket, Plan
+from keepstep.protocol.transfer.plan import Bucket
+from keepstep.weights.device.attendance import Attached
 from keepstep.weights.lines.flow import Outlet, next_bucket
-from keepstep.weights.lines.line import Flag, Line
+from keepstep.weights.lines.line import Flag, Interrupted, Line
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import CHECKSUM_BYTES, BucketCopy, Held, copy_bytes, seal
 from keepstep.weights.spans import Spans
@@ -34,30 +35,25 @@ class CannotGoOn(Exception):
         self.culprit, self.reason = culprit, reason
 
 
-@dataclasses.dataclass(slots=True)
-class Attached:
-    """A consumer on this device."""
-
-    consumer: Consumer
-    line: Line
-
-
 class Course:
-    """A plan as one device carries it out; made once per layout, with every copy prepared."""
+    """A plan as one device carries it out."""
 
-    def __init__(self, layout: Layout, rank: int, held: Sequence[Held], h2d: SlotBuffer) -> None:
-        """Args:
-        layout: what the plan is made from.
-        rank: of this device.
-        held: this device's tensors, in the order in which it offered them.
-        h2d: where they are gathered.
-        """
+    def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
-        self.plan: Plan = layout.plan()
-        self.own = self.plan.sent_by(rank)
-        self.coming = self.plan.sent_to(rank)
+        self._rank = rank
+        plan = layout.plan()
+        self.own, self.coming = plan.sent_by(rank), plan.sent_to(rank)
         self.readers = tuple(index for index, reader in enumerate(layout.readers) if reader.device == rank)
-        tensors = {part.tensor: own for part, own in zip(layout.holders[rank], held, strict=True)}
+        self.gathers: list[BucketCopy] = []
+
+    def prepare(self, held: Sequence[Held], h2d: SlotBuffer) -> None:
+        """Prepares every copy that this device makes as a source.
+
+        Args:
+            held: its tensors, in the order in which it offered them.
+            h2d: where they are gathered.
+        """
+        tensors = {part.tensor: own for part, own in zip(self.layout.holders[self._rank], held, strict=True)}
         slots = [h2d.view(slot) for slot in range(h2d.num_slots)]
         self.gathers = [
             BucketCopy(slots[number % h2d.num_slots], bucket, tensors) for number, bucket in enumerate(self.own)
@@ -66,6 +62,8 @@ class Course:
 
 class Gathering:
     """The first stage: host memory to H2D buffer."""
+
+    name = "h2d"
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class Gathering:
         for number, bucket in enumerate(self._course.own):
             slot = number % self._h2d.num_slots
             self._outlet.wait_until_free(slot)
-            with self._spans.of("h2d", bucket.index):
+            with self._spans.of(self.name, bucket.index):
                 checksum = self._course.gathers[number].gather()
                 seal(self._h2d.view(slot), bucket, checksum)
             self._outlet.announce(bucket.index, slot, bucket.devices)
@@ -117,6 +115,8 @@ def _nothing_else(rank: int, message: AnyTransferMessage) -> None:
 
 class Passing:
     """The second stage: H2D buffer of the source to IPC buffer of this device, and on to its consumers."""
+
+    name = "broadcast"
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Passing:
             if not 0 <= slot < buffer.num_slots:
                 raise RemoteProtocolError(f"slot {slot} of {buffer.num_slots}")
             self._outlet.wait_until_free(half)
-            with self._spans.of("broadcast", bucket.index):
+            with self._spans.of(self.name, bucket.index):
                 copy_bytes(self._ipc.address(half), buffer.address(slot), bucket.num_bytes + CHECKSUM_BYTES)
             line.send(SlotFreed(self._update, slot), time.monotonic() + self._patience_s)
         except (PeerLost, RemoteProtocolError) as error:
@@ -182,7 +182,7 @@ class Passing:
             case VersionLoaded(update=update) if update == self._update:
                 self._loaded.add(reader)
             case LoadFailed(update=update, reason=reason) if update == self._update:
-                self.failures.append(LoadError(f"{self._consumers[reader].consumer.name}: {reason}"))
+                self.failures.append(LoadError(f"{self._consumers[reader].name}: {reason}"))
                 self._outlet.leave_out(reader)
             case VersionLoaded() | LoadFailed():
                 pass  # of an earlier update
@@ -192,5 +192,62 @@ class Passing:
     def _lose(self, reader: int, error: PeerLost | RemoteProtocolError) -> None:
         """A consumer is gone or stands: the others go on, and it has to attach itself again."""
         consumer = self._consumers[reader]
-        self.failures.append(SubscriberLost(f"{consumer.consumer.name}: {error}"))
+        self.failures.append(SubscriberLost(f"{consumer.name}: {error}"))
         consumer.line.close()
+
+
+class Stages:
+    """Both stages at work, each in a thread of its own."""
+
+    def __init__(self, gathering: Gathering | None, passing: Passing | None, stop: Flag) -> None:
+        """Starts them.
+
+        Args:
+            gathering, passing: those that there are.
+            stop: the one that they were given; closed by `close`.
+        """
+        self.changed = Flag()
+        """Set when one of them has ended."""
+        self._stop = stop
+        self._stages = [stage for stage in (gathering, passing) if stage is not None]
+        self._num_done = 0
+        self._errors: list[Exception] = []
+        self._threads = [
+            threading.Thread(target=self._carry_out, args=[stage], name=f"keepstep-{stage.name}", daemon=True)
+            for stage in self._stages
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_moved(self) -> int:
+        """Buckets so far, by all stages."""
+        return sum(stage.num_moved for stage in self._stages)
+
+    @property
+    def are_done(self) -> bool:
+        """Whether all have come to their end."""
+        return self._num_done == len(self._stages)
+
+    def take_error(self) -> Exception | None:
+        """Why one of them could not go on, if there is one."""
+        self.changed.clear()
+        return self._errors[0] if self._errors else None
+
+    def close(self) -> None:
+        """Stops those that are still at work, and waits for them."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self._stop.close()
+        self.changed.close()
+
+    def _carry_out(self, stage: Gathering | Passing) -> None:
+        try:
+            stage.run()
+            self._num_done += 1
+        except Interrupted:
+            return
+        except Exception as error:  # reported and raised again by the thread that publishes
+            self._errors.append(error)
+        self.changed.set()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from keepstep.protocol.transfer.messages import DeviceCalled
+from keepstep.weights.device.verdicts import COORDINATOR
 from keepstep.weights.lines.door import door_path, knock
-from keepstep.weights.lines.line import Line
+from keepstep.weights.lines.line import Flag, Line
 from keepstep.weights.memory.buffers import SlotBuffer
-
-COORDINATOR = 0
-"""The rank that coordinates updates."""
 
 
 class Mesh:
@@ -27,29 +25,32 @@ class Mesh:
         assert self._coordinator is not None
         return self._coordinator
 
-    def connect(self, generation: int, until_s: float) -> None:
+    def connect(self, generation: int, until_s: float, stop: Flag) -> None:
         """Opens what is missing.
 
         Raises:
             LineStalled: somebody's door stays closed.
             StaleGeneration: ``generation`` is over.
+            Interrupted: by ``stop``.
         """
         for rank, (line, _buffer) in list(self.sources.items()):
             if line.has_ended:
                 self._drop_source(rank)
         for rank in range(self._world_size):
             if rank not in self.sources:
-                line, buffer = self._open(rank, generation, True, until_s)
+                line, buffer = self._open(rank, generation, True, until_s, stop)
                 assert buffer is not None
                 self.sources[rank] = (line, buffer)
         if self._coordinator is not None and self._coordinator.has_ended:
             self._drop_coordinator()
         if self._coordinator is None:
-            self._coordinator, _none = self._open(COORDINATOR, generation, False, until_s)
+            self._coordinator, _none = self._open(COORDINATOR, generation, False, until_s, stop)
 
-    def _open(self, rank: int, generation: int, reads: bool, until_s: float) -> tuple[Line, SlotBuffer | None]:
+    def _open(
+        self, rank: int, generation: int, reads: bool, until_s: float, stop: Flag
+    ) -> tuple[Line, SlotBuffer | None]:
         introduction = DeviceCalled(self._rank, generation, reads)
-        line, welcomed = knock(door_path(self._folder, rank), introduction, f"rank {rank}", until_s)
+        line, welcomed = knock(door_path(self._folder, rank), introduction, f"rank {rank}", until_s, stop)
         if not reads:
             return line, None
         return line, SlotBuffer.attach(line.take_descriptor(), welcomed.num_slots, welcomed.slot_bytes)

@@ -1,0 +1,81 @@
+"""The consumers that are attached to one device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+
+from keepstep.errors import PeerLost
+from keepstep.protocol.transfer.layout import Consumer
+from keepstep.protocol.transfer.messages import AnyTransferMessage
+from keepstep.weights.lines.line import Line
+
+NOTICE_S = 0.1
+"""For telling a consumer something; one that does not read finds out by its own deadline."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attached:
+    """A consumer on this device."""
+
+    consumer: Consumer
+    line: Line
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.consumer.name
+
+    def tell(self, message: AnyTransferMessage, descriptors: Sequence[int] = ()) -> None:
+        """Tells it; one that cannot be told has to come again."""
+        try:
+            self.line.send(message, time.monotonic() + NOTICE_S, descriptors)
+        except PeerLost:
+            self.line.close()
+
+    def show_sign(self, message: AnyTransferMessage) -> None:
+        """Tells it something that does not matter to one that reads nothing at the moment."""
+        with contextlib.suppress(PeerLost):
+            self.line.send(message, time.monotonic())
+
+
+class Attendance:
+    """Who is attached, by name, in the order in which they came. Any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._present: dict[str, Attached] = {}
+
+    def add(self, attached: Attached) -> None:
+        """A consumer has come; one of the same name that was there is replaced."""
+        with self._changed:
+            former = self._present.pop(attached.name, None)
+            self._present[attached.name] = attached
+            self._changed.notify_all()
+        if former is not None:
+            former.line.close()
+
+    def present(self) -> list[Attached]:
+        """Those who are there now; whoever has gone is forgotten."""
+        with self._changed:
+            gone = [name for name, each in self._present.items() if each.line.is_closed or each.line.has_ended]
+            lines = [self._present.pop(name).line for name in gone]
+            present = list(self._present.values())
+        for line in lines:
+            line.close()
+        return present
+
+    def wait_for(self, num_consumers: int, timeout_s: float) -> bool:
+        """Waits until so many are attached; whether they came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._present) >= num_consumers, timeout_s)
+
+    def close(self) -> None:
+        """Sends everybody away."""
+        with self._changed:
+            present, self._present = self._present, {}
+        for each in present.values():
+            each.line.close()

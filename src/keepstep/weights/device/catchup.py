@@ -1,0 +1,185 @@
+"""Serving a consumer that came late, from what was published last, while nobody else notices.
+
+The device to which it is attached asks every device that the plan makes a source, itself among them. The same stages
+move the buckets, over lines and buffers of their own. It needs copies of the weights: live ones have gone on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
+from keepstep.protocol.transfer import messages as msg
+from keepstep.protocol.transfer.layout import Layout, serve_one
+from keepstep.protocol.transfer.messages import Fault
+from keepstep.weights.device.attendance import Attached
+from keepstep.weights.device.device import Device, Settings
+from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing
+from keepstep.weights.lines.door import door_path, knock
+from keepstep.weights.lines.line import Flag, Interrupted, Line
+from keepstep.weights.memory.blocks import NamedBlock
+from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.spans import Spans
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What was published last, as long as its copies are not overwritten."""
+
+    version: int
+    layout: Layout
+    blocks: Sequence[NamedBlock]
+
+
+class CatchUps:
+    """All that one device does for late consumers, each in a thread of its own, one after the other."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._changed = threading.Condition()
+        self._kept: Kept | None = None
+        self._late: list[tuple[Attached, int | None]] = []
+        """Those who came while nothing was kept."""
+        self._num_running = 0
+        self._stop = Flag()
+        self._turn = threading.Lock()
+        """Whose turn it is to have the IPC buffer."""
+        self._turn_to_serve = threading.Lock()
+        """Whose turn it is to have the H2D buffer."""
+        self._buffers: dict[str, SlotBuffer] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the buffers made so far; they are made when the first late consumer comes, and kept."""
+        return sum(buffer.num_bytes for buffer in self._buffers.values())
+
+    # ---- the thread that publishes ----------------------------------------------------------------------------------
+
+    def keep(self, device: Device, kept: Kept, served: Collection[Attached]) -> None:
+        """From now on this is what late consumers get; also those who came in the meantime, but for those served."""
+        with self._changed:
+            self._kept = kept
+            late, self._late = self._late, []
+        for attached, version in late:
+            if not any(attached is each for each in served):
+                self.came(device, attached, version)
+
+    def forget(self) -> None:
+        """What is kept is about to change: breaks off what is under way, and waits until it has ended."""
+        with self._changed:
+            self._kept = None
+            self._stop.set()
+            self._changed.wait_for(lambda: not self._num_running)
+            self._stop.clear()
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.forget()
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._stop.close()
+
+    # ---- for a consumer of this device ------------------------------------------------------------------------------
+
+    def came(self, device: Device, attached: Attached, version: int | None) -> None:
+        """A consumer has attached itself, with this version."""
+        with self._changed:
+            if self._kept is None:
+                self._late.append((attached, version))
+            elif version is None or version < self._kept.version:
+                self._num_running += 1
+                arguments = (device, attached, self._kept)
+                threading.Thread(target=self._bring, args=arguments, name="keepstep-catch-up", daemon=True).start()
+
+    def _bring(self, device: Device, attached: Attached, kept: Kept) -> None:
+        lines: list[Line] = []
+        try:
+            with self._turn:
+                self._bring_now(device, attached, kept, lines)
+        except Interrupted:
+            attached.tell(msg.UpdateAborted(0, Fault.LOST, "nobody", "a newer version is about to come"))
+        except ConfigurationError as error:
+            attached.tell(msg.UpdateAborted(0, Fault.LAYOUT, attached.name, str(error)))
+        except CannotGoOn as error:
+            attached.tell(msg.UpdateAborted(0, Fault.LOST, error.culprit, error.reason))
+        finally:
+            for line in lines:
+                line.close()
+            self._ended()
+
+    def _bring_now(self, device: Device, attached: Attached, kept: Kept, lines: list[Line]) -> None:
+        rank, deadline_s = self._settings.rank, self._settings.deadline_s
+        layout = serve_one(kept.layout, rank, attached.consumer)
+        update, course = device.number_update(), Course(layout, rank)
+        sources: dict[int, tuple[Line, SlotBuffer]] = {}
+        for source in sorted({bucket.source for bucket in course.coming}):
+            called = msg.CatchUpCalled(rank, device.generation, update, kept.version, layout)
+            sources[source] = self._ask(source, called)
+            lines.append(sources[source][0])
+        ipc = self._buffer("ipc")
+        began = msg.UpdateBegan(update, kept.version, device.generation, layout, 0, lends_buffer=True)
+        attached.tell(began, [ipc.descriptor])
+        try:
+            passing = Passing(update, course, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
+            passing.run()
+        finally:
+            for _line, buffer in sources.values():
+                buffer.close()
+        for each in passing.loaded:
+            each.tell(msg.VersionCommitted(update, kept.version))
+
+    def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Line, SlotBuffer]:
+        until_s = time.monotonic() + self._settings.deadline_s
+        try:
+            line, welcomed = knock(
+                door_path(self._settings.folder, source), called, f"rank {source}", until_s, self._stop
+            )
+            return line, SlotBuffer.attach(line.take_descriptor(), welcomed.num_slots, welcomed.slot_bytes)
+        except (PeerLost, RemoteProtocolError) as error:
+            raise CannotGoOn(f"rank {source}", str(error)) from None
+
+    # ---- for a consumer of any device -------------------------------------------------------------------------------
+
+    def serve(self, device: Device, line: Line, called: msg.CatchUpCalled) -> None:
+        """Another device asks for this one's part; runs in a thread of the door, and owns the line."""
+        until_s = time.monotonic() + self._settings.deadline_s
+        with self._changed:
+            kept = self._kept
+            if kept is not None and kept.version == called.version:
+                self._num_running += 1
+            else:
+                kept = None
+        try:
+            if kept is None:
+                line.send(msg.Refused(f"version {called.version} is not kept here", stale=False), until_s)
+                return
+            with self._turn_to_serve:
+                self._serve_now(device, line, called, kept)
+        except (PeerLost, CannotGoOn, Interrupted):
+            pass  # whoever asked sees the end of the line
+        finally:
+            line.close()
+            if kept is not None:
+                self._ended()
+
+    def _serve_now(self, device: Device, line: Line, called: msg.CatchUpCalled, kept: Kept) -> None:
+        deadline_s = self._settings.deadline_s
+        h2d = self._buffer("h2d")
+        course = Course(called.layout, self._settings.rank)
+        course.prepare([block.held for block in kept.blocks], h2d)
+        welcomed = msg.Welcomed(self._settings.rank, device.generation, h2d.num_slots, h2d.slot_bytes)
+        line.send(welcomed, time.monotonic() + deadline_s, [h2d.descriptor])
+        Gathering(called.update, course, h2d, {called.rank: line}, deadline_s, self._stop, Spans()).run()
+
+    def _buffer(self, which: str) -> SlotBuffer:
+        if which not in self._buffers:
+            self._buffers[which] = self._settings.make_buffer()
+        return self._buffers[which]
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._num_running -= 1
+            self._changed.notify_all()

@@ -1,0 +1,189 @@
+"""One update on one device, from the offer to the verdict."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration, StateMismatch
+from keepstep.protocol.transfer import messages as msg
+from keepstep.protocol.transfer.messages import Fault
+from keepstep.protocol.transfer.update import Terms
+from keepstep.weights.device.attendance import Attached
+from keepstep.weights.device.coordinator import Coordinator
+from keepstep.weights.device.device import Device
+from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, Stages
+from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorLine, Failed
+from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
+from keepstep.weights.memory.blocks import NamedBlock
+from keepstep.weights.spans import Spans
+
+
+class Update:
+    """Used once, by the thread that publishes."""
+
+    def __init__(self, device: Device, version: int, blocks: Sequence[NamedBlock], stop: Flag) -> None:
+        """Args:
+        device: where.
+        version: which.
+        blocks: what this device is a source of.
+        stop: ends the update, as if this device had failed.
+        """
+        self._device, self._version, self._blocks, self._stop = device, version, blocks, stop
+        self._settings = device.settings
+        self._present = device.attendance.present()
+        self.spans = Spans()
+        self.failures: list[KeepstepError] = []
+        self.served: list[Attached] = []
+        """The consumers here that have the version."""
+
+    def run(self, former: Course | None) -> Course:
+        """Carries it out; what the next update may use again if nothing changes.
+
+        Raises:
+            Failed: it did not come about. All lines to devices have been closed.
+        """
+        coordinating: threading.Thread | None = None
+        try:
+            self._connect()
+            if self._settings.rank == COORDINATOR:
+                coordinating = threading.Thread(target=self._coordinator().run, name="keepstep-coordinator")
+                coordinating.start()
+            return self._agree_and_move(former)
+        except Failed:
+            self._device.mesh.drop()
+            raise
+        finally:
+            if coordinating is not None:
+                coordinating.join()
+
+    def _connect(self) -> None:
+        until_s = time.monotonic() + self._settings.deadline_s
+        own = f"rank {self._settings.rank}"
+        try:
+            self._device.mesh.connect(self._device.generation, until_s, self._stop)
+        except StaleGeneration as error:
+            raise Failed(Fault.STALE, own, str(error)) from None
+        except (PeerLost, RemoteProtocolError) as error:
+            raise Failed(Fault.LOST, "a device", str(error)) from None
+        except Interrupted:
+            raise Failed(Fault.LOST, own, "it was interrupted") from None
+
+    def _coordinator(self) -> Coordinator:
+        settings = self._settings
+        patience_s = settings.deadline_s + COORDINATOR_PATIENCE_S
+        terms = Terms(self._version, self._device.generation, settings.world_size, settings.limits, patience_s)
+        return Coordinator(terms, self._device.reporters, settings.sign_s)
+
+    def _agree_and_move(self, former: Course | None) -> Course:
+        listener = CoordinatorLine(self._device.mesh.coordinator, self._settings.deadline_s, self._stop)
+        update = 0
+        try:
+            agreed = self._agree(listener)
+            update = agreed.update
+            return self._move(listener, agreed, former)
+        except Interrupted:
+            culprit = f"rank {self._settings.rank}"
+            listener.send(msg.DeviceFailed(update, culprit, "it was interrupted"))
+            raise Failed(Fault.LOST, culprit, "it was interrupted") from None
+
+    def _agree(self, listener: CoordinatorLine) -> msg.UpdateAgreed:
+        """Offers the version and waits until all devices have."""
+        device = self._device
+        held = tuple(block.as_held() for block in self._blocks)
+        consumers = tuple(each.consumer for each in self._present)
+        listener.send(msg.UpdateOffered(device.generation, self._version, device.last_update, held, consumers))
+        while True:
+            match listener.receive():
+                case msg.UpdateAgreed() as agreed:
+                    device.saw_update(agreed.update)
+                    return agreed
+                case None:
+                    pass
+                case other:
+                    listener.blame(f"it sent {other!r:.80}")
+
+    def _move(self, listener: CoordinatorLine, agreed: msg.UpdateAgreed, former: Course | None) -> Course:
+        device, settings = self._device, self._settings
+        course = former
+        if course is None or course.layout != agreed.layout:
+            course = Course(agreed.layout, settings.rank)
+            course.prepare([block.held for block in self._blocks], device.h2d)
+        consumers = self._begin(agreed, course)
+        stop = Flag()
+        gathering = Gathering(
+            agreed.update, course, device.h2d, device.readers.lines(), settings.deadline_s, stop, self.spans
+        )
+        passing = Passing(
+            agreed.update, course, device.mesh.sources, device.ipc, consumers, settings.deadline_s, stop, self.spans
+        )
+        stages = Stages(gathering, passing, stop)
+        try:
+            self._follow(listener, agreed.update, stages, list(consumers.values()))
+        except Failed as failed:
+            for each in consumers.values():
+                each.tell(failed.notice)
+            raise
+        finally:
+            stages.close()
+        self.served = passing.loaded
+        for each in self.served:
+            each.tell(msg.VersionCommitted(agreed.update, agreed.version))
+        self.failures += passing.failures
+        return course
+
+    def _begin(self, agreed: msg.UpdateAgreed, course: Course) -> Mapping[int, Attached]:
+        """Tells the consumers what comes, and those that cannot take it why; the others, by index of the reader."""
+        taking = {}
+        for reader, each in zip(course.readers, self._present, strict=True):
+            problem = agreed.layout.problems[reader]
+            if problem is None:
+                taking[reader] = each
+                each.tell(
+                    msg.UpdateBegan(agreed.update, agreed.version, agreed.generation, agreed.layout, reader, False)
+                )
+            else:
+                self.failures.append(StateMismatch(problem))
+                each.tell(msg.UpdateAborted(agreed.update, Fault.LAYOUT, each.name, problem))
+        return taking
+
+    def _follow(self, listener: CoordinatorLine, update: int, stages: Stages, consumers: list[Attached]) -> None:
+        """Reports how the stages fare, until the coordinator has spoken its verdict."""
+        is_prepared, num_moved = False, 0
+        sign_due_s = time.monotonic() + self._settings.sign_s
+        while True:
+            awaited: list[Line | Flag] = [listener.line, stages.changed]
+            ready = wait(awaited, min(sign_due_s, listener.until_s), self._stop)
+            now_s = time.monotonic()
+            if stages.changed in ready:
+                self._check(listener, update, stages)
+                if stages.are_done and not is_prepared:
+                    is_prepared = True
+                    listener.send(msg.DevicePrepared(update))
+            if now_s >= sign_due_s:
+                sign_due_s = now_s + self._settings.sign_s
+                for each in consumers:
+                    each.show_sign(msg.MovementSeen(update))
+                if stages.num_moved != num_moved:
+                    num_moved = stages.num_moved
+                    listener.send(msg.MovementSeen(update))
+            if listener.line in ready or now_s >= listener.until_s:
+                match listener.receive():
+                    case msg.VersionCommitted():
+                        return
+                    case None:
+                        pass
+                    case other:
+                        listener.blame(f"it sent {other!r:.80}")
+
+    def _check(self, listener: CoordinatorLine, update: int, stages: Stages) -> None:
+        """Reports a stage that cannot go on."""
+        error = stages.take_error()
+        if error is None:
+            return
+        if isinstance(error, CannotGoOn):
+            listener.send(msg.DeviceFailed(update, error.culprit, error.reason))
+            raise Failed(Fault.LOST, error.culprit, error.reason)
+        listener.send(msg.DeviceFailed(update, f"rank {self._settings.rank}", repr(error)))
+        raise error

@@ -1,0 +1,79 @@
+"""The line to the coordinator in one update: reports go out, verdicts come in."""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration, StateMismatch
+from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault, MovementSeen, UpdateAborted
+from keepstep.weights.lines.line import Flag, Line, LineStalled, wait
+
+COORDINATOR = 0
+"""The rank that coordinates updates."""
+COORDINATOR_PATIENCE_S = 0.6
+"""Beyond a consumer's deadline, for a device that shows no movement: more than devices have for each other, so that
+whoever waits for the culprit itself has told it before."""
+DEVICE_PATIENCE_S = 0.8
+"""Beyond a consumer's deadline, for a coordinator that says nothing: it may be waiting for somebody itself."""
+_ERRORS: dict[Fault, type[KeepstepError]] = {
+    Fault.LOST: PublisherLost,
+    Fault.LAYOUT: StateMismatch,
+    Fault.STALE: StaleGeneration,
+}
+
+
+def error_of(notice: UpdateAborted, what: str) -> KeepstepError:
+    """The error for ``what`` did not come about."""
+    return _ERRORS[notice.fault](f"{what}: {notice.culprit}: {notice.reason}")
+
+
+class Failed(Exception):
+    """The update did not come about; ``notice`` is what everybody here is told."""
+
+    def __init__(self, fault: Fault, culprit: str, reason: str) -> None:
+        super().__init__(f"{culprit}: {reason}")
+        self.notice = UpdateAborted(0, fault, culprit, reason)
+
+
+class CoordinatorLine:
+    """Knows when the coordinator was last heard of."""
+
+    def __init__(self, line: Line, deadline_s: float, stop: Flag) -> None:
+        self.line = line
+        self._stop = stop
+        self._patience_s = deadline_s + DEVICE_PATIENCE_S
+        self.until_s = time.monotonic() + self._patience_s
+
+    def send(self, message: AnyTransferMessage) -> None:
+        """Reports.
+
+        Raises:
+            Failed: the coordinator is gone.
+        """
+        try:
+            self.line.send(message, self.until_s)
+        except PeerLost as error:
+            self.blame(str(error))
+
+    def receive(self) -> AnyTransferMessage | None:
+        """The next verdict, or None if it was a sign of life.
+
+        Raises:
+            Failed: the update was aborted, or the coordinator is gone.
+            Interrupted: by the stop.
+        """
+        try:
+            if not wait([self.line], self.until_s, self._stop):
+                raise LineStalled(f"{self.line.who} says nothing")
+            message = self.line.receive_now()
+        except (PeerLost, RemoteProtocolError) as error:
+            self.blame(str(error))
+        self.until_s = time.monotonic() + self._patience_s
+        if isinstance(message, UpdateAborted):
+            raise Failed(message.fault, message.culprit, message.reason)
+        return None if isinstance(message, MovementSeen) else message
+
+    def blame(self, reason: str) -> NoReturn:
+        """The coordinator is lost."""
+        raise Failed(Fault.LOST, f"rank {COORDINATOR}", reason)
