@@ -17,6 +17,10 @@ With about ten million parameters, or any other shape:
     keepstep run --nproc-per-node 3 --spares 1 examples/train_gpt.py --size 10m
     python examples/train_gpt.py --layers 4 --width 192 --heads 6 --context 128
 
+Giving its weights to a server that generates text with them (examples/serve_gpt.py) while it trains:
+
+    keepstep run --nproc-per-node 3 --spares 1 examples/train_gpt.py --steps 500 --publish /tmp/gpt
+
 It reads no file but the .py files of the Python that runs it, and needs nothing but torch and keepstep. What keepstep
 adds to a training script is in `main`: init, protect, and the two lines of the step loop.
 
@@ -108,12 +112,15 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy per byte, in nats."""
+        return F.cross_entropy(self.logits(tokens_BT).flatten(0, 1), targets_BT.flatten())
+
+    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """For each position, of the byte that follows: shape (B, T, V)."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTW = F.dropout(self.embedding(tokens_BT) + self.position(positions_T), self.dropout, self.training)
         for block in self.blocks:
             x_BTW = block(x_BTW)
-        logits_BTV = self.head(self.norm(x_BTW))
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        return self.head(self.norm(x_BTW))
 
 
 def initialise(module: nn.Module) -> None:
@@ -186,6 +193,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=10, help="steps")
+    parser.add_argument("--publish", metavar="FOLDER", help="where serve_gpt.py gets the weights from")
+    parser.add_argument("--publish-every", type=int, default=5, help="steps")
     args = parser.parse_args()
     shape = {name: getattr(args, name) for name in GPTConfig.__dataclass_fields__ if getattr(args, name) is not None}
     args.config = replace(SIZES[args.size], **shape)
@@ -198,12 +207,15 @@ def main() -> None:
     args = parse_arguments()
     session = keepstep.init(seed=args.seed)
 
-    model: nn.Module = build_model(args.config, args.seed)
+    gpt = build_model(args.config, args.seed)
+    model: nn.Module = gpt
     if torch.distributed.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = build_optimizer(model, args.lr)
     scheduler = build_scheduler(optimizer, args.steps)
     session.protect(model=model, optimizer=optimizer, scheduler=scheduler)
+    if args.publish:
+        session.publish_weights(args.publish, gpt, every=args.publish_every)
     data = Windows(read_text(), args.config.context, args.batch_size, session.world_size, args.seed)
 
     for step in session.steps(args.steps):

@@ -8,11 +8,16 @@ The names that a training script needs::
         with step:
             ...
 
+And those of a consumer of its weights::
+
+    subscriber = keepstep.Subscriber(folder, into=model)
+
 They are loaded at their first use, so that the launcher, which needs no torch, does not import it.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from keepstep.errors import (
@@ -22,34 +27,47 @@ from keepstep.errors import (
     PeerLost,
     StateMismatch,
     UsageError,
+    WeightsNotReady,
 )
 
 if TYPE_CHECKING:
+    from keepstep.weights.memory.blocks import Block
+    from keepstep.weights.publisher import Publisher
+    from keepstep.weights.subscriber import Subscriber
     from keepstep.worker.session import Session, init
     from keepstep.worker.steps import Step
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Block",
     "ConfigurationError",
     "KeepstepError",
     "NothingToRecoverFrom",
     "PeerLost",
+    "Publisher",
     "Session",
     "StateMismatch",
     "Step",
+    "Subscriber",
     "UsageError",
+    "WeightsNotReady",
     "init",
 ]
 
 
+_MODULES = {
+    "Block": "keepstep.weights.memory.blocks",
+    "Publisher": "keepstep.weights.publisher",
+    "Session": "keepstep.worker.session",
+    "Step": "keepstep.worker.steps",
+    "Subscriber": "keepstep.weights.subscriber",
+    "init": "keepstep.worker.session",
+}
+"""Where the names that need torch are."""
+
+
 def __getattr__(name: str) -> object:
-    if name in ("Session", "init"):
-        from keepstep.worker import session
-
-        return getattr(session, name)
-    if name == "Step":
-        from keepstep.worker.steps import Step
-
-        return Step
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'keepstep' has no attribute {name!r}")

@@ -54,6 +54,8 @@ class Coordination:
         """Told of each moment of a recovery; the drill listens."""
         self.snapshots: Callable[[], tuple[int, ...]] = lambda: ()
         """Steps of the checkpoints that this rank can read now; asked by the training thread."""
+        self.break_off: Callable[[], None] = lambda: None
+        """Told by any thread that a rank was lost, with the communicators: what else waits for other ranks ends."""
         self._warned: set[str] = set()
         self._news = threading.Condition()
         """Guards the machine, and is notified of whatever the training thread may be waiting for."""
@@ -88,6 +90,7 @@ class Coordination:
         if self.groups is not None:
             self.groups.take_down()
         self.link.fail_requests()
+        self.break_off()
 
     def entered(self) -> None:
         """A collective was begun."""

@@ -13,6 +13,7 @@ from keepstep.protocol.resume import Action
 from keepstep.protocol.worker import Build, End, Load, SaveAndEnd, Train, Undo, Update
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.inner import Inner
+from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.ddp import begin_alike, settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
@@ -37,12 +38,23 @@ class Recovery:
         self._ddp = ddp
         self._checkpoints = checkpoints
         self._resumed = False
+        self._publication: StepPublication | None = None
         coordination.snapshots = self.snapshots
 
     @property
     def checkpointing(self) -> bool:
         """Whether this job writes checkpoints."""
         return self._checkpoints is not None
+
+    def publish(self, publication: StepPublication) -> None:
+        """From now on the weights are published."""
+        self._publication = publication
+        self._coordination.break_off = publication.interrupt
+
+    def stand_ready(self, world_size: int) -> None:
+        """The ranks of a generation are about to train."""
+        if self._publication is not None and self._machine.rank is not None:
+            self._publication.stand_ready(self._machine.rank, world_size, self._machine.generation)
 
     def inspect_checkpoints(self) -> None:
         """Finds an intact checkpoint, if there is any; see `Checkpoints.inspect`."""
@@ -96,11 +108,15 @@ class Recovery:
         machine = self._machine
         if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
             self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
+        if self._publication is not None and not machine.torn and not self._coordination.interrupted:
+            self._publication.after_step(machine.steps.step + 1)
 
     def after_last_step(self) -> None:
-        """Waits for the checkpoint that is being written."""
+        """Waits for the checkpoint that is being written, and for the weights that are being published."""
         if self._checkpoints is not None:
             self._checkpoints.flush()
+        if self._publication is not None:
+            self._publication.flush()
 
     def after_interruption(self) -> None:
         """The step was left early: CLEAN and ROLLBACK of what it did. Its update has not begun."""

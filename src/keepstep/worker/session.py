@@ -20,6 +20,8 @@ from keepstep import config, lifeline, tagpage
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import End
+from keepstep.weights.memory.blocks import Weights
+from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker import stop_points
 from keepstep.worker.alone import LinkToNobody
 from keepstep.worker.barrier import pass_gradient_barrier
@@ -27,6 +29,7 @@ from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.link import Link
+from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.ddp import find_ddp, settle_buckets
@@ -168,6 +171,33 @@ class Session:
         path = Path(directory) if root is None else Path(root) / Path(directory).name
         return Checkpoints(self._state, path, every)
 
+    def publish_weights(
+        self,
+        folder: str | os.PathLike[str],
+        weights: Weights,
+        *,
+        every: int = 10,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> None:
+        """Publishes the weights every so many steps, in the background, to whoever is a `keepstep.Subscriber` there.
+
+        A version is the number of steps that its weights have seen. One that is under way when a rank is lost is left
+        out. Call it after `protect`, before the first step.
+
+        Args:
+            folder: where consumers of this node find the ranks; a short name, for sockets are in it.
+            weights: a module (without its DDP wrapper, for the names), or tensors by name.
+            every: steps from one version to the next.
+            deadline_s: how long a consumer may show nothing before it is left out.
+
+        Raises:
+            ConfigurationError: ``every`` is below 1.
+            UsageError: `protect` was not called.
+        """
+        if self._recovery is None:
+            raise UsageError("publish_weights() before protect(): call session.protect(model=...) first")
+        self._recovery.publish(StepPublication(Path(folder), weights, every, deadline_s))
+
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def steps(self, num_steps: int) -> Iterator[Step]:
@@ -188,6 +218,7 @@ class Session:
         if self._coordination.phase is Phase.STARTING:
             self._stand_ready(recovery)
         while not isinstance(recovery.run(), End):
+            recovery.stand_ready(self.world_size)
             index = self._coordination.machine.steps.parameters_at
             assert index is not None
             if index < num_steps:
