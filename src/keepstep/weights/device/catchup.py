@@ -17,7 +17,7 @@ from keepstep.protocol.transfer.layout import Layout, serve_one
 from keepstep.protocol.transfer.messages import Fault
 from keepstep.weights.device.attendance import Attached
 from keepstep.weights.device.device import Device, Settings
-from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing
+from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, device_outlet
 from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.lines.line import Flag, Interrupted, Line
 from keepstep.weights.memory.blocks import NamedBlock
@@ -172,7 +172,8 @@ class CatchUps:
         course.prepare([block.held for block in kept.blocks], h2d)
         welcomed = msg.Welcomed(self._settings.rank, device.generation, h2d.num_slots, h2d.slot_bytes)
         line.send(welcomed, time.monotonic() + deadline_s, [h2d.descriptor])
-        Gathering(called.update, course, h2d, {called.rank: line}, deadline_s, self._stop, Spans()).run()
+        outlet = device_outlet(called.update, h2d, {called.rank: line}, deadline_s, self._stop)
+        Gathering(course, h2d, outlet, Spans()).run()
 
     def _buffer(self, which: str) -> SlotBuffer:
         if which not in self._buffers:

@@ -8,15 +8,15 @@ consumers' own processes (`keepstep.weights.subscriber`). Each stage waits for o
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from keepstep.errors import LoadError, PeerLost, RemoteProtocolError, SubscriberLost
 from keepstep.protocol.transfer.layout import Layout
-from keepstep.protocol.transfer.messages import AnyTransferMessage, LoadFailed, SlotFreed, VersionLoaded
+from keepstep.protocol.transfer.messages import AnyTransferMessage, LoadFailed, VersionLoaded
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.device.attendance import Attached
-from keepstep.weights.lines.flow import Outlet, next_bucket
+from keepstep.weights.lines.flow import Inlet, Outlet
 from keepstep.weights.lines.line import Flag, Interrupted, Line
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import CHECKSUM_BYTES, BucketCopy, Held, copy_bytes, seal
@@ -60,6 +60,22 @@ class Course:
         ]
 
 
+class Announcing(Protocol):
+    """What hands the slots of a buffer to those who read them, and knows when they are free."""
+
+    def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
+        """A bucket lies in a slot."""
+        ...
+
+    def wait_until_free(self, slot: int) -> None:
+        """Waits until nobody reads the slot."""
+        ...
+
+    def wait_until_all_free(self) -> None:
+        """Waits until nobody reads any slot."""
+        ...
+
+
 class Gathering:
     """The first stage: host memory to H2D buffer."""
 
@@ -67,26 +83,20 @@ class Gathering:
 
     def __init__(
         self,
-        update: int,
         course: Course,
         h2d: SlotBuffer,
-        readers: Mapping[int, Line],
-        deadline_s: float,
-        stop: Flag,
+        outlet: Announcing,
         spans: Spans,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        update: its number.
         course: what this device is the source of.
         h2d: where it is gathered.
-        readers: lines to the devices that read there, by rank.
-        deadline_s: a consumer's.
-        stop: ends all waits.
+        outlet: to the ranks that read there.
         spans: where the stage notes when it was busy.
+        moved: called after each bucket.
         """
-        self._course, self._h2d, self._spans = course, h2d, spans
-        patience_s = deadline_s + DEVICE_PATIENCE_S
-        self._outlet = Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else)
+        self._course, self._h2d, self._outlet, self._spans, self._moved = course, h2d, outlet, spans, moved
         self.num_moved = 0
 
     def run(self) -> None:
@@ -102,7 +112,14 @@ class Gathering:
                 seal(self._h2d.view(slot), bucket, checksum)
             self._outlet.announce(bucket.index, slot, bucket.devices)
             self.num_moved += 1
+            self._moved()
         self._outlet.wait_until_all_free()
+
+
+def device_outlet(update: int, h2d: SlotBuffer, readers: Mapping[int, Line], deadline_s: float, stop: Flag) -> Outlet:
+    """To the devices that read in this one's H2D buffer; one that is lost ends the update."""
+    patience_s = deadline_s + DEVICE_PATIENCE_S
+    return Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else)
 
 
 def _blame_device(rank: int, error: Exception) -> None:
@@ -139,8 +156,11 @@ class Passing:
         stop: ends all waits.
         spans: where the stage notes when it was busy.
         """
-        self._update, self._course, self._sources, self._ipc = update, course, sources, ipc
-        self._patience_s, self._stop, self._spans = deadline_s + DEVICE_PATIENCE_S, stop, spans
+        self._update, self._course, self._ipc, self._spans = update, course, ipc, spans
+        patience_s = deadline_s + DEVICE_PATIENCE_S
+        self._inlets = {
+            source: Inlet(update, line, buffer, patience_s, stop) for source, (line, buffer) in sources.items()
+        }
         self._consumers = consumers
         lines = {reader: consumer.line for reader, consumer in consumers.items()}
         self._outlet = Outlet(update, ipc.num_slots, lines, deadline_s, stop, self._lose, self._hear)
@@ -164,15 +184,13 @@ class Passing:
         return [self._consumers[reader] for reader in sorted(self._loaded & self._outlet.readers)]
 
     def _pass_on(self, bucket: Bucket, half: int) -> None:
-        line, buffer = self._sources[bucket.source]
+        inlet = self._inlets[bucket.source]
         try:
-            slot = next_bucket(line, self._update, bucket.index, self._patience_s, self._stop)
-            if not 0 <= slot < buffer.num_slots:
-                raise RemoteProtocolError(f"slot {slot} of {buffer.num_slots}")
+            slot = inlet.take(bucket)
             self._outlet.wait_until_free(half)
             with self._spans.of(self.name, bucket.index):
-                copy_bytes(self._ipc.address(half), buffer.address(slot), bucket.num_bytes + CHECKSUM_BYTES)
-            line.send(SlotFreed(self._update, slot), time.monotonic() + self._patience_s)
+                copy_bytes(self._ipc.address(half), slot.data_ptr(), bucket.num_bytes + CHECKSUM_BYTES)
+            inlet.release()
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn(f"rank {bucket.source}", str(error)) from None
         self._outlet.announce(bucket.index, half, bucket.readers)

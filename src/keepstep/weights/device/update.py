@@ -13,7 +13,7 @@ from keepstep.protocol.transfer.update import Terms
 from keepstep.weights.device.attendance import Attached
 from keepstep.weights.device.coordinator import Coordinator
 from keepstep.weights.device.device import Device
-from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, Stages
+from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, Stages, device_outlet
 from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorLine, Failed
 from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
 from keepstep.weights.memory.blocks import NamedBlock
@@ -112,9 +112,8 @@ class Update:
             course.prepare([block.held for block in self._blocks], device.h2d)
         consumers = self._begin(agreed, course)
         stop = Flag()
-        gathering = Gathering(
-            agreed.update, course, device.h2d, device.readers.lines(), settings.deadline_s, stop, self.spans
-        )
+        outlet = device_outlet(agreed.update, device.h2d, device.readers.lines(), settings.deadline_s, stop)
+        gathering = Gathering(course, device.h2d, outlet, self.spans)
         passing = Passing(
             agreed.update, course, device.mesh.sources, device.ipc, consumers, settings.deadline_s, stop, self.spans
         )

@@ -8,9 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
+import torch
+
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, SlotFreed, UpdateAborted
+from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.lines.line import Flag, Line, wait
+from keepstep.weights.memory.buffers import SlotBuffer
 
 
 class Stalled(PeerLost):
@@ -137,3 +141,35 @@ def next_bucket(line: Line, update: int, bucket: int, deadline_s: float, stop: F
                 return slot
             case other:
                 raise RemoteProtocolError(f"bucket {bucket} of update {update} was due, {other!r:.80} came")
+
+
+class Inlet:
+    """The reading side of another process's buffer in one update."""
+
+    def __init__(self, update: int, line: Line, buffer: SlotBuffer, deadline_s: float, stop: Flag) -> None:
+        """Args:
+        update: its number, for every message.
+        line: to the writer.
+        buffer: the writer's.
+        deadline_s: how long it may show nothing.
+        stop: ends all waits.
+        """
+        self._update, self._line, self._buffer = update, line, buffer
+        self._deadline_s, self._stop = deadline_s, stop
+        self._slot = 0
+
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        """Waits for a bucket; its slot, uint8, valid until `release`. Raises what `next_bucket` does."""
+        slot = next_bucket(self._line, self._update, bucket.index, self._deadline_s, self._stop)
+        if not 0 <= slot < self._buffer.num_slots:
+            raise RemoteProtocolError(f"bucket {bucket.index} in slot {slot} of {self._buffer.num_slots}")
+        self._slot = slot
+        return self._buffer.view(slot)
+
+    def release(self) -> None:
+        """The bucket is done with.
+
+        Raises:
+            PeerLost: the writer is gone, or reads nothing.
+        """
+        self._line.send(SlotFreed(self._update, self._slot), time.monotonic() + self._deadline_s)
