@@ -107,7 +107,7 @@ def at_odds(rank: int, size: int, path: Path, what: str) -> str:
 )
 def test_devices_that_are_at_odds_publish_nothing(what: str, text: str, tmp_path: Path) -> None:
     answers = run_ranks(2, at_odds, tmp_path, what)
-    assert all(text in answer for answer in answers)
+    assert [answer for answer in answers if text not in answer] == []
     if what == "version":
         assert all(answer.startswith("StaleGeneration") for answer in answers)
 

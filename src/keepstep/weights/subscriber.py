@@ -213,7 +213,7 @@ class Subscriber:
             ChecksumMismatch: other bytes came than were sent.
             StateMismatch: the weights have another form than what is published.
             StaleGeneration: the publisher is of a generation that is over.
-        WeightsNotReady: the weights were in use for so long that the version could not take their place.
+            WeightsNotReady: the weights were in use for so long that the version could not take their place.
         """
         until_s = time.monotonic() + timeout_s
         try:

@@ -20,6 +20,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
 from keepstep.tagpage import TagWriter
+from keepstep.weights.lines.line import Flag
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
 
@@ -54,6 +55,8 @@ class Coordination:
         """Told of each moment of a recovery; the drill listens."""
         self.snapshots: Callable[[], tuple[int, ...]] = lambda: ()
         """Steps of the checkpoints that this rank can read now; asked by the training thread."""
+        self.broken = Flag()
+        """Set, by any thread, after the communicators were broken; ends what waits for other ranks besides them."""
         self.break_off: Callable[[], None] = lambda: None
         """Told by any thread that a rank was lost, with the communicators: what else waits for other ranks ends."""
         self._warned: set[str] = set()
@@ -90,6 +93,7 @@ class Coordination:
         if self.groups is not None:
             self.groups.take_down()
         self.link.fail_requests()
+        self.broken.set()
         self.break_off()
 
     def entered(self) -> None:

@@ -6,18 +6,19 @@ from typing import NoReturn, assert_never
 
 from torch.nn.parallel import DistributedDataParallel
 
-from keepstep.errors import InternalError, NothingToRecoverFrom, RemoteProtocolError
+from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError
 from keepstep.protocol.messages import Rescue, text
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import Action
 from keepstep.protocol.worker import Build, End, Load, SaveAndEnd, Train, Undo, Update
+from keepstep.weights.device.stages import CannotGoOn
+from keepstep.weights.lines.line import Interrupted
 from keepstep.worker.coordination import Coordination, StepInterrupted
-from keepstep.worker.groups.inner import Inner
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.ddp import begin_alike, settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import receive_state, send_state
+from keepstep.worker.state.restore import Source, Way, receive_state, send_state
 from keepstep.worker.state.rollback import StepSnapshot
 
 
@@ -38,6 +39,7 @@ class Recovery:
         self._ddp = ddp
         self._checkpoints = checkpoints
         self._resumed = False
+        self._source = Source()
         self._publication: StepPublication | None = None
         coordination.snapshots = self.snapshots
 
@@ -158,7 +160,7 @@ class Recovery:
         coordination.page.set_waiting(True)  # each side waits for the other
         try:
             received = self._get_there(move)
-        except (RuntimeError, RemoteProtocolError) as error:
+        except (RuntimeError, RemoteProtocolError, PeerLost, CannotGoOn, Interrupted) as error:
             coordination.fell_out("restore", error)
             return
         finally:
@@ -175,7 +177,9 @@ class Recovery:
         match move.action:
             case Action.RESTORE:
                 assert transfer is not None
-                received = receive_state(self._state, step, transfer, self._world(), self._moved)
+                assert rank is not None
+                way = self._way()
+                received = receive_state(self._state, step, rank, transfer, way, self._moved)
                 self._settle()
             case Action.REWIND:
                 assert self._checkpoints is not None
@@ -185,16 +189,19 @@ class Recovery:
                 pass
         if transfer is not None and rank in transfer.sources:
             assert rank is not None
-            send_state(self._state, step, rank, transfer, self._world(), self._moved)
+            way = self._way()
+            send_state(self._state, step, rank, transfer, way, self._source, self._moved)
         return received
 
-    def _world(self) -> Inner:
-        """The communicator that carries the state. Raises RuntimeError if it was taken down already."""
+    def _way(self) -> Way:
+        """What carries the state. Raises RuntimeError if a failure has broken it already."""
+        stop = self._coordination.broken
+        stop.clear()  # before the look at the group: it is set after the group was taken down
         assert self._coordination.groups is not None
         inner = self._coordination.groups.world.inner
-        if inner is None:
+        if inner is None or not inner.is_up:
             raise RuntimeError("the group was taken down before the transfer began")
-        return inner
+        return Way(inner, stop)
 
     def _settle(self) -> None:
         """Makes gradients that came with the state views of the buckets, where they are to be."""

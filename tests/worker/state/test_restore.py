@@ -12,11 +12,14 @@ import torch
 from tests.worker.ranks import meet, plain_gloo, run_ranks
 from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
 
-from keepstep.errors import RemoteProtocolError, StateMismatch
+from keepstep.errors import PeerLost, RemoteProtocolError, StateMismatch
 from keepstep.protocol.messages import Transfer
+from keepstep.weights.device import stages
+from keepstep.weights.lines.group import BUCKET_TAG
+from keepstep.weights.lines.line import Flag
 from keepstep.worker.state import neighbour, restore
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import receive_state, send_state
+from keepstep.worker.state.restore import Source, Way, receive_state, send_state
 
 SMALL_BUCKET_BYTES = 72
 """A few dozen buckets for the small model, and a boundary in the middle of most tensors."""
@@ -61,14 +64,21 @@ def make(model: str, optimizer: str, seed: int) -> tuple[ProtectedState, torch.n
     return state, module, optimizers, scheduler
 
 
-WAYS = ["memory", "messages"]
+WAYS = ["buffers", "messages"]
 
 
 def choose(way: str) -> None:
-    """Whether a receiver on the same machine reads the sources' memory; else they send."""
-    restore.DEFAULT_BUCKET_BYTES = SMALL_BUCKET_BYTES
+    """Whether a receiver on the same machine reads in the sources' buffers; else they send."""
     if way == "messages":
-        neighbour.can_read = lambda offer, views: False
+        neighbour.call = lambda *arguments: None
+
+
+def send(state: ProtectedState, step: int, rank: int, route: Transfer, group: Any, moved: Any = lambda: None) -> None:
+    send_state(state, step, rank, route, Way(group, Flag()), Source(SMALL_BUCKET_BYTES), moved)
+
+
+def receive(state: ProtectedState, step: int, route: Transfer, group: Any, moved: Any = lambda: None) -> int:
+    return receive_state(state, step, route.receivers[-1], route, Way(group, Flag()), moved)
 
 
 def transfer(
@@ -87,12 +97,12 @@ def transfer(
     moved = []
     before = content(state)
     if is_source:
-        send_state(state, 3, rank, route, group, lambda: moved.append(1))
+        send(state, 3, rank, route, group, lambda: moved.append(1))
         assert content(state) == before, "a source is only read"
         received = 0
     else:
         parameters = [id(parameter) for parameter in module.parameters()]
-        received = receive_state(state, 3, route, group, lambda: moved.append(1))
+        received = receive_state(state, 3, rank, route, Way(group, Flag()), lambda: moved.append(1))
         assert content(state) != before
         assert [id(parameter) for parameter in module.parameters()] == parameters, "filled in place"
     after, digest = content(state), state.digest()
@@ -145,7 +155,7 @@ def test_every_optimizer_and_whatever_the_receiver_has(
     optimizer: str, prepared: int, tmp_path: Path, seed: int
 ) -> None:
     route = Transfer((0,), (1,))
-    assert_replicas(run_ranks(2, transfer, tmp_path, "memory", "small", optimizer, route, prepared, seed), route)
+    assert_replicas(run_ranks(2, transfer, tmp_path, "buffers", "small", optimizer, route, prepared, seed), route)
 
 
 def onto_a_torn_state(rank: int, size: int, path: Path, how: str, seed: int) -> Any:
@@ -173,9 +183,9 @@ def onto_a_torn_state(rank: int, size: int, path: Path, how: str, seed: int) -> 
                 states[module[0].weight]["step"] = 5
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
+        send(state, 0, 0, Transfer((0,), (1,)), group)
     else:
-        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
+        receive(state, 0, Transfer((0,), (1,)), group)
     return content(state), state.digest()
 
 
@@ -208,9 +218,9 @@ def gradients_of(rank: int, size: int, path: Path) -> list[list[float] | None]:
             parameter.grad = torch.ones_like(parameter)
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
+        send(state, 0, 0, Transfer((0,), (1,)), group)
     else:
-        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
+        receive(state, 0, Transfer((0,), (1,)), group)
     return [None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters]
 
 
@@ -246,9 +256,9 @@ def mismatched(rank: int, size: int, path: Path, how: str) -> tuple[str, list[An
     before = content(state)
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
+        send(state, 0, 0, Transfer((0,), (1,)), group)
     try:
-        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
+        receive(state, 0, Transfer((0,), (1,)), group)
     except StateMismatch as error:
         return str(error), [content(state) == before]
     raise AssertionError("it was accepted")
@@ -293,9 +303,9 @@ def other_objects(rank: int, size: int, path: Path, how: str) -> str:
     state = ProtectedState(objects)
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
+        send(state, 0, 0, Transfer((0,), (1,)), group)
     try:
-        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
+        receive(state, 0, Transfer((0,), (1,)), group)
     except StateMismatch as error:
         return str(error)
     return "accepted"
@@ -339,27 +349,28 @@ def damaged(rank: int, size: int, path: Path, way: str, tag: int, number: int, s
         advance(scheduler, 0.0)
     host = state.host_bytes()[0]
     group = plain_gloo(path, rank, size)
+    if way == "buffers":
+        damage_slot(number)
     if rank == 0:
         with suppress(RuntimeError):  # the receiver may leave in the middle
-            send_state(state, 0, 0, Transfer((0,), (1,)), Damaging(group, tag, number), lambda: None)
-    if way == "memory" and tag == restore._BUCKET_TAG:
-        damage_reads(number)
+            send(state, 0, 0, Transfer((0,), (1,)), Damaging(group, tag, number))
     try:
-        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
+        receive(state, 0, Transfer((0,), (1,)), group)
     except RemoteProtocolError as error:
         return str(error), state.host_bytes()[0] == host
     return "accepted", state.host_bytes()[0] == host
 
 
-def damage_reads(number: int) -> None:
-    read_bucket = neighbour.read_bucket
+def damage_slot(number: int) -> None:
+    """One bit of a bucket changes in its source's buffer after its checksum was taken."""
+    seal = stages.seal
 
-    def read_and_damage(offer: Any, bucket: Any, views: Any) -> None:
-        read_bucket(offer, bucket, views)
+    def seal_and_damage(slot: torch.Tensor, bucket: Any, checksum: bytes) -> None:
+        seal(slot, bucket, checksum)
         if bucket.index == number:
-            neighbour.run_of(views, bucket.pieces[-1])[0] ^= 1
+            slot[bucket.num_bytes - 1] ^= 1
 
-    neighbour.read_bucket = read_and_damage
+    stages.seal = seal_and_damage
 
 
 NOTHING = 1 << 30
@@ -368,21 +379,21 @@ NOTHING = 1 << 30
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_damaged_is_accepted(way: str, tmp_path: Path, seed: int) -> None:
     """The proof that the refusals below are due to the damage."""
-    arguments = (way, restore._BUCKET_TAG, NOTHING, seed)
+    arguments = (way, BUCKET_TAG, NOTHING, seed)
     assert run_ranks(2, damaged, tmp_path, *arguments, silent=frozenset({0}))[1] == ("accepted", False)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("tag", "number"),
-    [(restore._BUCKET_TAG, 0), (restore._BUCKET_TAG, 1), (restore._BUCKET_TAG, 9), (restore._CHECKSUM_TAG, 0)],
-    ids=["first bucket", "second bucket", "tenth bucket", "checksums"],
+    [(BUCKET_TAG, 0), (BUCKET_TAG, 1), (BUCKET_TAG, 9)],
+    ids=["first bucket", "second bucket", "tenth bucket"],
 )
 def test_damaged_content_is_refused(tag: int, number: int, way: str, tmp_path: Path, seed: int) -> None:
     answers = run_ranks(2, damaged, tmp_path, way, tag, number, seed, silent=frozenset({0}))
     message, host_is_untouched = answers[1]
     assert message.startswith("1 of ")
-    assert message.endswith(" buckets from rank 0 arrived with a wrong checksum")
+    assert message.endswith(" buckets arrived with a wrong checksum")
     assert host_is_untouched
 
 
@@ -407,8 +418,8 @@ def in_mid_transfer(rank: int, size: int, path: Path, way: str, lost: int, seed:
             os.kill(os.getpid(), signal.SIGKILL)
 
     route = Transfer((0, 1), (2,))
-    with pytest.raises(RuntimeError):
-        receive_state(state, 0, route, group, moved) if rank == 2 else send_state(state, 0, rank, route, group, moved)
+    with pytest.raises((RuntimeError, PeerLost, stages.CannotGoOn)):
+        receive(state, 0, route, group, moved) if rank == 2 else send(state, 0, rank, route, group, moved)
     return "raised"
 
 
@@ -429,7 +440,7 @@ def forged(rank: int, size: int, path: Path, what: str) -> str:
             group.send([torch.tensor([number])], 1, restore._HEADER_TAG).wait()
         meet(path, size, "never")
     try:
-        receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
+        receive(state, 0, Transfer((0,), (1,)), group)
     except RemoteProtocolError as error:
         return str(error)
     return "accepted"
@@ -452,9 +463,9 @@ def at_another_step(rank: int, size: int, path: Path) -> str:
     state = ProtectedState({"model": small()})
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 4, 0, Transfer((0,), (1,)), group, lambda: None)
+        send(state, 4, 0, Transfer((0,), (1,)), group)
     try:
-        receive_state(state, 3, Transfer((0,), (1,)), group, lambda: None)
+        receive(state, 3, Transfer((0,), (1,)), group)
     except RemoteProtocolError as error:
         return str(error)
     return "accepted"
@@ -470,10 +481,10 @@ def nothing_but_empty_tensors(rank: int, size: int, path: Path) -> int:
     state = ProtectedState({"model": model})
     group = plain_gloo(path, rank, size)
     if rank == 0:
-        send_state(state, 0, 0, Transfer((0,), (1,)), group, lambda: None)
+        send(state, 0, 0, Transfer((0,), (1,)), group)
         meet(path, size, "through")
         return 0
-    received = receive_state(state, 0, Transfer((0,), (1,)), group, lambda: None)
+    received = receive(state, 0, Transfer((0,), (1,)), group)
     meet(path, size, "through")
     return received
 

@@ -12,7 +12,7 @@ from typing import TypeAlias, assert_never
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.transfer import messages as msg
-from keepstep.protocol.transfer.layout import lay_out
+from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, lay_out
 from keepstep.protocol.transfer.plan import Limits
 
 
@@ -49,12 +49,27 @@ class Terms:
     deadline_s: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """A layout, and what it was made from."""
+
+    held: tuple[tuple[HeldPart, ...], ...]
+    consumers: tuple[tuple[Consumer, ...], ...]
+    layout: Layout
+
+
 class UpdateMachine:
     """Not for several threads. Every verdict it returns goes to all devices, in this order."""
 
-    def __init__(self, terms: Terms, now_s: float) -> None:
+    def __init__(self, terms: Terms, now_s: float, former: Agreement | None = None) -> None:
+        """Args:
+        terms: of the update.
+        now_s: the time.
+        former: the agreement of the update before, which holds again if nobody offers anything else.
+        """
         self.terms = terms
         self.stage = Stage.OFFERING
+        self.agreement = former
         self._update = 0
         self._offers: dict[int, msg.UpdateOffered] = {}
         self._prepared: set[int] = set()
@@ -130,11 +145,21 @@ class UpdateMachine:
             return []
         offers = [self._offers[each] for each in range(terms.world_size)]
         try:
-            layout = lay_out([each.held for each in offers], [each.consumers for each in offers], terms.limits)
-            layout.plan()
+            layout = self._layout_of(offers)
         except ConfigurationError as error:
             return self.abort("the layout", str(error), msg.Fault.LAYOUT)
         self.stage = Stage.MOVING
         self._update = 1 + max(each.last_update for each in offers)
         self._moved_s = dict.fromkeys(self._moved_s, now_s)
         return [msg.UpdateAgreed(self._update, terms.version, terms.generation, layout)]
+
+    def _layout_of(self, offers: list[msg.UpdateOffered]) -> Layout:
+        held = tuple(each.held for each in offers)
+        consumers = tuple(each.consumers for each in offers)
+        former = self.agreement
+        if former is None or (former.held, former.consumers) != (held, consumers):
+            layout = lay_out(held, consumers, self.terms.limits)
+            layout.plan()  # raises what is wrong with it before anybody begins
+            self.agreement = Agreement(held, consumers, layout)
+        assert self.agreement is not None
+        return self.agreement.layout

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from keepstep.errors import PeerLost
 from keepstep.protocol.transfer.layout import Consumer
@@ -49,9 +49,18 @@ class Attendance:
         self._changed = threading.Condition()
         self._present: dict[str, Attached] = {}
 
-    def add(self, attached: Attached) -> None:
-        """A consumer has come; one of the same name that was there is replaced."""
+    def add(self, attached: Attached, welcome: Callable[[], None]) -> None:
+        """A consumer has come; one of the same name that was there is replaced.
+
+        Args:
+            attached: the consumer.
+            welcome: tells it so. Once it knows it is present, and it is told nothing else before.
+
+        Raises:
+            PeerLost: from ``welcome``; it is not present then.
+        """
         with self._changed:
+            welcome()
             former = self._present.pop(attached.name, None)
             self._present[attached.name] = attached
             self._changed.notify_all()

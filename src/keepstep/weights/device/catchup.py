@@ -19,7 +19,7 @@ from keepstep.weights.device.attendance import Attached
 from keepstep.weights.device.device import Device, Settings
 from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, device_outlet
 from keepstep.weights.lines.door import door_path, knock
-from keepstep.weights.lines.line import Flag, Interrupted, Line
+from keepstep.weights.lines.line import Flag, Interrupted, Line, what_of
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.spans import Spans
@@ -139,7 +139,7 @@ class CatchUps:
             )
             return line, SlotBuffer.attach(line.take_descriptor(), welcomed.num_slots, welcomed.slot_bytes)
         except (PeerLost, RemoteProtocolError) as error:
-            raise CannotGoOn(f"rank {source}", str(error)) from None
+            raise CannotGoOn(f"rank {source}", what_of(error)) from None
 
     # ---- for a consumer of any device -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections import deque
 
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import DeviceFailed, DevicePrepared, MovementSeen, UpdateOffered
-from keepstep.protocol.transfer.update import Terms, UpdateMachine, Verdict
+from keepstep.protocol.transfer.update import Agreement, Terms, UpdateMachine, Verdict
 from keepstep.weights.lines.line import Flag, Line, wait
 
 
@@ -55,14 +55,20 @@ class Coordinator:
     It also says that it is there, so that nobody takes a long update for a lost coordinator.
     """
 
-    def __init__(self, terms: Terms, callers: Callers, sign_s: float) -> None:
+    def __init__(self, terms: Terms, callers: Callers, sign_s: float, former: Agreement | None) -> None:
         """Args:
         terms: of the update.
         callers: lines to the devices; more may come.
         sign_s: how often it says that it is there.
+        former: the agreement of the update before.
         """
-        self._machine = UpdateMachine(terms, time.monotonic())
+        self._machine = UpdateMachine(terms, time.monotonic(), former)
         self._callers, self._sign_s = callers, sign_s
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """For the next update."""
+        return self._machine.agreement
 
     def run(self) -> None:
         """Until the update has ended, one way or the other."""

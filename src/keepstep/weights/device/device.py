@@ -13,6 +13,7 @@ from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.layout import Consumer
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Limits
+from keepstep.protocol.transfer.update import Agreement
 from keepstep.weights.device.attendance import Attached, Attendance
 from keepstep.weights.device.coordinator import Callers
 from keepstep.weights.device.mesh import Mesh
@@ -77,6 +78,8 @@ class Device:
         self.settings, self.generation = settings, generation
         self.attendance = Attendance()
         self.readers, self.reporters = Callers(), Callers()
+        self.agreement: Agreement | None = None
+        """Of the last update that was coordinated here."""
         self._came, self._asked = came, asked
         self._numbers = threading.Lock()
         self._last_update = 0
@@ -118,6 +121,9 @@ class Device:
             self._welcome(line, message)
         except PeerLost:
             line.close()
+        except BaseException:  # whoever it was does not wait for an answer that does not come
+            line.close()
+            raise
 
     def _welcome(self, line: Line, message: AnyTransferMessage) -> None:
         until_s = time.monotonic() + self.settings.deadline_s
@@ -136,9 +142,8 @@ class Device:
                 self._asked(line, message)
             case msg.SubscriberCalled(name=name, wants=wants):
                 line.who = name
-                line.send(self._welcomed(), until_s, [self.ipc.descriptor])
                 attached = Attached(Consumer(name, wants), line)
-                self.attendance.add(attached)
+                self.attendance.add(attached, lambda: line.send(self._welcomed(), until_s, [self.ipc.descriptor]))
                 self._came(attached, message.version)
             case other:
                 line.send(msg.Refused(f"{other!r:.80} opens no line", stale=False), until_s)

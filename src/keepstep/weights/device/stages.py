@@ -17,7 +17,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage, LoadFailed, 
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.device.attendance import Attached
 from keepstep.weights.lines.flow import Inlet, Outlet
-from keepstep.weights.lines.line import Flag, Interrupted, Line
+from keepstep.weights.lines.line import Flag, Interrupted, Line, what_of
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import CHECKSUM_BYTES, BucketCopy, Held, copy_bytes, seal
 from keepstep.weights.spans import Spans
@@ -123,7 +123,7 @@ def device_outlet(update: int, h2d: SlotBuffer, readers: Mapping[int, Line], dea
 
 
 def _blame_device(rank: int, error: Exception) -> None:
-    raise CannotGoOn(f"rank {rank}", str(error))
+    raise CannotGoOn(f"rank {rank}", what_of(error))
 
 
 def _nothing_else(rank: int, message: AnyTransferMessage) -> None:
@@ -192,7 +192,7 @@ class Passing:
                 copy_bytes(self._ipc.address(half), slot.data_ptr(), bucket.num_bytes + CHECKSUM_BYTES)
             inlet.release()
         except (PeerLost, RemoteProtocolError) as error:
-            raise CannotGoOn(f"rank {bucket.source}", str(error)) from None
+            raise CannotGoOn(f"rank {bucket.source}", what_of(error)) from None
         self._outlet.announce(bucket.index, half, bucket.readers)
 
     def _hear(self, reader: int, message: AnyTransferMessage) -> None:
@@ -210,7 +210,7 @@ class Passing:
     def _lose(self, reader: int, error: PeerLost | RemoteProtocolError) -> None:
         """A consumer is gone or stands: the others go on, and it has to attach itself again."""
         consumer = self._consumers[reader]
-        self.failures.append(SubscriberLost(f"{consumer.name}: {error}"))
+        self.failures.append(SubscriberLost(f"{consumer.name}: {what_of(error)}"))
         consumer.line.close()
 
 

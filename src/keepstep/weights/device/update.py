@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration, StateMismatch
 from keepstep.protocol.transfer import messages as msg
@@ -44,19 +45,13 @@ class Update:
         Raises:
             Failed: it did not come about. All lines to devices have been closed.
         """
-        coordinating: threading.Thread | None = None
         try:
             self._connect()
-            if self._settings.rank == COORDINATOR:
-                coordinating = threading.Thread(target=self._coordinator().run, name="keepstep-coordinator")
-                coordinating.start()
-            return self._agree_and_move(former)
+            with self._coordinating():
+                return self._agree_and_move(former)
         except Failed:
             self._device.mesh.drop()
             raise
-        finally:
-            if coordinating is not None:
-                coordinating.join()
 
     def _connect(self) -> None:
         until_s = time.monotonic() + self._settings.deadline_s
@@ -70,11 +65,23 @@ class Update:
         except Interrupted:
             raise Failed(Fault.LOST, own, "it was interrupted") from None
 
-    def _coordinator(self) -> Coordinator:
-        settings = self._settings
+    @contextlib.contextmanager
+    def _coordinating(self) -> Iterator[None]:
+        """On rank 0 the coordinator is at work inside."""
+        settings, device = self._settings, self._device
+        if settings.rank != COORDINATOR:
+            yield
+            return
         patience_s = settings.deadline_s + COORDINATOR_PATIENCE_S
-        terms = Terms(self._version, self._device.generation, settings.world_size, settings.limits, patience_s)
-        return Coordinator(terms, self._device.reporters, settings.sign_s)
+        terms = Terms(self._version, device.generation, settings.world_size, settings.limits, patience_s)
+        coordinator = Coordinator(terms, device.reporters, settings.sign_s, device.agreement)
+        thread = threading.Thread(target=coordinator.run, name="keepstep-coordinator")
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+            device.agreement = coordinator.agreement
 
     def _agree_and_move(self, former: Course | None) -> Course:
         listener = CoordinatorLine(self._device.mesh.coordinator, self._settings.deadline_s, self._stop)

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration, StateMismatch
 from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault, MovementSeen, UpdateAborted
-from keepstep.weights.lines.line import Flag, Line, LineStalled, wait
+from keepstep.weights.lines.line import Flag, Line, LineStalled, wait, what_of
 
 COORDINATOR = 0
 """The rank that coordinates updates."""
@@ -54,7 +54,7 @@ class CoordinatorLine:
         try:
             self.line.send(message, self.until_s)
         except PeerLost as error:
-            self.blame(str(error))
+            self.blame(what_of(error))
 
     def receive(self) -> AnyTransferMessage | None:
         """The next verdict, or None if it was a sign of life.
@@ -65,10 +65,10 @@ class CoordinatorLine:
         """
         try:
             if not wait([self.line], self.until_s, self._stop):
-                raise LineStalled(f"{self.line.who} says nothing")
+                raise LineStalled(self.line.who, "says nothing")
             message = self.line.receive_now()
         except (PeerLost, RemoteProtocolError) as error:
-            self.blame(str(error))
+            self.blame(what_of(error))
         self.until_s = time.monotonic() + self._patience_s
         if isinstance(message, UpdateAborted):
             raise Failed(message.fault, message.culprit, message.reason)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError, StaleGeneration
 from keepstep.protocol.transfer.messages import AnyTransferMessage, Refused, Welcomed
-from keepstep.weights.lines.line import Flag, Line, LineStalled, same_user, wait
+from keepstep.weights.lines.line import Flag, Line, LineStalled, same_user, wait, what_of
 
 INTRODUCTION_S = 2.0
 """For whoever knocks to say who it is, and for the answer: nobody has to wait for anything before that."""
@@ -118,7 +118,7 @@ def knock(
             return _knock(path, introduction, who, until_s)
         except (FileNotFoundError, ConnectionError, BlockingIOError, PeerLost) as error:
             if time.monotonic() + RETRY_S >= until_s:
-                raise LineStalled(f"{who} does not answer at {path} ({error})") from None
+                raise LineStalled(who, f"does not answer at {path} ({what_of(error)})") from None
             wait([], time.monotonic() + RETRY_S, stop)
 
 

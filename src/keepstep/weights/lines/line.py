@@ -28,12 +28,25 @@ _INLINE, _IN_FILE = b"m", b"f"
 _CREDENTIALS = struct.Struct("iII")
 
 
-class LineEnded(PeerLost):
+class LineLost(PeerLost):
+    """Nothing more can be had from the other end. ``what`` it did, without its name."""
+
+    def __init__(self, who: str, what: str) -> None:
+        super().__init__(f"{who} {what}")
+        self.what = what
+
+
+class LineEnded(LineLost):
     """The other end is closed: its process has ended, or wants no more of it."""
 
 
-class LineStalled(PeerLost):
+class LineStalled(LineLost):
     """The other end did not read or say anything within the deadline."""
+
+
+def what_of(error: Exception) -> str:
+    """What happened, for a message that names who it was already."""
+    return error.what if isinstance(error, LineLost) else str(error)
 
 
 class Interrupted(Exception):
@@ -104,9 +117,9 @@ class Line:
                 return
             except BlockingIOError:
                 if not _poll([(self, select.POLLOUT)], until_s):
-                    raise LineStalled(f"{self.who} reads nothing") from None
+                    raise LineStalled(self.who, "reads nothing") from None
             except OSError as error:
-                raise LineEnded(f"{self.who} has closed the line ({error.strerror})") from None
+                raise LineEnded(self.who, f"has closed the line ({error.strerror})") from None
 
     def receive(self, until_s: float) -> AnyTransferMessage:
         """The next message. Descriptors that came with it wait in `take_descriptor`.
@@ -120,7 +133,7 @@ class Line:
             if message is not None:
                 return message
             if not _poll([(self, select.POLLIN)], until_s):
-                raise LineStalled(f"{self.who} says nothing")
+                raise LineStalled(self.who, "says nothing")
 
     def receive_now(self) -> AnyTransferMessage | None:
         """The next message, if one is there; see `receive`."""
@@ -131,10 +144,10 @@ class Line:
         except BlockingIOError:
             return None
         except OSError as error:
-            raise LineEnded(f"{self.who} has closed the line ({error.strerror})") from None
+            raise LineEnded(self.who, f"has closed the line ({error.strerror})") from None
         descriptors = _descriptors_in(rights)
         if not packet:
-            raise LineEnded(f"{self.who} has closed the line")
+            raise LineEnded(self.who, "has closed the line")
         if packet[:1] == _INLINE:
             self._descriptors += descriptors
             return decode(packet[1:])
@@ -202,7 +215,7 @@ def same_user(connection: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-Awaited = TypeVar("Awaited", bound=Line | Flag)
+Awaited = TypeVar("Awaited", bound=Line | Flag | socket.socket)
 
 
 def wait(lines: Collection[Awaited], until_s: float, stop: Flag | None = None) -> list[Awaited]:
@@ -216,14 +229,14 @@ def wait(lines: Collection[Awaited], until_s: float, stop: Flag | None = None) -
     Raises:
         Interrupted: by ``stop``.
     """
-    waited: list[tuple[Line | Flag, int]] = [(line, select.POLLIN) for line in lines]
+    waited: list[tuple[Line | Flag | socket.socket, int]] = [(line, select.POLLIN) for line in lines]
     ready = _poll([*waited, (stop, select.POLLIN)] if stop is not None else waited, until_s)
     if stop is not None and stop.fileno() in ready:
         raise Interrupted
     return [line for line in lines if line.fileno() in ready]
 
 
-def _poll(waited: Sequence[tuple[Line | Flag, int]], until_s: float) -> dict[int, int]:
+def _poll(waited: Sequence[tuple[Line | Flag | socket.socket, int]], until_s: float) -> dict[int, int]:
     """What has happened, by descriptor; empty when the deadline has passed."""
     poller = select.poll()
     for each, events in waited:

@@ -11,17 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch import distributed as dist
 
-
-class Carrier(Protocol):
-    """What moves tensors between two ranks."""
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        """See the operation of this name in `SurvivingGroup`."""
-        ...
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """See the operation of this name in `SurvivingGroup`."""
-        ...
+from keepstep.weights.lines.group import Carrier
 
 
 class Communicator(Carrier, Protocol):

@@ -1,59 +1,63 @@
 """Moving a shard from its live holders to a rank that lost it.
 
-The plan (`keepstep.protocol.transfer`) is the same on both sides; here it is carried out over the new generation's
-process group. The first source sends a header: names, dtypes, shapes and strides of all tensors, the host state, and
-which parameters have a gradient. On one machine the receiver then reads its buckets out of the sources' memory; over
-a network all sources send theirs at once, large tensors from where they are to where they belong. Last come the xxh3
-checksums of what they sent. Raw bytes, nothing is unpickled. Until every checksum has been compared the receiver counts
-as holding nothing.
+The first source sends a header over the new generation's process group: names, dtypes, shapes and strides of all
+tensors, the host state, and which parameters have a gradient. Everything else is the pipeline of `keepstep.weights`: a
+plan that is the same on all sides, each source gathers its share into its H2D buffer, and the receiver copies out of
+all of them, straight into parameters and optimizer state. On one machine it reads in the sources' buffers; over a
+network the buckets are messages of the group. Raw bytes, nothing is unpickled. Until every checksum has been compared
+the receiver counts as holding nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import msgspec
 import torch
 import xxhash
-from torch import distributed as dist
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import ChecksumMismatch, RemoteProtocolError
 from keepstep.protocol.messages import Transfer
-from keepstep.protocol.transfer.boxes import Box, whole
-from keepstep.protocol.transfer.plan import Bucket, Limits, Part, Reader, TensorForm, plan_transfer
+from keepstep.protocol.transfer.boxes import whole
+from keepstep.protocol.transfer.layout import Layout
+from keepstep.protocol.transfer.plan import Limits, Part, Reader, TensorForm
+from keepstep.weights.device.stages import Course, Gathering, device_outlet
+from keepstep.weights.lines.flow import Inlet
+from keepstep.weights.lines.group import Carrier, GroupInlet, GroupOutlet
+from keepstep.weights.lines.line import Flag, Line
+from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.bytes_of import byte_view
-from keepstep.weights.memory.copies import BucketCopy, Held
-from keepstep.worker.groups.communicator import Carrier
+from keepstep.weights.memory.copies import SLOT_EXTRA_BYTES, BucketCopy, Held, checksum_in
+from keepstep.weights.spans import Spans
 from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
 from keepstep.worker.state.protected import ProtectedState
 
 _CHECKSUM_BYTES = 8
 _HEADER_TAG = 0x4B530
-_BUCKET_TAG = 0x4B531
-_CHECKSUM_TAG = 0x4B532
-_READS, _WAITS = b"reads", b"waits"
-"""A receiver's answer to an offer."""
-DEFAULT_BUCKET_BYTES = 2 << 20
-"""Measured over loopback with 120 MB and two sources (2 cores, November 2026): 2 MiB took three quarters of the
-processor time of 8 MiB, for its buffers stay in the cache; at 1 MiB and below the cost of each message shows."""
-LONE_SHARE = 8
-"""A tensor of at least this part of a bucket travels alone, from its own memory into that of the receiver."""
-WINDOW = 8
-"""Buckets under way at a time on each side, which bounds the memory for gathered ones to 16 MiB."""
+_CALLS, _SENDS = b"calls", b"sends"
+"""A source's answer to a receiver's place."""
+RESTORE_BUCKET_BYTES = 4 << 20
+NUM_SLOTS = 2
+"""Of each buffer: one is filled while the other is read."""
+DEADLINE_S = 60.0
+"""The controller has shorter deadlines for a rank that does not move; this one only ends a wait on a lost one."""
 MAX_HEADER_BYTES = 1 << 30
 """A header is about 100 bytes a tensor; what claims to be larger is refused before memory is taken for it."""
 
 
-Struct = TypeVar("Struct", bound=msgspec.Struct)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a source is about to send."""
 
     step: int
+    limits: Limits
     parameters: tuple[TensorHeader, ...]
     buffers: tuple[TensorHeader, ...]
     optimizer: tuple[TensorHeader, ...]
@@ -62,8 +66,42 @@ class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     with_gradient: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """What carries a state from one rank to another.
+
+    Attributes:
+        group: the connected group.
+        stop: ends the waits on neighbours, as taking the group down ends those on the group.
+    """
+
+    group: Carrier
+    stop: Flag
+
+
+class Source:
+    """What a rank sends with: its H2D buffer, made at its first transfer and kept."""
+
+    def __init__(self, bucket_bytes: int = RESTORE_BUCKET_BYTES) -> None:
+        self.limits = Limits(bucket_bytes, bucket_bytes // 2)
+        self._h2d: SlotBuffer | None = None
+
+    @property
+    def h2d(self) -> SlotBuffer:
+        """The buffer."""
+        if self._h2d is None:
+            self._h2d = SlotBuffer.create(NUM_SLOTS, self.limits.bucket_bytes + SLOT_EXTRA_BYTES)
+        return self._h2d
+
+
 def send_state(
-    state: ProtectedState, step: int, rank: int, route: Transfer, group: Carrier, moved: Callable[[], None]
+    state: ProtectedState,
+    step: int,
+    rank: int,
+    route: Transfer,
+    way: Way,
+    source: Source,
+    moved: Callable[[], None],
 ) -> None:
     """Sends this source's share of the shard to every receiver.
 
@@ -72,40 +110,65 @@ def send_state(
         step: the step that the parameters are at.
         rank: this rank, one of ``route.sources``.
         route: the same on all sides.
-        group: the connected group.
-        moved: called after each message, to show that the transfer lives.
+        way: what carries it.
+        source: what to send with.
+        moved: called after each bucket, to show that the transfer lives.
 
     Raises:
         RuntimeError: a receiver is gone, or the group was taken down.
+        CannotGoOn: a neighbour is gone.
+        Interrupted: by the stop of ``way``.
     """
-    header, tensors = describe(state, step)
+    group = way.group
+    header, tensors = describe(state, step, source.limits)
     if rank == route.sources[0]:
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
     views = [byte_view(tensor) for tensor in tensors]
-    distant = [receiver for receiver in route.receivers if not _is_read_by(receiver, views, group)]
-    own = [bucket for bucket in _plan(views, route.sources) if bucket.source == rank]
-    checksums = torch.empty(len(own), _CHECKSUM_BYTES, dtype=torch.uint8)
-    window = _Window()
-    for index, bucket in enumerate(own):
-        message = _content(views, bucket)
-        window.add([group.send([message], receiver, _BUCKET_TAG) for receiver in distant])
-        checksums[index] = _checksum(message)  # while it is being sent, or read
-        moved()
-    window.drain()
-    if own:
-        window.add([group.send([checksums], receiver, _CHECKSUM_TAG) for receiver in route.receivers])
-        window.drain()
+    layout = _layout(views, route, source.limits)
+    course = Course(layout, rank)
+    course.prepare(_held(views), source.h2d)
+    lines = {receiver: line for receiver in route.receivers if (line := _call(receiver, rank, source.h2d, group))}
+    try:
+        outlet = _Outlets(course, source.h2d, lines, way)
+        Gathering(course, source.h2d, outlet, Spans(), moved).run()
+    finally:
+        for line in lines.values():
+            line.close()
 
 
-def _is_read_by(receiver: int, views: list[torch.Tensor], group: Carrier) -> bool:
-    """Offers this source's memory to a receiver; whether it reads from there by itself."""
-    reader = _decode(_receive_sealed(receiver, group), neighbour.Place, receiver)
-    _send_sealed(msgspec.msgpack.encode(neighbour.offer_to(reader, views)), receiver, group)
-    return _receive_sealed(receiver, group) == _READS
+class _Outlets:
+    """To neighbours by their lines, to all others by the group."""
+
+    def __init__(self, course: Course, h2d: SlotBuffer, lines: dict[int, Line], way: Way) -> None:
+        self._lines = lines
+        self._near = device_outlet(0, h2d, lines, DEADLINE_S, way.stop)
+        self._far = GroupOutlet(way.group, course.own, [h2d.view(slot) for slot in range(h2d.num_slots)])
+
+    def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
+        self._near.announce(bucket, slot, readers)
+        self._far.announce(bucket, slot, [reader for reader in readers if reader not in self._lines])
+
+    def wait_until_free(self, slot: int) -> None:
+        self._near.wait_until_free(slot)
+        self._far.wait_until_free(slot)
+
+    def wait_until_all_free(self) -> None:
+        self._near.wait_until_all_free()
+        self._far.wait_until_all_free()
 
 
-def receive_state(state: ProtectedState, step: int, route: Transfer, group: Carrier, moved: Callable[[], None]) -> int:
+def _call(receiver: int, rank: int, h2d: SlotBuffer, group: Carrier) -> Line | None:
+    """Calls a receiver and tells it over the group whether that worked; None if it is no neighbour."""
+    place = _decode(_receive_sealed(receiver, group), neighbour.Place, receiver)
+    line = neighbour.call(place, rank, h2d, DEADLINE_S)
+    _send_sealed(_CALLS if line is not None else _SENDS, receiver, group)
+    return line
+
+
+def receive_state(
+    state: ProtectedState, step: int, rank: int, route: Transfer, way: Way, moved: Callable[[], None]
+) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
     Until it returns the objects are in between and reach no step.
@@ -114,81 +177,64 @@ def receive_state(state: ProtectedState, step: int, route: Transfer, group: Carr
         StateMismatch: the model here has other names, shapes or dtypes than the source's.
         RemoteProtocolError: a checksum or header is wrong.
         RuntimeError: a source is gone, or the group was taken down.
+        PeerLost: a neighbour is gone.
+        Interrupted: by the stop of ``way``.
     """
-    header = _decode(_receive_sealed(route.sources[0], group), StateHeader, route.sources[0])
+    first, group = route.sources[0], way.group
+    header = _decode(_receive_sealed(first, group), StateHeader, first)
     if header.step != step:
-        raise RemoteProtocolError(f"rank {route.sources[0]} sends the state of step {header.step}, expected {step}")
+        raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
     tensors, host_tensors = _targets(state, header)
     views = [byte_view(tensor) for tensor in tensors]
-    offers = {source: offer for source in route.sources if (offer := _accept_offer(source, views, group)) is not None}
-    plan = _plan(views, route.sources)
-    found: dict[int, list[torch.Tensor]] = {source: [] for source in route.sources}
-    arriving: deque[tuple[Bucket, torch.Tensor, dist.Work]] = deque()
-    for bucket in plan:
-        if bucket.source in offers:
-            neighbour.read_bucket(offers[bucket.source], bucket, views)
-            found[bucket.source].append(_checksum(_content(views, bucket)))
+    course = Course(_layout(views, route, header.limits), rank)
+    with contextlib.ExitStack() as opened:
+        inlets = _inlets(course, header.limits, route, way, opened)
+        held = dict(enumerate(_held(views)))
+        num_wrong = 0
+        for bucket in course.coming:
+            slot = inlets[bucket.source].take(bucket)
+            num_wrong += BucketCopy(slot, bucket, held).scatter() != checksum_in(slot, bucket)
+            inlets[bucket.source].release()
             moved()
-            continue
-        message = _lone_view(views, bucket) if bucket.is_lone else torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        arriving.append((bucket, message, group.recv([message], bucket.source, _BUCKET_TAG)))
-        if len(arriving) > WINDOW:
-            _arrived(*arriving.popleft(), views, found, moved)
-    while arriving:
-        _arrived(*arriving.popleft(), views, found, moved)
-    for source, checksums in found.items():
-        _compare_checksums(source, checksums, group)
+    if num_wrong:
+        raise ChecksumMismatch(f"{num_wrong} of {len(course.coming)} buckets arrived with a wrong checksum")
     _finish(state, header, host_tensors)
-    return sum(piece.num_bytes for bucket in plan for piece in bucket.pieces)
+    return sum(piece.num_bytes for bucket in course.coming for piece in bucket.pieces)
 
 
-def _accept_offer(source: int, views: list[torch.Tensor], group: Carrier) -> neighbour.Offer | None:
-    """Asks a source for its memory; None if it is to send instead."""
-    _send_sealed(msgspec.msgpack.encode(neighbour.here()), source, group)
-    offer = _decode(_receive_sealed(source, group), neighbour.Offer, source)
-    reads = neighbour.can_read(offer, views)
-    _send_sealed(_READS if reads else _WAITS, source, group)
-    return offer if reads else None
+def _inlets(
+    course: Course, limits: Limits, route: Transfer, way: Way, opened: contextlib.ExitStack
+) -> dict[int, Inlet | GroupInlet]:
+    """From each source by its line where it is a neighbour, else by the group."""
+    group = way.group
+    with neighbour.Neighbourhood() as here:
+        for source in route.sources:
+            _send_sealed(msgspec.msgpack.encode(here.place), source, group)
+        calling = [source for source in route.sources if _receive_sealed(source, group) == _CALLS]
+        lines = here.accept(len(calling), time.monotonic() + DEADLINE_S, way.stop)
+    for line, buffer in lines.values():
+        opened.callback(buffer.close)
+        opened.callback(line.close)
+    if set(lines) != set(calling):
+        raise RemoteProtocolError(f"ranks {sorted(lines)} called, and {calling} said so")
+    inlets: dict[int, Inlet | GroupInlet] = {}
+    for source in route.sources:
+        if source in lines:
+            inlets[source] = Inlet(0, *lines[source], DEADLINE_S, way.stop)
+        else:
+            buckets = [bucket for bucket in course.coming if bucket.source == source]
+            slots = [torch.empty(limits.bucket_bytes + SLOT_EXTRA_BYTES, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
+            inlets[source] = GroupInlet(group, source, buckets, slots)
+    return inlets
 
 
-def _arrived(
-    bucket: Bucket,
-    message: torch.Tensor,
-    work: dist.Work,
-    views: list[torch.Tensor],
-    found: dict[int, list[torch.Tensor]],
-    moved: Callable[[], None],
-) -> None:
-    """Waits for one bucket, notes its checksum, and puts shared ones in their places."""
-    work.wait()
-    found[bucket.source].append(_checksum(message))
-    if not bucket.is_lone:
-        BucketCopy(message, bucket, _held(views, bucket)).scatter()
-    moved()
-
-
-def _compare_checksums(source: int, own: list[torch.Tensor], group: Carrier) -> None:
-    """Raises:
-    RemoteProtocolError: what arrived is not what ``source`` sent.
-    """
-    if not own:
-        return
-    theirs = torch.empty(len(own), _CHECKSUM_BYTES, dtype=torch.uint8)
-    group.recv([theirs], source, _CHECKSUM_TAG).wait()
-    wrong = [index for index, checksum in enumerate(own) if not torch.equal(checksum, theirs[index])]
-    if wrong:
-        raise RemoteProtocolError(
-            f"{len(wrong)} of {len(own)} buckets from rank {source} arrived with a wrong checksum"
-        )
-
-
-def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[torch.Tensor]]:
+def describe(state: ProtectedState, step: int, limits: Limits) -> tuple[StateHeader, list[torch.Tensor]]:
     """The header of the state as it is now, and the tensors in the order in which they are sent."""
     host, host_tensors = state.host_bytes()
     parts = (state.parameters(), state.buffers(), state.optimizer_tensors())
     host_named = [(str(index), tensor) for index, tensor in enumerate(host_tensors)]
     headers = [headers_of(part) for part in (*parts, host_named)]
-    header = StateHeader(step, headers[0], headers[1], headers[2], headers[3], host, state.gradient_marks())
+    header = StateHeader(step, limits, headers[0], headers[1], headers[2], headers[3], host, state.gradient_marks())
     return header, [tensor for part in (*parts, host_named) for _name, tensor in part]
 
 
@@ -219,53 +265,17 @@ def _finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch
     state.place_gradients(header.with_gradient)
 
 
-def _plan(views: list[torch.Tensor], sources: Sequence[int]) -> tuple[Bucket, ...]:
-    """What each source sends: all of them hold everything, as bytes, and each receiver wants everything."""
-    forms = [TensorForm((str(index),), "uint8", (view.numel(),), 1) for index, view in enumerate(views)]
-    everything = [Part(index, whole(form.shape)) for index, form in enumerate(forms)]
-    limits = Limits(DEFAULT_BUCKET_BYTES, DEFAULT_BUCKET_BYTES // LONE_SHARE)
-    return plan_transfer(forms, dict.fromkeys(sources, everything), [Reader(0, tuple(everything))], limits).buckets
+def _layout(views: list[torch.Tensor], route: Transfer, limits: Limits) -> Layout:
+    """All sources hold everything, as bytes, and each receiver wants everything."""
+    forms = tuple(TensorForm((str(index),), "uint8", (view.numel(),), 1) for index, view in enumerate(views))
+    everything = tuple(Part(index, whole(form.shape)) for index, form in enumerate(forms))
+    holders = tuple(everything if rank in route.sources else () for rank in range(max(route.sources) + 1))
+    readers = tuple(Reader(receiver, everything) for receiver in route.receivers)
+    return Layout(forms, holders, readers, (None,) * len(readers), limits)
 
 
-class _Window:
-    """What is being sent: at most ``WINDOW`` buckets, whose memory must not change until they are through."""
-
-    def __init__(self) -> None:
-        self._works: deque[list[dist.Work]] = deque()
-
-    def add(self, works: list[dist.Work]) -> None:
-        """Notes one bucket on its way to all receivers; waits for the oldest where there are too many."""
-        self._works.append(works)
-        if len(self._works) > WINDOW:
-            self._wait_for_oldest()
-
-    def drain(self) -> None:
-        """Waits until everything has been sent."""
-        while self._works:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        for work in self._works.popleft():
-            work.wait()
-
-
-def _lone_view(views: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
-    """The tensor's own memory that is the bucket's whole content."""
-    (piece,) = bucket.pieces
-    return neighbour.run_of(views, piece)
-
-
-def _content(views: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
-    """The bytes of a bucket as one flat tensor: a view where it is lone, else a copy."""
-    if bucket.is_lone:
-        return _lone_view(views, bucket)
-    content = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-    BucketCopy(content, bucket, _held(views, bucket)).gather()
-    return content
-
-
-def _held(views: list[torch.Tensor], bucket: Bucket) -> dict[int, Held]:
-    return {p.tensor: Held(views[p.tensor], Box((0,), (views[p.tensor].numel(),))) for p in bucket.pieces}
+def _held(views: list[torch.Tensor]) -> list[Held]:
+    return [Held(view, whole((view.numel(),))) for view in views]
 
 
 def _checksum(content: torch.Tensor) -> torch.Tensor:
@@ -300,7 +310,7 @@ def _receive_sealed(source: int, group: Carrier) -> bytes:
     return message[:num_bytes].numpy().tobytes()
 
 
-def _decode(body: bytes, kind: type[Struct], source: int) -> Struct:
+def _decode(body: bytes, kind: type[_Struct], source: int) -> _Struct:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
