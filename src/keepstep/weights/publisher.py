@@ -77,7 +77,8 @@ class Publisher:
         self._check_sizes(bucket_bytes)
         self._copies = copies_of(self._blocks) if copies else self._blocks
         self._course: Course | None = None
-        self._busy = threading.Lock()
+        self._changed = threading.Condition()
+        self._is_publishing = False
         self._stop = Flag()
         self._catch_ups = CatchUps(settings)
         self._device = Device(
@@ -116,7 +117,7 @@ class Publisher:
     @property
     def is_publishing(self) -> bool:
         """Whether a publication is under way."""
-        return self._busy.locked()
+        return self._is_publishing
 
     def wait_for_consumers(self, num_consumers: int, timeout_s: float) -> None:
         """Waits until so many consumers are attached to this device.
@@ -173,16 +174,18 @@ class Publisher:
 
     def interrupt(self) -> None:
         """Breaks off the publication that is under way, if there is one. Any thread."""
-        if self._busy.locked():
-            self._stop.set()
+        with self._changed:
+            if self._is_publishing:
+                self._stop.set()
 
     def close(self) -> None:
         """Ends all lines and gives the buffers back. Consumers keep what they have, and wait for another publisher."""
         self.interrupt()
-        with self._busy:
-            self._catch_ups.close()
-            self._device.close()
-            self._stop.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_publishing)
+        self._catch_ups.close()
+        self._device.close()
+        self._stop.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -194,17 +197,18 @@ class Publisher:
 
     def _begin(self, version: int) -> None:
         """Takes the publisher for one publication, and the copies."""
-        if not self._busy.acquire(blocking=False):
-            raise UsageError(f"version {version} cannot be published while another version is")
+        with self._changed:
+            if self._is_publishing:
+                raise UsageError(f"version {version} cannot be published while another version is")
+            self._is_publishing = True
         try:
-            self._stop.clear()
             self._catch_ups.forget()
             self._look_again()
             if self._has_copies:
                 for block, copy in zip(self._blocks, self._copies, strict=True):
                     copy.held.tensor.copy_(block.held.tensor)
-        except BaseException:  # somebody else may publish
-            self._busy.release()
+        except BaseException:  # another version may be published
+            self._end()
             raise
 
     def _look_again(self) -> None:
@@ -227,4 +231,11 @@ class Publisher:
         except Failed as failed:
             raise error_of(failed.notice, f"version {version} was not published") from None
         finally:
-            self._busy.release()
+            self._end()
+
+    def _end(self) -> None:
+        """Gives the publisher back. An interruption was meant for what is over now."""
+        with self._changed:
+            self._is_publishing = False
+            self._stop.clear()
+            self._changed.notify_all()

@@ -37,7 +37,7 @@ from keepstep.weights.memory.targets import FunctionTarget, Load, Target, Tensor
 from keepstep.weights.spans import Spans
 
 DEFAULT_DEADLINE_S = 30.0
-CONSUMER_PATIENCE_S = 0.9
+CONSUMER_PATIENCE_S = 0.95
 """Beyond its deadline, for its device: the device and the coordinator, who see more, find the culprit before that."""
 
 

@@ -29,6 +29,14 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
         """Whether all of ``other`` lies in it."""
         return all(map(int.__le__, self.start, other.start)) and all(map(int.__le__, other.stop, self.stop))
 
+    def lies_in(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is a block of a tensor of this shape."""
+        return (
+            len(self.start) == len(self.shape) == len(shape)
+            and min((*self.start, *self.shape), default=0) >= 0
+            and whole(shape).holds(self)
+        )
+
     def seen_from(self, outer: Box) -> Box:
         """The same block, its index counted from the beginning of ``outer``."""
         return Box(tuple(map(int.__sub__, self.start, outer.start)), self.shape)

@@ -101,13 +101,16 @@ def _merge(held: Sequence[Sequence[HeldPart]]) -> tuple[list[TensorForm], tuple[
     for rank, parts in enumerate(held):
         own = []
         for part in parts:
-            index, first = known.setdefault(part.form.name, (len(forms), rank))
-            if index == len(forms):
+            names = [name for name in part.form.names if name in known]
+            index, first = known[names[0]] if names else (len(forms), rank)
+            if not names:
                 forms.append(part.form)
+                known |= dict.fromkeys(part.form.names, (index, rank))
             elif forms[index] != part.form:
+                tied = "" if str(part.form) != str(forms[index]) else ", under other names"
                 raise StateMismatch(
-                    f"'{part.form.name}' is {part.form} on rank {rank} and {forms[index]} on rank {first}"
-                    + ("" if str(part.form) != str(forms[index]) else f", tied to {part.form.names[1:]} on one only")
+                    f"'{names[0]}' is {part.form} on rank {rank} and {forms[index]} on rank {first}{tied}: "
+                    f"{list(part.form.names)} and {list(forms[index].names)} are tied there"
                 )
             own.append(Part(index, part.box))
         holders.append(tuple(own))
@@ -126,8 +129,8 @@ def _resolve(
         if index is None:
             return (), f"{consumer.name} wants '{want.names[0]}', which is not published"
         form = forms[index]
-        box = Box(want.start, want.shape) if want.start is not None else Box((0,) * len(want.shape), want.shape)
-        fits = whole(form.shape).holds(box) if len(box.shape) == len(form.shape) else False
+        box = Box(want.start if want.start is not None else (0,) * len(want.shape), want.shape)
+        fits = box.lies_in(form.shape)
         if want.dtype != form.dtype or not fits or (want.start is None and want.shape != form.shape):
             at = "" if want.start is None else f" from {list(want.start)} on"
             return (), f"{consumer.name} takes '{want.names[0]}' as {want}{at}, published is {form}"

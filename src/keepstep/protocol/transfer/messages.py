@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
 
 MAX_BODY_BYTES = 256 << 20
@@ -227,5 +227,5 @@ def decode(body: bytes) -> AnyTransferMessage:
     """
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError) as error:
         raise RemoteProtocolError(f"not a message of a transfer: {error}") from error

@@ -86,13 +86,17 @@ class UpdateMachine:
         return min((self._moved_s[rank] for rank in self._awaited()), default=0.0) + self.terms.deadline_s
 
     def receive(self, rank: int, report: Report, now_s: float) -> list[Verdict]:
-        """A device has reported."""
-        if self.is_over:
+        """A device has reported. What an earlier update left on its line is dropped."""
+        if self.is_over or rank not in self._moved_s:
+            return []
+        if isinstance(report, msg.UpdateOffered):
+            self._moved_s[rank] = now_s
+            return self._offered(rank, report, now_s)
+        is_failure_before = isinstance(report, msg.DeviceFailed) and report.update == 0 and rank in self._offers
+        if not is_failure_before and (self.stage is not Stage.MOVING or report.update != self._update):
             return []
         self._moved_s[rank] = now_s
         match report:
-            case msg.UpdateOffered():
-                return self._offered(rank, report, now_s)
             case msg.MovementSeen():
                 return []
             case msg.DevicePrepared():
@@ -134,6 +138,8 @@ class UpdateMachine:
 
     def _offered(self, rank: int, offer: msg.UpdateOffered, now_s: float) -> list[Verdict]:
         terms = self.terms
+        if self.stage is not Stage.OFFERING:
+            return self.abort(f"rank {rank}", "it has begun anew")
         if offer.generation != terms.generation:
             reason = f"it is of generation {offer.generation}, this is {terms.generation}"
             return self.abort(f"rank {rank}", reason, msg.Fault.STALE)

@@ -65,22 +65,24 @@ class Attendance:
             self._present[attached.name] = attached
             self._changed.notify_all()
         if former is not None:
-            former.line.close()
+            former.line.hang_up()
 
     def present(self) -> list[Attached]:
         """Those who are there now; whoever has gone is forgotten."""
         with self._changed:
-            gone = [name for name, each in self._present.items() if each.line.is_closed or each.line.has_ended]
-            lines = [self._present.pop(name).line for name in gone]
-            present = list(self._present.values())
-        for line in lines:
-            line.close()
-        return present
+            return self._forget_gone()
 
     def wait_for(self, num_consumers: int, timeout_s: float) -> bool:
         """Waits until so many are attached; whether they came in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: len(self._present) >= num_consumers, timeout_s)
+            return self._changed.wait_for(lambda: len(self._forget_gone()) >= num_consumers, timeout_s)
+
+    def _forget_gone(self) -> list[Attached]:
+        for name, each in list(self._present.items()):
+            if each.line.is_closed or each.line.has_ended:
+                del self._present[name]
+                each.line.close()
+        return list(self._present.values())
 
     def close(self) -> None:
         """Sends everybody away."""

@@ -27,7 +27,7 @@ class Callers:
             former = self._lines.pop(rank, None)
             self._lines[rank] = line
         if former is not None:
-            former.close()
+            former.hang_up()
         self.changed.set()
 
     def remove(self, rank: int, line: Line) -> None:

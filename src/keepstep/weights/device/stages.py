@@ -22,9 +22,11 @@ from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import CHECKSUM_BYTES, BucketCopy, Held, copy_bytes, seal
 from keepstep.weights.spans import Spans
 
-DEVICE_PATIENCE_S = 0.4
-"""Beyond a consumer's deadline for a device, so that a device which waits for its consumer is not taken for the
-culprit: it lets the consumer go first, having waited no less long."""
+DEVICE_PATIENCE_S = 0.2
+"""Beyond a consumer's deadline, for a device that holds a slot: one that waits for its consumer lets that one go
+before it is taken for the culprit, having waited no less long."""
+SOURCE_PATIENCE_S = 0.45
+"""Beyond a consumer's deadline, for a source that sends nothing: it may be waiting for a device to free a slot."""
 
 
 class CannotGoOn(Exception):
@@ -40,7 +42,7 @@ class Course:
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
-        self._rank = rank
+        self.rank = rank
         plan = layout.plan()
         self.own, self.coming = plan.sent_by(rank), plan.sent_to(rank)
         self.readers = tuple(index for index, reader in enumerate(layout.readers) if reader.device == rank)
@@ -53,7 +55,7 @@ class Course:
             held: its tensors, in the order in which it offered them.
             h2d: where they are gathered.
         """
-        tensors = {part.tensor: own for part, own in zip(self.layout.holders[self._rank], held, strict=True)}
+        tensors = {part.tensor: [own] for part, own in zip(self.layout.holders[self.rank], held, strict=True)}
         slots = [h2d.view(slot) for slot in range(h2d.num_slots)]
         self.gathers = [
             BucketCopy(slots[number % h2d.num_slots], bucket, tensors) for number, bucket in enumerate(self.own)
@@ -157,9 +159,11 @@ class Passing:
         spans: where the stage notes when it was busy.
         """
         self._update, self._course, self._ipc, self._spans = update, course, ipc, spans
-        patience_s = deadline_s + DEVICE_PATIENCE_S
+        patience_s = deadline_s + SOURCE_PATIENCE_S
         self._inlets = {
-            source: Inlet(update, line, buffer, patience_s, stop) for source, (line, buffer) in sources.items()
+            # This device's own first stage finds out for itself what holds it up.
+            source: Inlet(update, line, buffer, patience_s if source != course.rank else 2 * patience_s, stop)
+            for source, (line, buffer) in sources.items()
         }
         self._consumers = consumers
         lines = {reader: consumer.line for reader, consumer in consumers.items()}

@@ -11,7 +11,7 @@ from keepstep.weights.lines.line import Flag, Line, LineStalled, wait, what_of
 
 COORDINATOR = 0
 """The rank that coordinates updates."""
-COORDINATOR_PATIENCE_S = 0.6
+COORDINATOR_PATIENCE_S = 0.65
 """Beyond a consumer's deadline, for a device that shows no movement: more than devices have for each other, so that
 whoever waits for the culprit itself has told it before."""
 DEVICE_PATIENCE_S = 0.8

@@ -20,8 +20,8 @@ from keepstep.weights.lines.line import Flag, Line, LineStalled, same_user, wait
 
 INTRODUCTION_S = 2.0
 """For whoever knocks to say who it is, and for the answer: nobody has to wait for anything before that."""
-MAX_PATH_BYTES = 107
-"""Of a socket's name, by Linux' struct sockaddr_un."""
+MAX_PATH_BYTES = 96
+"""Of a socket's name. Linux' struct sockaddr_un has 107, of which a new door needs some for its first name."""
 RETRY_S = 0.02
 """Between two knocks at a door that is not there yet: no event tells of a socket that begins to listen."""
 
@@ -62,7 +62,7 @@ class Door:
         """
         self._path, self._answer = path, answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh = path.with_name(f".{path.stem}.{os.getpid()}")
         with suppress(FileNotFoundError):
             fresh.unlink()
         self._socket.bind(os.fspath(fresh))

@@ -10,6 +10,7 @@ import array
 import os
 import select
 import socket
+import stat
 import struct
 import time
 import weakref
@@ -146,15 +147,23 @@ class Line:
         except OSError as error:
             raise LineEnded(self.who, f"has closed the line ({error.strerror})") from None
         descriptors = _descriptors_in(rights)
+        try:
+            message = self._message(packet, descriptors)
+        except BaseException:  # they came with something that is no message
+            _close_all(descriptors)
+            raise
+        self._descriptors += descriptors
+        return message
+
+    def _message(self, packet: bytes, descriptors: list[int]) -> AnyTransferMessage:
+        """What a packet says; takes its own descriptor out of the list."""
         if not packet:
             raise LineEnded(self.who, "has closed the line")
         if packet[:1] == _INLINE:
-            self._descriptors += descriptors
             return decode(packet[1:])
-        self._descriptors += descriptors[1:]
         if packet != _IN_FILE or not descriptors:
             raise RemoteProtocolError(f"{self.who} sent a packet that is no message")
-        return decode(_read_file(descriptors[0], self.who))
+        return decode(_read_file(descriptors.pop(0), self.who))
 
     def take_descriptor(self) -> int:
         """The oldest descriptor that has come; the caller owns it.
@@ -176,10 +185,17 @@ class Line:
         """Whether the other end is closed; messages that came before that may still be there."""
         return any(event & (select.POLLHUP | select.POLLERR) for event in _poll([(self, 0)], 0.0).values())
 
+    def hang_up(self) -> None:
+        """Ends the line for whoever waits on it, here and there; for threads that do not own it."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Ends the line, here and there. Any number of times."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        _close_all(self._descriptors)
         self._descriptors = []
         self._connection.close()
 
@@ -193,13 +209,26 @@ def _descriptors_in(rights: list[tuple[int, int, bytes]]) -> list[int]:
     return list(found)
 
 
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def _read_file(descriptor: int, who: str) -> bytes:
-    with open(descriptor, "rb", buffering=0) as file:
-        size = os.fstat(descriptor).st_size
-        if size > MAX_BODY_BYTES:
-            raise RemoteProtocolError(f"{who} sent a message of {size} bytes: at most {MAX_BODY_BYTES} are allowed")
-        file.seek(0)
-        return file.read(size)
+    """All of a memory file, which is closed."""
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise RemoteProtocolError(f"{who} sent something else in place of a memory file")
+        if found.st_size > MAX_BODY_BYTES:
+            raise RemoteProtocolError(
+                f"{who} sent a message of {found.st_size} bytes: at most {MAX_BODY_BYTES} are allowed"
+            )
+        return os.pread(descriptor, found.st_size, 0)
+    except OSError as error:
+        raise RemoteProtocolError(f"{who} sent a memory file that cannot be read ({error.strerror})") from None
+    finally:
+        os.close(descriptor)
 
 
 def line_pair(who: str) -> tuple[Line, Line]:
@@ -229,6 +258,8 @@ def wait(lines: Collection[Awaited], until_s: float, stop: Flag | None = None) -
     Raises:
         Interrupted: by ``stop``.
     """
+    if closed := [line for line in lines if line.fileno() < 0]:
+        return closed  # by this side, whose next attempt to receive will say so
     waited: list[tuple[Line | Flag | socket.socket, int]] = [(line, select.POLLIN) for line in lines]
     ready = _poll([*waited, (stop, select.POLLIN)] if stop is not None else waited, until_s)
     if stop is not None and stop.fileno() in ready:

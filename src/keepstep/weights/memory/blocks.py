@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -13,6 +14,9 @@ from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import HeldPart, Want
 from keepstep.protocol.transfer.plan import TensorForm
 from keepstep.weights.memory.copies import Held
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,8 +34,10 @@ class Block:
     whole: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        box = Box(tuple(self.start), tuple(self.tensor.shape))
-        if not len(self.whole) == len(self.start) == self.tensor.dim() or not whole(tuple(self.whole)).holds(box):
+        object.__setattr__(self, "start", tuple(self.start))
+        object.__setattr__(self, "whole", tuple(self.whole))
+        box = Box(self.start, tuple(self.tensor.shape))
+        if not box.lies_in(self.whole):
             raise ConfigurationError(
                 f"a block of shape {list(self.tensor.shape)} from {list(self.start)} on does not lie in a tensor of "
                 f"shape {list(self.whole)}"
@@ -92,8 +98,8 @@ def named_blocks(weights: Weights) -> list[NamedBlock]:
             continue
         if place is not None:
             by_place[place] = len(found)
-        box = Box(tuple(block.start), tuple(block.tensor.shape))
-        found.append(NamedBlock((name,), Held(block.tensor, box), tuple(block.whole), (_local(value),)))
+        box = Box(block.start, tuple(block.tensor.shape))
+        found.append(NamedBlock((name,), Held(block.tensor, box), block.whole, (_local(value),)))
     return found
 
 
@@ -106,8 +112,7 @@ def _local(value: torch.Tensor | Block) -> torch.Tensor:
     if isinstance(value, Block):
         return value.tensor
     local = getattr(value, "_local_tensor", value)  # a DTensor's own memory
-    assert isinstance(local, torch.Tensor)
-    return local
+    return local if isinstance(local, torch.Tensor) else value
 
 
 def _entries(weights: Weights) -> Iterator[tuple[str, torch.Tensor | Block]]:
@@ -131,6 +136,8 @@ def _place_of(block: Block) -> tuple[object, ...] | None:
 def _block_of(name: str, value: torch.Tensor | Block) -> Block:
     if isinstance(value, Block):
         return dataclasses.replace(value, tensor=_dense(name, value.tensor))
+    if not isinstance(value, torch.Tensor):
+        raise ConfigurationError(f"'{name}' is a {type(value).__name__}: give tensors, or blocks of tensors")
     if type(value).__name__ == "DTensor":
         return _block_of_dtensor(name, value)
     return Block(_dense(name, value), (0,) * value.dim(), tuple(value.shape))
@@ -145,11 +152,25 @@ def _block_of_dtensor(name: str, value: torch.Tensor) -> Block:
         raise ConfigurationError(f"'{name}' is a partial DTensor, whose values are a sum over ranks: redistribute it")
     local = value.to_local()
     shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if tuple(shape) != tuple(local.shape):
+    if tuple(shape) != tuple(local.shape) or _is_scattered(value):
         raise ConfigurationError(f"'{name}' is a DTensor whose local part {list(local.shape)} is not one block")
     if not local.numel():
         start = (0,) * local.dim()
     return Block(_dense(name, local), tuple(start), tuple(value.shape))
+
+
+def _is_scattered(value: DTensor) -> bool:
+    """Whether this rank's rows lie apart: cut with a stride, and not cut again by as many ranks as it skips."""
+    for dim, placement in enumerate(value.placements):
+        factor = getattr(placement, "split_factor", 1)
+        later = [
+            value.device_mesh.size(other)
+            for other in range(dim + 1, len(value.placements))
+            if value.placements[other].is_shard(getattr(placement, "dim", None))
+        ]
+        if factor != 1 and math.prod(later) != factor:
+            return True
+    return False
 
 
 def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,10 @@ class SlotBuffer:
         if not (0 < num_slots <= MAX_SLOTS and slot_bytes > 0 and num_slots * slot_bytes == size):
             os.close(descriptor)
             raise RemoteProtocolError(f"a buffer of {size} bytes for {num_slots} slots of {slot_bytes} bytes")
-        return cls(descriptor, num_slots, slot_bytes, writable=False)
+        try:
+            return cls(descriptor, num_slots, slot_bytes, writable=False)
+        except OSError as error:
+            raise RemoteProtocolError(f"a buffer that cannot be mapped ({error.strerror})") from None
 
     @property
     def num_bytes(self) -> int:

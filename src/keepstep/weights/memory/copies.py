@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import xxhash
@@ -82,11 +82,11 @@ class _Batch:
 class BucketCopy:
     """Copies between one bucket's slot and the tensors here, and computes the bucket's checksum on the way."""
 
-    def __init__(self, slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Held]) -> None:
+    def __init__(self, slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> None:
         """Args:
         slot: uint8, memory of at least the bucket's size.
         bucket: whose pieces are copied.
-        held: by index of the tensor; its box holds every piece of that tensor.
+        held: by index of the tensor: what of it is here. Its box holds a piece or has nothing of it.
         """
         self._batches = list(_batches(slot.numpy().data, _segments(slot, bucket, held)))
 
@@ -113,16 +113,27 @@ class BucketCopy:
         return digest.digest()
 
 
-def _segments(slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Held]) -> Iterator[_Segment]:
+def _segments(slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Iterator[_Segment]:
     for piece in bucket.pieces:
-        own = held[piece.tensor].block(piece.box)
-        if not own.is_contiguous() or own.device.type != "cpu":
-            yield _Segment(piece.offset + piece.num_bytes, views=(as_tensor(slot, piece, own.dtype), own))
-            continue
-        begin, address = slot.data_ptr() + piece.offset, own.data_ptr()
-        for done in range(0, piece.num_bytes, BATCH_BYTES):
-            size = min(BATCH_BYTES, piece.num_bytes - done)
-            yield _Segment(piece.offset + done + size, run=(begin + done, address + done, size))
+        for each in held[piece.tensor]:
+            if each.box.holds(piece.box):
+                yield from _segments_of(slot, piece, each.block(piece.box))
+
+
+def _segments_of(slot: torch.Tensor, piece: Piece, own: torch.Tensor) -> Iterator[_Segment]:
+    if not _is_run_of_memory(own):
+        yield _Segment(piece.offset + piece.num_bytes, views=(as_tensor(slot, piece, own.dtype), own))
+        return
+    begin, address = slot.data_ptr() + piece.offset, own.data_ptr()
+    for done in range(0, piece.num_bytes, BATCH_BYTES):
+        size = min(BATCH_BYTES, piece.num_bytes - done)
+        yield _Segment(piece.offset + done + size, run=(begin + done, address + done, size))
+
+
+def _is_run_of_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are its values in row-major order; a view that conjugates or negates has others."""
+    is_plain = not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 def _batches(memory: memoryview, segments: Iterable[_Segment]) -> Iterator[_Batch]:
@@ -130,7 +141,7 @@ def _batches(memory: memoryview, segments: Iterable[_Segment]) -> Iterator[_Batc
     runs: list[tuple[int, int, int]] = []
     views: list[tuple[torch.Tensor, torch.Tensor]] = []
     for segment in segments:
-        end = segment.end
+        end = max(end, segment.end)
         if segment.run is not None:
             runs.append(segment.run)
         if segment.views is not None:

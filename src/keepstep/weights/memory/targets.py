@@ -53,10 +53,11 @@ class TensorTarget:
         self._sets = [[block.held.tensor for block in self._blocks]]
         if atomic:
             self._sets.append([torch.empty_like(tensor) for tensor in self._sets[0]])
+        self._exchanges = atomic and isinstance(into, torch.nn.Module)
         self._filled = len(self._sets) - 1
         """The set that is written; the other one, if there is one, is in use."""
         self._layout: Layout | None = None
-        self._held: list[dict[int, Held]] = []
+        self._held: list[dict[int, list[Held]]] = []
         self._copies: list[dict[int, BucketCopy]] = []
 
     @property
@@ -70,10 +71,10 @@ class TensorTarget:
             return
         self._layout = layout
         self._copies = [{} for _ in self._sets]
-        self._held = [
-            {part.tensor: Held(tensor, part.box) for part, tensor in zip(parts, tensors, strict=True)}
-            for tensors in self._sets
-        ]
+        self._held = [{} for _ in self._sets]
+        for held, tensors in zip(self._held, self._sets, strict=True):
+            for part, tensor in zip(parts, tensors, strict=True):  # several, where they are tied only at their source
+                held.setdefault(part.tensor, []).append(Held(tensor, part.box))
 
     def load(self, bucket: Bucket, slot: torch.Tensor) -> bytes:
         """See `Target`."""
@@ -86,11 +87,19 @@ class TensorTarget:
         """See `Target`."""
 
     def commit(self) -> None:
-        """See `Target`. The user's tensors stay the objects they are, and look at other memory."""
-        for block, tensor in zip(self._blocks, self._sets[self._filled], strict=True):
-            for owner in block.owners:
-                owner.data = tensor
-        self._filled = (self._filled + 1) % len(self._sets)
+        """See `Target`. The user's tensors stay the objects they are.
+
+        Those of a module look at other memory. Of other tensors nobody knows who else looks at their memory (a
+        ``state_dict()`` is made of such), so theirs is written.
+        """
+        if self._exchanges:
+            for block, tensor in zip(self._blocks, self._sets[self._filled], strict=True):
+                for owner in block.owners:
+                    owner.data = tensor
+            self._filled = 1 - self._filled
+        elif len(self._sets) > 1:
+            for live, new in zip(*self._sets, strict=True):
+                live.copy_(new)
 
 
 class FunctionTarget:

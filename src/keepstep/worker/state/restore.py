@@ -189,7 +189,7 @@ def receive_state(
     course = Course(_layout(views, route, header.limits), rank)
     with contextlib.ExitStack() as opened:
         inlets = _inlets(course, header.limits, route, way, opened)
-        held = dict(enumerate(_held(views)))
+        held = {index: [each] for index, each in enumerate(_held(views))}
         num_wrong = 0
         for bucket in course.coming:
             slot = inlets[bucket.source].take(bucket)
