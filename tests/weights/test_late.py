@@ -138,7 +138,7 @@ def refuse() -> None:
     def fail(self: Any, *arguments: Any) -> None:
         raise catchup.CannotGoOn("rank 0", "this is a test")
 
-    catchup.CatchUps._serve_now = fail  # type: ignore[method-assign]
+    catchup.CatchUps._serve_now = fail
 
 
 def test_a_late_consumer_whose_holder_fails_is_told(tmp_path: Path) -> None:

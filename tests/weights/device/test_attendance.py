@@ -1,0 +1,231 @@
+"""Who is attached to a device: who comes, who takes whose place, and who has gone."""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from tests.weights.lines.descriptors import given_back
+from tests.worker.ranks import DEADLINE_S
+
+from keepstep.errors import PeerLost
+from keepstep.protocol.transfer.layout import Consumer
+from keepstep.protocol.transfer.messages import MovementSeen
+from keepstep.weights.device.attendance import Attached, Attendance
+from keepstep.weights.lines.line import Line, LineEnded, LineStalled, line_pair
+
+SOON_S = 0.05
+Come = Callable[[str], Line]
+
+
+def later() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+def no_welcome() -> None:
+    """Tells a newcomer nothing."""
+
+
+@pytest.fixture
+def attendance() -> Iterator[Attendance]:
+    with given_back():
+        made = Attendance()
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def come(attendance: Attendance) -> Iterator[Come]:
+    """Attaches a consumer of this name; its own end of the line."""
+    ends = []
+
+    def come(name: str) -> Line:
+        ours, theirs = line_pair(name)
+        ends.append(theirs)
+        attendance.add(Attached(Consumer(name, None), ours), no_welcome)
+        return theirs
+
+    yield come
+    for end in ends:
+        end.close()
+
+
+def present(attendance: Attendance) -> list[str]:
+    return [each.name for each in attendance.present()]
+
+
+def has_ended(line: Line) -> bool:
+    """Whether the other side has closed the line."""
+    try:
+        line.receive_now()
+    except LineEnded:
+        return True
+    return False
+
+
+def test_they_are_present_in_the_order_in_which_they_came(attendance: Attendance, come: Come) -> None:
+    assert present(attendance) == []
+    for name in ("b", "a", "c"):
+        come(name)
+    assert present(attendance) == ["b", "a", "c"]
+    assert present(attendance) == ["b", "a", "c"]
+
+
+def test_what_is_said_to_one_comes_to_it(attendance: Attendance, come: Come) -> None:
+    ends = {name: come(name) for name in ("a", "b")}
+    for number, each in enumerate(attendance.present()):
+        each.tell(MovementSeen(number))
+    assert ends["a"].receive_now() == MovementSeen(0)
+    assert ends["b"].receive_now() == MovementSeen(1)
+
+
+def test_a_newer_one_of_the_same_name_takes_the_place_of_the_older(attendance: Attendance, come: Come) -> None:
+    older, other = come("a"), come("b")
+    newer = come("a")
+    assert present(attendance) == ["b", "a"]
+    assert has_ended(older)
+    assert not has_ended(newer)
+    assert not has_ended(other)
+    attendance.present()[1].tell(MovementSeen(1))
+    assert newer.receive_now() == MovementSeen(1)
+
+
+def test_whoever_has_gone_is_forgotten(attendance: Attendance, come: Come) -> None:
+    gone, _stays = come("a"), come("b")
+    gone.close()
+    assert present(attendance) == ["b"]
+    come("a")
+    assert present(attendance) == ["b", "a"]
+
+
+def test_whoever_was_sent_away_is_forgotten(attendance: Attendance, come: Come) -> None:
+    come("a")
+    attendance.present()[0].line.close()
+    assert present(attendance) == []
+
+
+def test_all_are_sent_away_in_the_end(attendance: Attendance, come: Come) -> None:
+    ends = [come("a"), come("b")]
+    attendance.close()
+    assert present(attendance) == []
+    assert all(has_ended(end) for end in ends)
+
+
+# ---- Newcomers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_is_present_from_the_moment_in_which_it_knows(attendance: Attendance) -> None:
+    """Nobody sees it before, nor the one whose place it takes go."""
+    ours, theirs = line_pair("a")
+    welcomed = threading.Event()
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        welcomed.wait(DEADLINE_S)
+        seen.append(present(attendance))
+
+    onlooker = threading.Thread(target=look, daemon=True)
+    onlooker.start()
+
+    def welcome() -> None:
+        ours.send(MovementSeen(0), later())
+        welcomed.set()
+
+    attendance.add(Attached(Consumer("a", None), ours), welcome)
+    onlooker.join(DEADLINE_S)
+    assert seen == [["a"]]
+    assert theirs.receive_now() == MovementSeen(0)
+    theirs.close()
+
+
+def test_a_newcomer_that_cannot_be_welcomed_is_not_present(attendance: Attendance, come: Come) -> None:
+    older = come("a")
+    ours, theirs = line_pair("a")
+    theirs.close()
+    with pytest.raises(PeerLost):
+        attendance.add(Attached(Consumer("a", None), ours), lambda: ours.send(MovementSeen(0), later()))
+    assert present(attendance) == ["a"]
+    assert not has_ended(older)
+    ours.close()
+
+
+# ---- Waiting for them -----------------------------------------------------------------------------------------------
+
+
+def test_they_are_waited_for(attendance: Attendance, come: Come) -> None:
+    about_to_wait, came = threading.Event(), queue.Queue[bool]()
+
+    def wait() -> None:
+        about_to_wait.set()
+        came.put(attendance.wait_for(2, 100 * DEADLINE_S))
+
+    threading.Thread(target=wait, daemon=True).start()
+    about_to_wait.wait(DEADLINE_S)
+    come("a")
+    come("b")
+    assert came.get(timeout=DEADLINE_S)
+
+
+def test_too_few_have_come(attendance: Attendance, come: Come) -> None:
+    assert attendance.wait_for(0, 0.0)
+    assert not attendance.wait_for(1, SOON_S)
+    come("a")
+    come("a")
+    assert attendance.wait_for(1, 0.0)
+    assert not attendance.wait_for(2, SOON_S)
+
+
+def test_whoever_has_gone_is_not_among_those_who_came(attendance: Attendance, come: Come) -> None:
+    come("a").close()
+    assert not attendance.wait_for(1, SOON_S)
+    come("b")
+    assert not attendance.wait_for(2, SOON_S)
+
+
+# ---- One of them ----------------------------------------------------------------------------------------------------
+
+
+def fill(line: Line) -> None:
+    """Says so much that the other side, which reads nothing, can take no more."""
+    with suppress(LineStalled):
+        for number in itertools.count():
+            line.send(MovementSeen(number), 0.0)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.weights.device.attendance.NOTICE_S", SOON_S)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_one_who_cannot_be_told_has_to_come_again(attendance: Attendance, come: Come) -> None:
+    come("a")
+    (attached,) = attendance.present()
+    fill(attached.line)
+    attached.tell(MovementSeen(0))
+    assert attached.line.is_closed
+    assert present(attendance) == []
+    attached.tell(MovementSeen(0))
+
+
+def test_one_who_has_gone_is_told_nothing(attendance: Attendance, come: Come) -> None:
+    end = come("a")
+    (attached,) = attendance.present()
+    end.close()
+    attached.tell(MovementSeen(0))
+    assert attached.line.is_closed
+
+
+def test_a_sign_that_cannot_be_shown_does_not_matter(attendance: Attendance, come: Come) -> None:
+    end = come("a")
+    (attached,) = attendance.present()
+    fill(attached.line)
+    attached.show_sign(MovementSeen(0))
+    assert not attached.line.is_closed
+    assert end.receive_now() == MovementSeen(0)
+    end.close()
+    attached.show_sign(MovementSeen(0))
+    assert not attached.line.is_closed

@@ -1,0 +1,472 @@
+"""Credits: when a slot is free, who is lost, and who is waited for no more."""
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator
+
+import pytest
+from tests.weights.lines.descriptors import given_back
+from tests.worker.ranks import DEADLINE_S
+
+from keepstep.errors import PeerLost, RemoteProtocolError
+from keepstep.protocol.transfer.messages import (
+    AnyTransferMessage,
+    BucketReady,
+    Fault,
+    LoadFailed,
+    MovementSeen,
+    SlotFreed,
+    UpdateAborted,
+    VersionCommitted,
+    VersionLoaded,
+)
+from keepstep.weights.lines import flow
+from keepstep.weights.lines.flow import Outlet, Stalled, next_bucket
+from keepstep.weights.lines.line import Flag, Interrupted, Line, LineEnded, LineStalled, line_pair, wait
+
+UPDATE = 5
+SOON_S = 0.05
+"""A deadline that is to pass."""
+
+
+def later() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+class Stand:
+    """An outlet with its readers' ends, and what it has said of them."""
+
+    def __init__(self, num_readers: int, num_slots: int, deadline_s: float) -> None:
+        pairs = [line_pair(f"reader {key}") for key in range(num_readers)]
+        self.lines: dict[int, Line] = {key: ours for key, (ours, _theirs) in enumerate(pairs)}
+        self.readers: dict[int, Line] = {key: theirs for key, (_ours, theirs) in enumerate(pairs)}
+        self.stop = Flag()
+        self.lost: dict[int, Exception] = {}
+        self.others: list[tuple[int, AnyTransferMessage]] = []
+        self.outlet = Outlet(UPDATE, num_slots, self.lines, deadline_s, self.stop, self.lose, self.hear)
+
+    def lose(self, key: int, error: Exception) -> None:
+        assert key not in self.lost, "lost twice"
+        self.lost[key] = error
+
+    def hear(self, key: int, message: AnyTransferMessage) -> None:
+        self.others.append((key, message))
+
+    def say(self, key: int, *messages: AnyTransferMessage) -> None:
+        for message in messages:
+            self.readers[key].send(message, later())
+
+    def heard(self, key: int) -> list[AnyTransferMessage]:
+        """What has come to a reader by now."""
+        return list(iter(self.readers[key].receive_now, None))
+
+    def close(self) -> None:
+        for line in (*self.lines.values(), *self.readers.values()):
+            line.close()
+        self.stop.close()
+
+
+Make = Callable[..., Stand]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes stands whose deadline does not pass, if none is asked for."""
+    made: list[Stand] = []
+
+    def stand(num_readers: int = 2, num_slots: int = 2, deadline_s: float = DEADLINE_S) -> Stand:
+        made.append(Stand(num_readers, num_slots, deadline_s))
+        return made[-1]
+
+    with given_back():
+        yield stand
+        for each in made:
+            each.close()
+
+
+def is_free(stand: Stand, slot: int) -> bool:
+    """Whether the slot need not be waited for."""
+    stand.stop.set()
+    try:
+        stand.outlet.wait_until_free(slot)
+    except Interrupted:
+        return False
+    finally:
+        stand.stop.clear()
+    return True
+
+
+def take_in(stand: Stand, key: int) -> None:
+    """Has the outlet hear all that a reader has said."""
+    stand.say(key, VersionLoaded(UPDATE))
+    num_others = len(stand.others)
+    stand.outlet.wait_while(lambda: {key} if len(stand.others) == num_others else set())
+
+
+def freed(slot: int, update: int = UPDATE) -> SlotFreed:
+    return SlotFreed(update, slot)
+
+
+# ---- Slots ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_nobody_was_told_of_is_free(make: Make) -> None:
+    stand = make()
+    stand.outlet.announce(0, 1, [])
+    assert is_free(stand, 0)
+    assert is_free(stand, 1)
+    stand.outlet.wait_until_all_free()
+
+
+def test_the_readers_of_a_bucket_are_told_of_it_and_nobody_else(make: Make) -> None:
+    stand = make(3)
+    stand.outlet.announce(7, 1, [0, 2])
+    assert stand.heard(0) == stand.heard(2) == [BucketReady(UPDATE, 7, 1)]
+    assert stand.heard(1) == []
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_slot_is_not_free_until_all_its_readers_have_freed_it(make: Make, order: tuple[int, ...]) -> None:
+    stand = make(3)
+    stand.outlet.announce(0, 0, range(3))
+    stand.outlet.announce(1, 1, range(3))
+    for key in order:
+        assert not is_free(stand, 0)
+        stand.say(key, freed(0))
+        take_in(stand, key)
+    assert is_free(stand, 0)
+    assert not is_free(stand, 1)
+    for key in order:
+        stand.say(key, freed(1))
+    stand.outlet.wait_until_all_free()
+
+
+def test_a_credit_counts_for_its_own_slot(make: Make) -> None:
+    stand = make(1, num_slots=3)
+    for slot in range(3):
+        stand.outlet.announce(slot, slot, [0])
+    stand.say(0, freed(2), freed(0))
+    stand.outlet.wait_until_free(0)
+    assert is_free(stand, 2)
+    assert not is_free(stand, 1)
+
+
+def test_a_slot_can_be_announced_again_and_has_to_be_freed_again(make: Make) -> None:
+    stand = make(1, num_slots=1)
+    for bucket in range(3):
+        stand.outlet.announce(bucket, 0, [0])
+        assert not is_free(stand, 0)
+        stand.say(0, freed(0))
+        stand.outlet.wait_until_free(0)
+    assert stand.heard(0) == [BucketReady(UPDATE, bucket, 0) for bucket in range(3)]
+
+
+@pytest.mark.parametrize("credit", [freed(0, UPDATE - 1), freed(0, UPDATE + 1), freed(1), freed(-1), freed(2)])
+def test_a_credit_of_another_update_or_slot_frees_nothing(make: Make, credit: SlotFreed) -> None:
+    stand = make(1)
+    stand.outlet.announce(0, 0, [0])
+    stand.say(0, credit)
+    take_in(stand, 0)
+    assert not is_free(stand, 0)
+    assert not stand.lost
+
+
+def test_what_is_no_credit_is_passed_on(make: Make) -> None:
+    stand = make(2)
+    stand.outlet.announce(0, 0, [0, 1])
+    stand.say(0, VersionLoaded(UPDATE), freed(0))
+    stand.say(1, LoadFailed(UPDATE, "no memory"), freed(0))
+    stand.outlet.wait_until_free(0)
+    assert sorted(stand.others, key=lambda pair: pair[0]) == [
+        (0, VersionLoaded(UPDATE)),
+        (1, LoadFailed(UPDATE, "no memory")),
+    ]
+
+
+def test_readers_are_heard_while_anything_of_them_is_awaited(make: Make) -> None:
+    """As a device waits at the end, for whoever has not said that it has the whole version."""
+    stand = make(2)
+    loaded: set[int] = set()
+    stand.outlet._other = lambda key, _message: loaded.add(key)
+    for key in range(2):
+        stand.say(key, VersionLoaded(UPDATE))
+    stand.outlet.wait_while(lambda: stand.outlet.readers - loaded)
+    assert loaded == {0, 1}
+
+
+# ---- Readers that are lost ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock for the outlet that stands still but in a wait, where what is due happens."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def at(self, time_s: float, happen: Callable[[], None]) -> None:
+        self._due.append((time_s, happen))
+
+    def wait(self, lines: Collection[Line], until_s: float, stop: Flag) -> list[Line]:
+        while True:
+            if ready := wait(lines, 0.0, stop):
+                return ready
+            if not self._due or self._due[0][0] > until_s:
+                self.now_s = until_s
+                return []
+            self.now_s, happen = self._due.pop(0)
+            happen()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(flow, "time", made)
+    monkeypatch.setattr(flow, "wait", made.wait)
+    return made
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_a_reader_that_shows_nothing_is_lost_and_one_that_moves_is_not(make: Make, clock: Clock, rounds: int) -> None:
+    """Whatever it says, and however long it takes."""
+    stand = make(2, deadline_s=10.0)
+    begun_s = clock.now_s
+    stand.outlet.announce(0, 0, [0, 1])
+    for number in range(1, rounds):
+        clock.at(begun_s + 9.0 * number, lambda: stand.say(0, MovementSeen(UPDATE)))
+    clock.at(begun_s + 9.0 * rounds, lambda: stand.say(0, freed(0)))
+    lost_s = []
+    stand.outlet._lose = lambda key, error: (stand.lose(key, error), lost_s.append(clock.now_s))
+    stand.outlet.wait_until_free(0)
+    assert list(stand.lost) == [1]
+    assert isinstance(stand.lost[1], Stalled)
+    assert str(stand.lost[1]) == "has shown nothing for 10 s"
+    assert lost_s == [begun_s + 10.0]
+    assert clock.now_s == begun_s + max(10.0, 9.0 * rounds)
+    assert stand.outlet.readers == {0}
+
+
+def test_a_reader_that_moved_and_stands_then_is_lost(make: Make, clock: Clock) -> None:
+    stand = make(1, deadline_s=10.0)
+    begun_s = clock.now_s
+    stand.outlet.announce(0, 0, [0])
+    clock.at(begun_s + 9.0, lambda: stand.say(0, MovementSeen(UPDATE)))
+    stand.outlet.wait_until_free(0)
+    assert isinstance(stand.lost[0], Stalled)
+    assert clock.now_s == begun_s + 19.0
+
+
+def test_what_a_reader_said_before_anybody_listened_counts(make: Make, clock: Clock) -> None:
+    """A writer that was busy for long must not take its readers for lost who freed their slots in time."""
+    stand = make(1, deadline_s=10.0)
+    stand.outlet.announce(0, 0, [0])
+    stand.say(0, freed(0))
+    clock.now_s += 1000.0
+    stand.outlet.wait_until_free(0)
+    assert not stand.lost
+
+
+def test_the_deadline_begins_when_there_is_something_to_do(make: Make, clock: Clock) -> None:
+    """A source may take long before the first bucket comes to a reader."""
+    stand = make(1, deadline_s=10.0)
+    clock.now_s += 1000.0
+    begun_s = clock.now_s
+    stand.outlet.announce(0, 0, [0])
+    stand.outlet.wait_until_free(0)
+    assert list(stand.lost) == [0]
+    assert clock.now_s == begun_s + 10.0
+
+
+def test_another_bucket_gives_one_who_stands_no_more_time(make: Make, clock: Clock) -> None:
+    stand = make(1, deadline_s=10.0)
+    begun_s = clock.now_s
+    stand.outlet.announce(0, 0, [0])
+    clock.now_s += 9.0
+    stand.outlet.announce(1, 1, [0])
+    stand.outlet.wait_until_free(0)
+    assert list(stand.lost) == [0]
+    assert clock.now_s == begun_s + 10.0
+
+
+def test_all_who_show_nothing_are_lost(make: Make) -> None:
+    stand = make(3, deadline_s=SOON_S)
+    stand.outlet.announce(0, 0, range(3))
+    stand.outlet.wait_until_free(0)
+    assert set(stand.lost) == {0, 1, 2}
+    assert stand.outlet.readers == set()
+
+
+def test_who_is_not_waited_for_may_show_nothing(make: Make) -> None:
+    stand = make(2, deadline_s=SOON_S)
+    stand.outlet.announce(0, 0, [0])
+    stand.outlet.wait_until_free(0)
+    assert set(stand.lost) == {0}
+    stand.outlet.wait_until_all_free()
+    assert stand.outlet.readers == {1}
+
+
+@pytest.mark.parametrize("where", ["while it is waited for", "before it is told"])
+def test_a_reader_that_has_ended_is_lost_and_waited_for_no_more(make: Make, where: str) -> None:
+    stand = make(2)
+    if where == "before it is told":
+        stand.readers[1].close()
+    stand.outlet.announce(0, 0, [0, 1])
+    stand.readers[1].close()
+    stand.say(0, freed(0))
+    stand.outlet.wait_until_free(0)
+    assert list(stand.lost) == [1]
+    assert isinstance(stand.lost[1], LineEnded)
+    assert stand.outlet.readers == {0}
+    stand.outlet.announce(1, 1, [0, 1])
+    stand.say(0, freed(1))
+    stand.outlet.wait_until_all_free()
+
+
+def test_a_reader_whose_line_was_closed_on_this_side_is_lost_like_any_other(make: Make) -> None:
+    """As when a newer consumer of the same name takes its place: another thread closes the line then."""
+    stand = make(2)
+    stand.outlet.announce(0, 0, [0, 1])
+    stand.say(0, freed(0))
+    stand.lines[1].close()
+    stand.outlet.wait_until_free(0)
+    assert list(stand.lost) == [1]
+    assert isinstance(stand.lost[1], PeerLost)
+
+
+def test_a_reader_that_reads_nothing_is_lost_when_it_is_told(make: Make) -> None:
+    stand = make(2, deadline_s=SOON_S)
+    for bucket in range(100_000):
+        stand.outlet.announce(bucket, 0, [1])
+        if stand.lost:
+            break
+    assert isinstance(stand.lost[1], LineStalled)
+    assert is_free(stand, 0)
+
+
+def test_a_reader_that_sends_garbage_is_lost(make: Make) -> None:
+    stand = make(1)
+    stand.outlet.announce(0, 0, [0])
+    stand.readers[0]._connection.send(b"garbage")
+    stand.outlet.wait_until_free(0)
+    assert isinstance(stand.lost[0], RemoteProtocolError)
+
+
+def test_a_reader_that_is_left_out_is_neither_lost_nor_waited_for(make: Make) -> None:
+    stand = make(2)
+    stand.outlet.announce(0, 0, [0, 1])
+    stand.outlet.announce(1, 1, [1])
+    stand.outlet.leave_out(1)
+    assert not is_free(stand, 0)
+    assert is_free(stand, 1)
+    stand.outlet.leave_out(0)
+    stand.outlet.wait_until_all_free()
+    assert not stand.lost
+    assert stand.outlet.readers == set()
+
+
+def test_a_reader_may_be_left_out_by_what_it_says(make: Make) -> None:
+    stand = make(1)
+    stand.outlet._other = lambda key, _message: stand.outlet.leave_out(key)
+    stand.outlet.announce(0, 0, [0])
+    stand.say(0, LoadFailed(UPDATE, "no memory"))
+    stand.outlet.wait_until_free(0)
+    assert not stand.lost
+
+
+def test_an_error_in_telling_of_a_loss_ends_the_wait(make: Make) -> None:
+    stand = make(1)
+
+    def lose(_key: int, error: Exception) -> None:
+        raise KeyError from error
+
+    stand.outlet._lose = lose
+    stand.outlet.announce(0, 0, [0])
+    stand.readers[0].close()
+    with pytest.raises(KeyError):
+        stand.outlet.wait_until_free(0)
+
+
+def test_the_flag_ends_a_wait(make: Make) -> None:
+    stand = make()
+    stand.outlet.announce(0, 0, [0])
+    stand.stop.set()
+    with pytest.raises(Interrupted):
+        stand.outlet.wait_until_free(0)
+    with pytest.raises(Interrupted):
+        stand.outlet.wait_until_all_free()
+    assert not stand.lost
+
+
+# ---- The reading side -----------------------------------------------------------------------------------------------
+
+
+def next_of(stand: Stand, bucket: int, deadline_s: float = DEADLINE_S) -> int:
+    """The first reader waits for a bucket; its own line is that of the stand's other side."""
+    return next_bucket(stand.readers[0], UPDATE, bucket, deadline_s, stand.stop)
+
+
+def test_buckets_come_with_their_slots(make: Make) -> None:
+    stand = make(1)
+    for bucket, slot in [(3, 0), (4, 1), (9, 0)]:
+        stand.outlet.announce(bucket, slot, [0])
+    assert [next_of(stand, bucket) for bucket in (3, 4, 9)] == [0, 1, 0]
+
+
+def test_what_an_earlier_update_left_on_the_line_is_dropped(make: Make) -> None:
+    stand = make(1)
+    stand.lines[0].send(BucketReady(UPDATE - 1, 3, 1), later())
+    stand.lines[0].send(UpdateAborted(UPDATE - 1, Fault.LOST, "rank 2", "it is gone"), later())
+    stand.lines[0].send(BucketReady(UPDATE - 2, 3, 1), later())
+    stand.outlet.announce(3, 0, [0])
+    assert next_of(stand, 3) == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        BucketReady(UPDATE, 4, 0),
+        BucketReady(UPDATE, 2, 0),
+        BucketReady(UPDATE + 1, 3, 0),
+        VersionCommitted(UPDATE, 1),
+        SlotFreed(UPDATE, 0),
+    ],
+    ids=["a later bucket", "an earlier bucket", "a later update", "something else", "a credit"],
+)
+def test_anything_else_breaks_the_protocol(make: Make, message: AnyTransferMessage) -> None:
+    stand = make(1)
+    stand.lines[0].send(message, later())
+    with pytest.raises(RemoteProtocolError, match=rf"bucket 3 of update 5 was due, {type(message).__name__}\("):
+        next_of(stand, 3)
+
+
+def test_a_writer_that_sends_nothing_in_time(make: Make) -> None:
+    with pytest.raises(Stalled, match=r"sent nothing for 0\.05 s"):
+        next_of(make(1), 3, SOON_S)
+
+
+def test_old_messages_do_not_count_as_movement(make: Make) -> None:
+    """They were sent long ago; a writer that is stopped has sent nothing of this update."""
+    stand = make(1)
+    for _ in range(5):
+        stand.lines[0].send(BucketReady(UPDATE - 1, 3, 1), later())
+    with pytest.raises(Stalled):
+        next_of(stand, 3, SOON_S)
+
+
+def test_a_writer_that_is_gone(make: Make) -> None:
+    stand = make(1)
+    stand.outlet.announce(3, 1, [0])
+    stand.lines[0].close()
+    assert next_of(stand, 3) == 1
+    with pytest.raises(LineEnded):
+        next_of(stand, 4)
+
+
+def test_the_flag_ends_waiting_for_a_bucket(make: Make) -> None:
+    stand = make(1)
+    stand.stop.set()
+    with pytest.raises(Interrupted):
+        next_of(stand, 3)
