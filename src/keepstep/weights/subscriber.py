@@ -28,7 +28,7 @@ from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.device.verdicts import error_of
-from keepstep.weights.lines.door import door_path, knock
+from keepstep.weights.lines.door import RETRY_S, door_path, knock
 from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.buffers import SlotBuffer
@@ -158,7 +158,7 @@ class Subscriber:
             KeepstepError: it did not come in time, and why if that is known.
         """
         with self._changed:
-            if self._changed.wait_for(lambda: (self.version or -1) >= version, timeout_s):
+            if self._changed.wait_for(lambda: self.version is not None and self.version >= version, timeout_s):
                 assert self.version is not None
                 return self.version
         raise self.last_error or WeightsNotReady(f"version {version} did not come within {timeout_s:g} s")
@@ -201,8 +201,11 @@ class Subscriber:
                 self.receive(3600.0)
             except Interrupted:
                 return
-            except KeepstepError:
-                continue  # noted in last_error; the next version may come
+            except KeepstepError:  # noted in last_error; the next version may come
+                try:
+                    wait([], time.monotonic() + RETRY_S, self._stop)
+                except Interrupted:
+                    return
 
     def receive(self, timeout_s: float) -> int:
         """Attends to the publisher, in this thread, until a version has been committed; returns it.

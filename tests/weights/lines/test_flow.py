@@ -161,13 +161,15 @@ def test_a_slot_can_be_announced_again_and_has_to_be_freed_again(make: Make) -> 
     assert stand.heard(0) == [BucketReady(UPDATE, bucket, 0) for bucket in range(3)]
 
 
-@pytest.mark.parametrize("credit", [freed(0, UPDATE - 1), freed(0, UPDATE + 1), freed(1), freed(-1), freed(2)])
+@pytest.mark.parametrize("credit", [freed(1, UPDATE - 1), freed(1, UPDATE + 1), freed(-1), freed(-2), freed(2)])
 def test_a_credit_of_another_update_or_slot_frees_nothing(make: Make, credit: SlotFreed) -> None:
     stand = make(1)
-    stand.outlet.announce(0, 0, [0])
+    for slot in range(2):
+        stand.outlet.announce(slot, slot, [0])
     stand.say(0, credit)
     take_in(stand, 0)
     assert not is_free(stand, 0)
+    assert not is_free(stand, 1)
     assert not stand.lost
 
 

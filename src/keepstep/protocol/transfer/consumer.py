@@ -45,7 +45,7 @@ class ConsumerState:
         if self.coming is not None:
             self.fail(f"version {version} came instead")
         self.coming = version
-        if not self.atomic:
+        if not self.atomic and self.condition is not Condition.TORN:
             self.condition = Condition.UPDATING
 
     def commit(self, version: int) -> None:

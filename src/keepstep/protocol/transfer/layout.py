@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from keepstep.errors import StateMismatch
+from keepstep.errors import ConfigurationError, StateMismatch
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.plan import Limits, Part, Plan, Reader, TensorForm, plan_transfer
 
@@ -78,7 +78,23 @@ def lay_out(held: Sequence[Sequence[HeldPart]], consumers: Sequence[Sequence[Con
             parts, problem = _resolve(consumer, forms, by_name)
             readers.append(Reader(device, parts if problem is None else ()))
             problems.append(problem)
-    return Layout(tuple(forms), holders, tuple(readers), tuple(problems), limits)
+    return _without_unserved(Layout(tuple(forms), holders, tuple(readers), tuple(problems), limits))
+
+
+def _without_unserved(layout: Layout) -> Layout:
+    """The same, where nobody gets anything who wants a block that nobody holds."""
+    try:
+        layout.plan()
+        return layout
+    except ConfigurationError:
+        readers, problems = list(layout.readers), list(layout.problems)
+    for index, reader in enumerate(layout.readers):
+        alone = Layout(layout.forms, layout.holders, (reader,), (None,), layout.limits)
+        try:
+            alone.plan()
+        except ConfigurationError as error:
+            readers[index], problems[index] = Reader(reader.device, ()), str(error)
+    return Layout(layout.forms, layout.holders, tuple(readers), tuple(problems), layout.limits)
 
 
 def serve_one(layout: Layout, device: int, consumer: Consumer) -> Layout:
@@ -101,6 +117,8 @@ def _merge(held: Sequence[Sequence[HeldPart]]) -> tuple[list[TensorForm], tuple[
     for rank, parts in enumerate(held):
         own = []
         for part in parts:
+            if not part.box.lies_in(part.form.shape):
+                raise StateMismatch(f"rank {rank} holds '{part.form.name}' where {part.form} has nothing")
             names = [name for name in part.form.names if name in known]
             index, first = known[names[0]] if names else (len(forms), rank)
             if not names:

@@ -164,8 +164,6 @@ class UpdateMachine:
         consumers = tuple(each.consumers for each in offers)
         former = self.agreement
         if former is None or (former.held, former.consumers) != (held, consumers):
-            layout = lay_out(held, consumers, self.terms.limits)
-            layout.plan()  # raises what is wrong with it before anybody begins
-            self.agreement = Agreement(held, consumers, layout)
+            self.agreement = Agreement(held, consumers, lay_out(held, consumers, self.terms.limits))
         assert self.agreement is not None
         return self.agreement.layout

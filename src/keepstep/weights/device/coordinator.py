@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import DeviceFailed, DevicePrepared, MovementSeen, UpdateOffered
 from keepstep.protocol.transfer.update import Agreement, Terms, UpdateMachine, Verdict
-from keepstep.weights.lines.line import Flag, Line, wait
+from keepstep.weights.lines.line import Flag, Line, LineEnded, wait
 
 
 class Callers:
@@ -19,16 +20,29 @@ class Callers:
         self.changed = Flag()
         """Set when one was added."""
         self._lines: dict[int, Line] = {}
+        self._is_closed = False
         self._lock = threading.Lock()
 
-    def add(self, rank: int, line: Line) -> None:
-        """A line was opened; the one that this rank had before is closed."""
+    def add(self, rank: int, line: Line, welcome: Callable[[], None]) -> None:
+        """A line was opened; the one that this rank had before is closed.
+
+        Args:
+            rank: whose.
+            line: belongs to this object from now on.
+            welcome: answers it. Once it knows it is here, and it is told nothing else before.
+
+        Raises:
+            PeerLost: from ``welcome``, or because nobody is let in any more; the line is not here then.
+        """
         with self._lock:
+            if self._is_closed:
+                raise LineEnded(line.who, "came when all was over")
+            welcome()
             former = self._lines.pop(rank, None)
             self._lines[rank] = line
+            self.changed.set()
         if former is not None:
             former.hang_up()
-        self.changed.set()
 
     def remove(self, rank: int, line: Line) -> None:
         """A line has ended."""
@@ -43,7 +57,9 @@ class Callers:
             return dict(self._lines)
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all of them; nobody is let in any more."""
+        with self._lock:
+            self._is_closed = True
         for rank, line in self.lines().items():
             self.remove(rank, line)
         self.changed.close()

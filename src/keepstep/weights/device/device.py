@@ -135,8 +135,9 @@ class Device:
                 line.close()
             case msg.DeviceCalled(rank=rank, reads=reads):
                 line.who = f"rank {rank}"
-                (self.readers if reads else self.reporters).add(rank, line)
-                line.send(self._welcomed(), until_s, [self.h2d.descriptor] if reads else [])
+                descriptors = [self.h2d.descriptor] if reads else []
+                callers = self.readers if reads else self.reporters
+                callers.add(rank, line, lambda: line.send(self._welcomed(), until_s, descriptors))
             case msg.CatchUpCalled(rank=rank):
                 line.who = f"rank {rank}"
                 self._asked(line, message)

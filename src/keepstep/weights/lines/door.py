@@ -126,7 +126,10 @@ def _knock(path: Path, introduction: AnyTransferMessage, who: str, until_s: floa
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line = Line(connection, who)
     try:
-        connection.connect(os.fspath(path))
+        try:
+            connection.connect(os.fspath(path))
+        except PermissionError:
+            raise RemoteProtocolError(f"{path} may not be opened by this user") from None
         if not same_user(connection):
             raise RemoteProtocolError(f"{path} belongs to another user's process")
         until_s = min(until_s, time.monotonic() + INTRODUCTION_S)  # it may be stopped, and another one take its place

@@ -123,7 +123,7 @@ def next_bucket(line: Line, update: int, bucket: int, deadline_s: float, stop: F
     """Waits for one bucket and returns its slot; what earlier updates left on the line is dropped.
 
     Raises:
-        Interrupted: by ``stop``, or because the writer aborted the update.
+        Interrupted: by ``stop``.
         PeerLost: the writer is gone, or did not write within the deadline.
         RemoteProtocolError: another bucket came.
     """

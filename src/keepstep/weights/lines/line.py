@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from keepstep.errors import PeerLost, RemoteProtocolError
+from keepstep.errors import BufferUnavailable, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessage, decode, encode
 
 INLINE_BYTES = 1 << 15
@@ -107,7 +107,8 @@ class Line:
             self._send(_INLINE + body, descriptors, until_s)
             return
         with open(os.memfd_create("keepstep-message", os.MFD_CLOEXEC), "wb", buffering=0) as file:
-            file.write(body)
+            if file.write(body) != len(body):
+                raise BufferUnavailable(f"a message of {len(body)} bytes does not fit into a memory file")
             self._send(_IN_FILE, [file.fileno(), *descriptors], until_s)
 
     def _send(self, packet: bytes, descriptors: Sequence[int], until_s: float) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
+import psutil
 import torch
 
 from keepstep.errors import BufferUnavailable, RemoteProtocolError
@@ -49,16 +50,16 @@ class SlotBuffer:
             BufferUnavailable: there is not so much memory, or this process may not have it.
         """
         size = num_slots * slot_bytes
+        if size > psutil.virtual_memory().available:
+            raise BufferUnavailable(_unavailable(size, num_slots, "the machine has not so much left"))
         descriptor = os.memfd_create("keepstep-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with _without_signal(signal.SIGXFSZ):
                 os.posix_fallocate(descriptor, 0, size)
             buffer = cls(os.dup(descriptor), num_slots, slot_bytes, writable=True)
         except OSError as error:
-            raise BufferUnavailable(
-                f"{size / 2**20:.1f} MiB of shared memory for {num_slots} buckets cannot be had "
-                f"({errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}): use a smaller bucket_bytes"
-            ) from None
+            reason = f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}"
+            raise BufferUnavailable(_unavailable(size, num_slots, reason)) from None
         finally:
             os.close(descriptor)
         fcntl.fcntl(buffer.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -97,8 +98,16 @@ class SlotBuffer:
     def close(self) -> None:
         """Gives the memory back. No view may be used any more. Any number of times."""
         self._close()
+        self.descriptor = -1
         with suppress(BufferError):  # somebody still holds the memory object; it goes with the last of them
             self._map.close()
+
+
+def _unavailable(size: int, num_slots: int, reason: str) -> str:
+    return (
+        f"{size / 2**20:.1f} MiB of shared memory for {num_slots} buckets cannot be had ({reason}): "
+        "use a smaller bucket_bytes"
+    )
 
 
 @contextmanager
