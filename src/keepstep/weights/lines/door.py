@@ -19,7 +19,9 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage, Refused, Wel
 from keepstep.weights.lines.line import Flag, Line, LineStalled, same_user, wait, what_of
 
 INTRODUCTION_S = 2.0
-"""For whoever knocks to say who it is, and for the answer: nobody has to wait for anything before that."""
+"""For whoever knocks to say who it is: it has nothing to wait for before that."""
+LOOK_S = 0.25
+"""Between two looks whether a door that does not answer has been replaced: its process may be stopped."""
 MAX_PATH_BYTES = 96
 """Of a socket's name. Linux' struct sockaddr_un has 107, of which a new door needs some for its first name."""
 RETRY_S = 0.02
@@ -115,25 +117,30 @@ def knock(
     """
     while True:
         try:
-            return _knock(path, introduction, who, until_s)
+            return _knock(path, introduction, who, until_s, stop)
         except (FileNotFoundError, ConnectionError, BlockingIOError, PeerLost) as error:
             if time.monotonic() + RETRY_S >= until_s:
                 raise LineStalled(who, f"does not answer at {path} ({what_of(error)})") from None
             wait([], time.monotonic() + RETRY_S, stop)
 
 
-def _knock(path: Path, introduction: AnyTransferMessage, who: str, until_s: float) -> tuple[Line, Welcomed]:
+def _knock(
+    path: Path, introduction: AnyTransferMessage, who: str, until_s: float, stop: Flag | None
+) -> tuple[Line, Welcomed]:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line = Line(connection, who)
     try:
+        door = path.stat().st_ino
         try:
             connection.connect(os.fspath(path))
         except PermissionError:
             raise RemoteProtocolError(f"{path} may not be opened by this user") from None
         if not same_user(connection):
             raise RemoteProtocolError(f"{path} belongs to another user's process")
-        until_s = min(until_s, time.monotonic() + INTRODUCTION_S)  # it may be stopped, and another one take its place
         line.send(introduction, until_s)
+        while not wait([line], min(until_s, time.monotonic() + LOOK_S), stop):
+            if time.monotonic() >= until_s or path.stat().st_ino != door:
+                raise LineStalled(who, "does not answer")  # or another one has taken its place
         match line.receive(until_s):
             case Welcomed() as welcomed:
                 return line, welcomed
