@@ -32,8 +32,9 @@ SHAPE = ("--width", "32", "--layers", "2", "--context", "32")
 """A small GPT: short steps, and short answers."""
 EVERY = 5
 STEPS = 150
-KILLS = {20 + 21 * n: phase for n, phase in enumerate(IN_A_STEP)}
-"""By step; each at another distance from the last publication."""
+KILLS = dict(zip((20, 41, 62, 84, 104, 129), IN_A_STEP, strict=True))
+"""Phases by step. The first come while a version is under way; the last three when one is due, so that some ranks
+begin to publish it and others know already that a rank was lost."""
 QUESTIONS: list[dict[str, Any]] = [
     {"prompt": "import ", "bytes": 20, "temperature": 0},
     {"prompt": "def test(", "bytes": 10, "temperature": 0},

@@ -260,13 +260,23 @@ def test_sources_that_disagree_end_it() -> None:
     assert "'a' is int32[4] on rank 1 and float32[4] on rank 0" in told.reason
 
 
-def test_what_nobody_holds_ends_it() -> None:
+def test_who_wants_what_nobody_holds_is_left_out() -> None:
     machine = machine_of(1)
     half = HeldPart(FORM, Box((0,), (2,)))
-    (told,) = machine.receive(0, offer(held=(half,), consumers=(Consumer("engine", None),)), 0.0)
+    modest = Consumer("modest", (Want(("a",), "float32", (2,), (0,)),))
+    (told,) = machine.receive(0, offer(held=(half,), consumers=(Consumer("engine", None), modest)), 0.0)
+    assert isinstance(told, msg.UpdateAgreed)
+    problem, none = told.layout.problems
+    assert "nobody holds 'a' at [2] with shape [2]" in problem
+    assert none is None
+    assert [bucket.readers for bucket in told.layout.plan().buckets] == [(1,)]
+
+
+def test_a_block_that_lies_outside_of_its_tensor_ends_it() -> None:
+    machine = machine_of(1)
+    (told,) = machine.receive(0, offer(held=(HeldPart(FORM, Box((3,), (2,))),)), 0.0)
     assert isinstance(told, msg.UpdateAborted)
     assert told.fault is msg.Fault.LAYOUT
-    assert "nobody holds 'a' at [2] with shape [2]" in told.reason
 
 
 def test_a_consumer_that_wants_what_there_is_not_is_left_out() -> None:
@@ -316,11 +326,12 @@ def test_what_is_offered_otherwise_is_laid_out_anew(changed: tuple[msg.UpdateOff
 
 
 def test_a_layout_that_did_not_come_about_does_not_stay() -> None:
+    odd = offer(held=(HeldPart(FORM, Box((3,), (2,))),), consumers=ENGINE)
     first = machine_of(1)
-    first.receive(0, offer(held=(HeldPart(FORM, Box((0,), (2,))),), consumers=ENGINE), 0.0)
+    first.receive(0, odd, 0.0)
     assert first.stage is Stage.ABORTED
     second = UpdateMachine(first.terms, 0.0, first.agreement)
-    (told,) = second.receive(0, offer(held=(HeldPart(FORM, Box((0,), (2,))),), consumers=ENGINE), 0.0)
+    (told,) = second.receive(0, odd, 0.0)
     assert isinstance(told, msg.UpdateAborted)
 
 

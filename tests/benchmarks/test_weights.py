@@ -1,0 +1,60 @@
+"""The benchmark of publishing weights runs, and its arithmetic about who was busy when is right. Nothing is timed."""
+
+import importlib
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+DEADLINE_S = 240
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`benchmarks/weights_trace.py`; the scripts there import each other by their bare names."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("weights_trace")
+
+
+def test_shares_of_an_update(trace: ModuleType) -> None:
+    works = (
+        trace.Work(0, "h2d", 0, 0, 40),
+        trace.Work(1, "h2d", 1, 20, 50),  # the same stage: nothing overlaps yet
+        trace.Work(1, "broadcast", 0, 40, 60),  # beside the H2D of its own device for 10
+        trace.Work(0, "reload", 0, 45, 90),  # all three from 45 to 50, of which none on device 0
+    )
+    update = trace.Timeline(0, 100, works)
+    assert update.busy_share("h2d") == pytest.approx(0.35)
+    assert update.overlap(1) == pytest.approx(0.9)
+    assert update.overlap(2) == pytest.approx(0.2)
+    assert update.overlap(3) == pytest.approx(0.05)
+    assert update.overlap(2, device=0) == 0.0
+    assert update.overlap(2, device=1) == pytest.approx(0.1)
+
+
+def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "weights.py"), "--quick", "--json", "--failures"]
+    command += ["--trace", str(tmp_path / "update.json"), "--results", str(tmp_path / "results")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    (case,) = result["cases"]
+    assert len(case["updates"]) == 3
+    assert {row["stage"] for row in case["floors"]} == {"one", "h2d", "gloo", "memcpy", "reload"}
+    assert {way: len(seconds) for way, seconds in case["others"].items()} == {
+        "checkpoint": 2,
+        "broadcast": 2,
+        "safetensors": 2,
+    }
+    assert len(case["memory"]) == 4
+    assert len(result["failures"]) == 6
+    events = json.loads((tmp_path / "update.json").read_text("utf-8"))["traceEvents"]
+    stages = {(event["pid"], event["cat"]) for event in events if event["ph"] == "X"}
+    assert stages == {(device, stage) for device in (0, 1) for stage in ("h2d", "broadcast", "reload")}
+    assert ET.parse(tmp_path / "update.svg").getroot().tag.endswith("svg")
+    assert {path.suffix for path in (tmp_path / "results").iterdir()} == {".md", ".json"}
