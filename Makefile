@@ -6,10 +6,10 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full soak bench lint clean
+.PHONY: help demo test test-full soak bench bench-weights lint clean
 
 help: ## show this list
-	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the weights came out the same
 	$(BIN)/keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
@@ -27,6 +27,9 @@ soak: $(STAMP) ## run new seeds in the simulator on all cores for SECONDS=600, a
 
 bench: $(STAMP) ## measure how long a recovery takes on this machine
 	$(BIN)/python benchmarks/recovery.py
+
+bench-weights: $(STAMP) ## measure how long publishing weights takes on this machine, next to its floors and to other ways
+	$(BIN)/python benchmarks/weights.py --failures
 
 lint: $(STAMP) ## the checks without the tests
 	$(BIN)/ruff check .

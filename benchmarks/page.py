@@ -1,13 +1,19 @@
-"""What `benchmarks/recovery.py` shows: tables on the terminal, a page in Markdown, and the raw figures as JSON."""
+"""What a benchmark shows: tables on the terminal, a page in Markdown, and the raw figures as JSON.
+
+Below what all benchmarks share stand the tables of `benchmarks/recovery.py`.
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
 import platform
+import shlex
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,15 @@ from rich.table import Table
 
 PARTS = ("die", "detect", "stop", "decide", "reset", "restore", "resume")
 Rows = list[list[str]]
+
+
+def provenance(script: str) -> dict[str, Any]:
+    """Where and when figures come from, and the command that measures them again."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "machine": describe_machine(),
+    }
 
 
 def describe_machine() -> dict[str, Any]:
@@ -65,6 +80,45 @@ class Section:
         lines.append("| --- |" + " ---: |" * (len(self.columns) - 1))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, "", *(f"* {note}" for note in self.notes), ""])
+
+
+def write(folder: Path, name: str, result: dict[str, Any], markdown: Callable[[dict[str, Any], str], str]) -> Path:
+    """Writes the page and the raw figures beside it, and returns the page's path.
+
+    Args:
+        folder: made if it is not there.
+        name: of the benchmark.
+        result: its raw figures, with what `provenance` says.
+        markdown: makes the page out of the result and the name of the file with the raw figures.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result['date']}-{name}.md"
+    path.write_text(markdown(result, path.with_suffix(".json").name), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def heading(title: str, result: dict[str, Any]) -> str:
+    """The beginning of a page: its title, the command and the machine."""
+    machine = result["machine"]
+    return f"""# {title}, {result["date"]}
+
+`{result["command"]}`
+
+* Machine: {machine["cores"]} cores ({machine["processor"]}), {machine["memory_gib"]} GiB, {machine["system"]}; load
+  before the run {machine["load_at_start"]}. Python {machine["python"]}, torch {machine["torch"]}, gloo, CPU.
+"""
+
+
+def measured_in(result: dict[str, Any], raw: str) -> str:
+    """The line about the run, and where its raw figures are."""
+    run = f"one run of {result['minutes']} minutes"
+    return f"""* Everything was measured in {run}. Ratios carry over to another machine better than
+  milliseconds do. Raw figures: [{raw}]({raw}).
+"""
+
+
+# ---- recovery.py ----------------------------------------------------------------------------------------------------
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
@@ -214,28 +268,12 @@ def _counted(words: list[str]) -> list[str]:
     return [f"{words.count(word)} × {word}" for word in dict.fromkeys(sorted(words))]
 
 
-def write(folder: Path, result: dict[str, Any]) -> Path:
-    """Writes the page and the raw figures beside it, and returns the page's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['date']}-recovery.md"
-    path.write_text(markdown(result, path.with_suffix(".json").name), encoding="utf-8")
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
 def markdown(result: dict[str, Any], raw: str) -> str:
     """The page."""
-    machine, settings = result["machine"], result["settings"]
-    head = f"""# Recovery, {result["date"]}
-
-`{result["command"]}`
-
-* Machine: {machine["cores"]} cores ({machine["processor"]}), {machine["memory_gib"]} GiB, {machine["system"]}; load
-  before the run {machine["load_at_start"]}. Python {machine["python"]}, torch {machine["torch"]}, gloo, CPU.
-* Job: the GPT of examples/train_gpt.py, size {settings["size"]} ({settings["parameters"] / 1e6:.1f} M parameters,
+    settings = result["settings"]
+    size = f"{settings['size']} ({settings['parameters'] / 1e6:.1f} M parameters"
+    job = f"""* Job: the GPT of examples/train_gpt.py, size {size},
   AdamW), batch {settings["batch_size"]} per rank, {settings["world_size"]} ranks and 1 spare, seed {settings["seed"]}.
-* Everything was measured in one run of {result["minutes"]} minutes. Ratios carry over to another machine better than
-  milliseconds do. Raw figures: [{raw}]({raw}).
-
 """
+    head = heading("Recovery", result) + job + measured_in(result, raw) + "\n"
     return head + "\n".join(section.markdown() for section in sections(result))

@@ -15,8 +15,6 @@ should have nothing else to do.
 from __future__ import annotations
 
 import argparse
-import datetime
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -98,9 +96,7 @@ def main() -> int:
     example = load_example()
     begun_s = time.monotonic()
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", "benchmarks/recovery.py", *sys.argv[1:]]),
-        "machine": page.describe_machine(),
+        **page.provenance("recovery.py"),
         "settings": {
             "size": args.size,
             "parameters": sum(parameter.numel() for parameter in example.build_model(args.size).parameters()),
@@ -119,7 +115,7 @@ def main() -> int:
     for section in page.sections(result):
         section.show(console)
     if args.results is not None or not args.quick:
-        path = page.write(args.results or RESULTS, result)
+        path = page.write(args.results or RESULTS, "recovery", result, page.markdown)
         console.print(f"written: {path} and {path.with_suffix('.json').name}", highlight=False)
     return 0
 
