@@ -309,3 +309,21 @@ def test_a_publisher_that_is_closed_is_missed(tmp_path: Path) -> None:
             publisher.publish(3)
             thread.join()
             assert consumer.version == 3
+
+
+def test_a_consumer_that_is_refused_can_still_be_closed(tmp_path: Path) -> None:
+    consumer = subscribe(tmp_path, into=plain())
+    consumer._generation = 3
+    with publish(tmp_path, plain(), 0, 1):
+        consumer.start()
+        with pytest.raises(RemoteProtocolError, match="it is of generation 0, the caller of 3"):
+            consumer.wait_for(0, 1.0)
+        consumer.close()
+
+
+def test_the_first_version_may_be_number_0(tmp_path: Path) -> None:
+    with publish(tmp_path, plain(), 0, 1) as publisher, subscribe(tmp_path, into=plain()) as consumer:
+        consumer.start()
+        publisher.wait_for_consumers(1, DEADLINE_S)
+        publisher.publish(0)
+        assert consumer.wait_for(0, DEADLINE_S) == 0
