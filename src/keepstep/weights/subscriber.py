@@ -19,7 +19,6 @@ from keepstep.errors import (
     PublisherLost,
     RemoteProtocolError,
     StaleGeneration,
-    StateMismatch,
     WeightsNotReady,
 )
 from keepstep.protocol.transfer import messages as msg
@@ -225,7 +224,7 @@ class Subscriber:
                 message = self._next(line, until_s)
                 if message is not None and (version := self._hear(line, message)) is not None:
                     return version
-        except (PeerLost, RemoteProtocolError, StateMismatch, LoadError, WeightsNotReady) as error:
+        except KeepstepError as error:
             self._note(error)
             raise
 
@@ -257,6 +256,9 @@ class Subscriber:
         except PeerLost as error:
             self._leave(str(error))
             raise PublisherLost(str(error)) from None
+        except RemoteProtocolError as error:
+            self._leave(str(error))
+            raise
 
     def _leave(self, reason: str = "this subscriber was closed") -> None:
         """Ends the line. What was on its way does not come."""
@@ -343,6 +345,7 @@ class Subscriber:
     def _load(self, line: Line, update: _Update, ready: msg.BucketReady) -> None:
         bucket = update.missing.pop(ready.bucket, None)
         if bucket is None or not 0 <= ready.slot < update.buffer.num_slots:
+            self._leave("the protocol was broken")
             raise RemoteProtocolError(
                 f"rank {self._device} sent bucket {ready.bucket} in slot {ready.slot}, out of turn"
             )

@@ -48,6 +48,8 @@ class Attendance:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._present: dict[str, Attached] = {}
+        self._replaced: list[Attached] = []
+        """Whoever waits on their lines has been woken; they are closed by the thread that uses them."""
 
     def add(self, attached: Attached, welcome: Callable[[], None]) -> None:
         """A consumer has come; one of the same name that was there is replaced.
@@ -61,11 +63,11 @@ class Attendance:
         """
         with self._changed:
             welcome()
-            former = self._present.pop(attached.name, None)
+            if (former := self._present.pop(attached.name, None)) is not None:
+                former.line.hang_up()
+                self._replaced.append(former)
             self._present[attached.name] = attached
             self._changed.notify_all()
-        if former is not None:
-            former.line.hang_up()
 
     def present(self) -> list[Attached]:
         """Those who are there now; whoever has gone is forgotten."""
@@ -78,6 +80,9 @@ class Attendance:
             return self._changed.wait_for(lambda: len(self._forget_gone()) >= num_consumers, timeout_s)
 
     def _forget_gone(self) -> list[Attached]:
+        for each in self._replaced:
+            each.line.close()
+        self._replaced.clear()
         for name, each in list(self._present.items()):
             if each.line.is_closed or each.line.has_ended:
                 del self._present[name]
@@ -87,6 +92,6 @@ class Attendance:
     def close(self) -> None:
         """Sends everybody away."""
         with self._changed:
-            present, self._present = self._present, {}
-        for each in present.values():
+            present, self._present = self._forget_gone(), {}
+        for each in present:
             each.line.close()

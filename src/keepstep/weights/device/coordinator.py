@@ -20,6 +20,8 @@ class Callers:
         self.changed = Flag()
         """Set when one was added."""
         self._lines: dict[int, Line] = {}
+        self._replaced: list[Line] = []
+        """Whoever waits on them has been woken; they are closed by the thread that uses these lines."""
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -38,11 +40,11 @@ class Callers:
             if self._is_closed:
                 raise LineEnded(line.who, "came when all was over")
             welcome()
-            former = self._lines.pop(rank, None)
+            if (former := self._lines.pop(rank, None)) is not None:
+                former.hang_up()
+                self._replaced.append(former)
             self._lines[rank] = line
             self.changed.set()
-        if former is not None:
-            former.hang_up()
 
     def remove(self, rank: int, line: Line) -> None:
         """A line has ended."""
@@ -52,8 +54,11 @@ class Callers:
         line.close()
 
     def lines(self) -> dict[int, Line]:
-        """Those that are there, by rank."""
+        """Those that are there, by rank. For the one thread that uses them."""
         with self._lock:
+            for line in self._replaced:
+                line.close()
+            self._replaced.clear()
             return dict(self._lines)
 
     def close(self) -> None:
