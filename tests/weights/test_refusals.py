@@ -3,6 +3,7 @@
 import gc
 import resource
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from keepstep.errors import (
     KeepstepError,
     PublisherLost,
     RemoteProtocolError,
+    StaleGeneration,
     StateMismatch,
     UsageError,
     WeightsNotReady,
     WeightsTorn,
 )
 from keepstep.protocol.transfer.consumer import Condition
-from keepstep.protocol.transfer.messages import DeviceCalled, MovementSeen
+from keepstep.protocol.transfer.messages import DeviceCalled, MovementSeen, UpdateOffered
 from keepstep.weights.device import stages
 from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.memory.blocks import Block
@@ -84,11 +86,10 @@ def at_odds(rank: int, size: int, path: Path, what: str) -> str:
         weights = {"a": Block(torch.zeros(1, 3), (2 * rank, 0), (3, 3))}
     elif rank == 1:
         weights = {"a": torch.zeros(2, 3, dtype=torch.float64) if what == "dtype" else torch.zeros(3, 2)}
-    version = 1 + (rank if what == "version" else 0)
     with publish(path, weights, rank, 2) as publisher, subscribe(path, load=print, device=rank) as consumer:
         consumer.attach(DEADLINE_S)
         try:
-            return "".join(f"{type(each).__name__}: {each}" for each in publisher.publish(version).failures)
+            return "".join(f"{type(each).__name__}: {each}" for each in publisher.publish(1).failures)
         except KeepstepError as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -101,14 +102,37 @@ def at_odds(rank: int, size: int, path: Path, what: str) -> str:
         ("dtype", "StateMismatch: version 1 was not published: the layout: 'a' is float64[2, 3] on rank 1 and float32"),
         ("shape", "StateMismatch: version 1 was not published: the layout: 'a' is float32[3, 2] on rank 1 and float32"),
         ("a hole", "StateMismatch: nobody holds 'a' at [1, 0] with shape [1, 3], which is wanted"),
-        ("version", "it publishes version 2, rank 0 publishes 1"),
     ],
 )
 def test_devices_that_are_at_odds_publish_nothing(what: str, text: str, tmp_path: Path) -> None:
     answers = run_ranks(2, at_odds, tmp_path, what)
     assert [answer for answer in answers if text not in answer] == []
-    if what == "version":
-        assert all(answer.startswith("StaleGeneration") for answer in answers)
+
+
+def out_of_step(rank: int, size: int, path: Path, ahead: int) -> list[str | int]:
+    """One device has given a version up that the others still publish."""
+    came: list[str | int] = []
+    with publish(path, plain(), rank, size) as publisher:
+        came.append(publisher.publish(1).version)
+        for version in range(3 if rank == ahead else 2, 5):
+            try:
+                came.append(publisher.publish(version).version)
+            except StaleGeneration as error:
+                came.append(str(error))
+        meet(path, size, "through")
+    return came
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_devices_that_are_out_of_step_meet_again(ahead: int, tmp_path: Path) -> None:
+    answers = run_ranks(3, out_of_step, tmp_path, ahead)
+    assert answers[ahead] == [1, 3, 4]
+    reasons = ("rank 1: it publishes version 3, rank 0 publishes 2", ": it publishes version 2, rank 0 publishes 3")
+    for rank in {0, 1, 2} - {ahead}:
+        one, failure, *others = answers[rank]
+        assert failure.startswith("version 2 was not published: rank ")
+        assert failure.endswith(reasons)
+        assert (one, others) == (1, [3, 4])
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -204,7 +228,7 @@ def of_old_generation(rank: int, size: int, path: Path) -> Any:
         return versions, str(caught.value)
     devices = path / "devices"  # a store is for a fixed number of processes
     devices.mkdir(exist_ok=True)
-    with publish(path, plain(), rank, 2, generation=1, deadline_s=1.0) as publisher:
+    with publish(path, plain(), rank, 2, generation=1) as publisher, ThreadPoolExecutor() as threads:
         if rank == 0:
             publisher.wait_for_consumers(1, DEADLINE_S)
         outcome = [publisher.publish(1).version]
@@ -212,11 +236,15 @@ def of_old_generation(rank: int, size: int, path: Path) -> Any:
         if rank == 0:
             publisher.generation = 2
         meet(devices, 2, "one is of another generation")
-        try:
-            publisher.publish(2)
-        except KeepstepError as error:
-            outcome.append(f"{type(error).__name__}: {error}")
-        meet(devices, 2, "it has failed")
+        publishing = threads.submit(publisher.publish, 2)
+        if rank == 1:
+            wait([publishing])
+        meet(devices, 2, "the older one has failed")
+        publisher.interrupt()  # the other one waits for a device of its own generation
+        with pytest.raises(KeepstepError) as failed:
+            publishing.result()
+        outcome.append(f"{failed.typename}: {failed.value}")
+        meet(devices, 2, "both have failed")
         publisher.generation = 2
         meet(devices, 2, "all are of the new one")
         outcome.append(publisher.publish(3).version)
@@ -230,7 +258,7 @@ def of_old_generation(rank: int, size: int, path: Path) -> Any:
 def test_a_publisher_of_an_old_generation_is_refused(tmp_path: Path) -> None:
     first, second, (versions, late) = run_ranks(3, of_old_generation, tmp_path)
     assert (first[0], first[2]) == (second[0], second[2]) == (1, 3)
-    assert "rank 1" in first[1]
+    assert first[1] == "PublisherLost: version 2 was not published: rank 0: it was interrupted"
     assert second[1].startswith("StaleGeneration: ")
     assert versions == [1, 3]
     assert "it is of generation 1, the caller of 2" in late
@@ -285,7 +313,7 @@ def test_damaged_weights_are_never_ready(tmp_path: Path) -> None:
 
 def test_who_says_something_else_at_the_door_is_sent_away(tmp_path: Path) -> None:
     with publish(tmp_path, plain(), 0, 1) as publisher:
-        for stranger in (MovementSeen(0), DeviceCalled(5, 0, True), DeviceCalled(-1, 0, False)):
+        for stranger in (MovementSeen(0), DeviceCalled(5, 0), UpdateOffered(-1, 0, 1, 0, (), ())):
             with pytest.raises(RemoteProtocolError, match=r"opens no line|there is no rank"):
                 knock(door_path(tmp_path, 0), stranger, "rank 0", 1e9)
         assert publisher.publish(1).failures == ()
@@ -327,3 +355,19 @@ def test_the_first_version_may_be_number_0(tmp_path: Path) -> None:
         publisher.wait_for_consumers(1, DEADLINE_S)
         publisher.publish(0)
         assert consumer.wait_for(0, DEADLINE_S) == 0
+
+
+def test_who_keeps_its_weights_in_use_does_not_get_a_version_and_is_named(tmp_path: Path) -> None:
+    own = {"a": torch.zeros(2, 3)}
+    with publish(tmp_path, plain(), 0, 1) as publisher, subscribe(tmp_path, into=own, name="e", deadline_s=0.2) as busy:
+        busy.start()
+        publisher.wait_for_consumers(1, DEADLINE_S)
+        publisher.publish(1)
+        assert busy.version == 1, "it has switched when publish() returns"
+        with busy.using():
+            (failure,) = publisher.publish(2).failures
+            assert str(failure) == "e: its weights were in use all the time"
+            assert busy.version == 1
+        assert publisher.publish(3).failures == ()
+        with busy.using() as version:
+            assert version == 3

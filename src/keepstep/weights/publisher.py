@@ -26,7 +26,7 @@ class Published:
 
     Attributes:
         version: the version, committed on every device.
-        failures: consumers that did not get it, as errors that name them; everybody else has it.
+        failures: consumers here that did not get it, as errors that name them; everybody else uses it now.
         spans: when this device's stages were busy.
     """
 
@@ -132,7 +132,7 @@ class Publisher:
     # ---- what it does -----------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> Published:
-        """Brings a version to all consumers attached now, and returns when it is committed on every device.
+        """Brings a version to all consumers attached now, and returns when those of this device have switched to it.
 
         Without copies the weights must not change meanwhile. A consumer that fails is left out, and named in the
         result.

@@ -283,7 +283,7 @@ class Subscriber:
                 if not update.has_failed:
                     self._load(line, update, message)
             case msg.VersionCommitted(update=number) if update is not None and number == update.number:
-                self._commit(update)
+                self._commit(line, update)
                 return update.version
             case msg.UpdateAborted():
                 self._fail(message.reason)
@@ -380,16 +380,18 @@ class Subscriber:
         line.send(msg.LoadFailed(update.number, reason), time.monotonic() + self._deadline_s)
         self._fail(reason)
 
-    def _commit(self, update: _Update) -> None:
+    def _commit(self, line: Line, update: _Update) -> None:
         self._end_update()
         with self._changed:
             if self._state.atomic and not self._is_free():
-                self._state.fail("the weights were in use all the time")
+                self._refuse(line, update, "its weights were in use all the time")
                 raise WeightsNotReady(f"version {update.version} could not take its place: the weights were in use")
             self._target.commit()
             self._state.commit(update.version)
             self.last_error = None
             self._changed.notify_all()
+        with contextlib.suppress(PeerLost):  # the version is here, whoever wanted to know
+            line.send(msg.VersionTaken(update.number), time.monotonic() + self._deadline_s)
 
     def _fail(self, reason: str) -> None:
         self._end_update()

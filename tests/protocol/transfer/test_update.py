@@ -10,7 +10,7 @@ from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
 from keepstep.protocol.transfer.plan import Limits, TensorForm
-from keepstep.protocol.transfer.update import Stage, Terms, UpdateMachine, Verdict
+from keepstep.protocol.transfer.update import Stage, Standing, Terms, UpdateMachine, Verdict
 
 VERSION, GENERATION, DEADLINE_S = 7, 3, 5.0
 FORM = TensorForm(("a",), "float32", (4,), 4)
@@ -27,8 +27,9 @@ def offer(
     last_update: int = 0,
     held: tuple[HeldPart, ...] = HELD,
     consumers: tuple[Consumer, ...] = (),
+    rank: int = 1,
 ) -> msg.UpdateOffered:
-    return msg.UpdateOffered(generation, version, last_update, held, consumers)
+    return msg.UpdateOffered(rank, generation, version, last_update, held, consumers)
 
 
 def agreed(world_size: int, now_s: float = 0.0) -> tuple[UpdateMachine, int]:
@@ -89,9 +90,14 @@ class Watch:
             case "offer":
                 found = self.machine.receive(event.rank, offer(last_update=OLD - event.age), self.now_s)
             case "stale":
-                found = self.machine.receive(event.rank, offer(generation=GENERATION - 1), self.now_s)
+                odd = offer(generation=GENERATION - 1, rank=event.rank)
+                assert self.machine.standing_of(odd) is Standing.IS_PAST
+                assert self.machine.past(odd).fault is msg.Fault.STALE
+                found = []
             case "other":
-                found = self.machine.receive(event.rank, offer(version=VERSION + 1), self.now_s)
+                odd = offer(version=VERSION + 1, rank=event.rank)
+                assert self.machine.standing_of(odd) is Standing.IS_AHEAD
+                found = self.machine.ahead(odd)
             case "moved":
                 found = self.machine.receive(event.rank, msg.MovementSeen(number), self.now_s)
             case "prepared":
@@ -238,16 +244,34 @@ def test_a_failed_device_names_the_culprit() -> None:
 @pytest.mark.parametrize(
     ("odd", "reason"),
     [
-        (offer(generation=2), "it is of generation 2, this is 3"),
-        (offer(generation=4), "it is of generation 4, this is 3"),
-        (offer(version=8), "it publishes version 8, rank 0 publishes 7"),
+        (offer(generation=2, version=8), "it is of generation 2, rank 0 of 3"),
+        (offer(version=6), "it publishes version 6, rank 0 publishes 7"),
     ],
-    ids=["older", "newer", "version"],
+    ids=["generation", "version"],
 )
-def test_who_is_of_another_generation_or_version_is_named(odd: msg.UpdateOffered, reason: str) -> None:
+def test_who_is_behind_is_told_so_and_nobody_else(odd: msg.UpdateOffered, reason: str) -> None:
     machine = machine_of(2)
     machine.receive(0, offer(), 0.0)
-    assert machine.receive(1, odd, 0.0) == [msg.UpdateAborted(0, msg.Fault.STALE, "rank 1", reason)]
+    assert machine.standing_of(odd) is Standing.IS_PAST
+    assert machine.past(odd) == msg.UpdateAborted(0, msg.Fault.STALE, "rank 1", reason)
+    (told,) = machine.receive(1, offer(), 0.0)
+    assert isinstance(told, msg.UpdateAgreed)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (offer(generation=4, version=6), "it is of generation 4, rank 0 of 3"),
+        (offer(version=8), "it publishes version 8, rank 0 publishes 7"),
+    ],
+    ids=["generation", "version"],
+)
+def test_an_update_that_somebody_has_given_up_does_not_wait(odd: msg.UpdateOffered, reason: str) -> None:
+    machine = machine_of(2)
+    machine.receive(0, offer(), 0.0)
+    assert machine.standing_of(odd) is Standing.IS_AHEAD
+    assert machine.ahead(odd) == [msg.UpdateAborted(0, msg.Fault.STALE, "rank 1", reason)]
+    assert machine.ahead(odd) == [], "one verdict is enough"
 
 
 def test_sources_that_disagree_end_it() -> None:

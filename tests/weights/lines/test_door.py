@@ -28,7 +28,7 @@ from keepstep.weights.lines import door as doors
 from keepstep.weights.lines.door import MAX_PATH_BYTES, Door, door_path, knock, make_private
 from keepstep.weights.lines.line import Flag, Interrupted, Line, LineEnded, LineStalled
 
-INTRODUCTION = DeviceCalled(1, 2, True)
+INTRODUCTION = DeviceCalled(1, 2)
 WELCOME = Welcomed(0, 2, 3, 4096)
 SOON_S = 0.1
 """For what is not going to come."""
@@ -187,7 +187,7 @@ def test_a_knock_is_answered_and_the_line_stands(path: Path) -> None:
 def test_each_knock_gets_a_line_of_its_own(path: Path) -> None:
     visits = Visits()
     door = Door(path, visits.answer)
-    lines = [knock(path, DeviceCalled(rank, 2, True), "rank 0", later())[0] for rank in range(5)]
+    lines = [knock(path, DeviceCalled(rank, 2), "rank 0", later())[0] for rank in range(5)]
     came = {message.rank: line for line, message in (visits.next() for _ in lines) if isinstance(message, DeviceCalled)}
     for rank, line in enumerate(lines):
         came[rank].send(MovementSeen(rank), later())

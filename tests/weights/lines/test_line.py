@@ -237,6 +237,16 @@ def test_what_was_said_before_the_end_is_heard(pair: Pair) -> None:
     assert right.is_closed
 
 
+def test_last_words_are_heard_from_one_that_left_something_unread(pair: Pair) -> None:
+    left, right = pair
+    left.send(MovementSeen(1), later())
+    right.send(Refused("full", stale=False), later())
+    right.close()
+    assert left.receive(later()) == Refused("full", stale=False)
+    with pytest.raises(LineEnded):
+        left.receive(later())
+
+
 def test_the_end_is_seen_where_something_was_left_unread(pair: Pair) -> None:
     left, right = pair
     send(right, MovementSeen(1))
@@ -478,3 +488,16 @@ def test_a_flag_can_be_waited_for_as_a_line_can(pair: Pair, flag: Flag) -> None:
     assert wait([flag], later()) == [flag]
     flag.clear()
     assert wait([flag], soon()) == []
+
+
+def test_a_flag_that_is_closed_touches_nothing_that_has_its_number_now(flag: Flag) -> None:
+    number = flag.fileno()
+    flag.close()
+    other = Flag()
+    assert other.fileno() == number, "the lowest number that is free"
+    flag.set()
+    assert wait([other], soon()) == []
+    other.set()
+    flag.clear()
+    assert wait([other], soon()) == [other]
+    other.close()

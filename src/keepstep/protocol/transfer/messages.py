@@ -41,11 +41,25 @@ class TransferMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
 
 
 class DeviceCalled(TransferMessage, frozen=True):
-    """A device opens a line to another: to read what that one sends, or to have it coordinate an update."""
+    """A device opens a line to another, to read what that one sends in this and later updates."""
 
     rank: int
     generation: int
-    reads: bool
+
+
+class UpdateOffered(TransferMessage, frozen=True):
+    """A device is ready to publish a version: what it holds, and who is attached to it.
+
+    It opens a line to the coordinator, which is for this one update: what one update leaves on it meets no other.
+    """
+
+    rank: int
+    generation: int
+    version: int
+    last_update: int
+    """The highest number of an update that this device has seen."""
+    held: tuple[HeldPart, ...]
+    consumers: tuple[Consumer, ...]
 
 
 class CatchUpCalled(TransferMessage, frozen=True):
@@ -86,17 +100,6 @@ class Refused(TransferMessage, frozen=True):
 
 
 # ---- device and coordinator -----------------------------------------------------------------------------------------
-
-
-class UpdateOffered(TransferMessage, frozen=True):
-    """A device is ready to publish a version: what it holds, and who is attached to it."""
-
-    generation: int
-    version: int
-    last_update: int
-    """The highest number of an update that this device has seen."""
-    held: tuple[HeldPart, ...]
-    consumers: tuple[Consumer, ...]
 
 
 class UpdateAgreed(TransferMessage, frozen=True):
@@ -183,6 +186,12 @@ class VersionLoaded(TransferMessage, frozen=True):
     update: int
 
 
+class VersionTaken(TransferMessage, frozen=True):
+    """The version is what the subscriber's weights are from now on."""
+
+    update: int
+
+
 class LoadFailed(TransferMessage, frozen=True):
     """The subscriber cannot take this update, and why; it stays attached."""
 
@@ -207,6 +216,7 @@ AnyTransferMessage: TypeAlias = (
     | SlotFreed
     | UpdateBegan
     | VersionLoaded
+    | VersionTaken
     | LoadFailed
 )
 

@@ -25,6 +25,16 @@ class Stage(enum.StrEnum):
     ABORTED = "aborted"
 
 
+class Standing(enum.Enum):
+    """How an offer stands to an update."""
+
+    JOINS = enum.auto()
+    IS_PAST = enum.auto()
+    """The device is behind: what it offers does not come any more."""
+    IS_AHEAD = enum.auto()
+    """The device has given this update up: it does not come any more."""
+
+
 Report: TypeAlias = msg.UpdateOffered | msg.MovementSeen | msg.DevicePrepared | msg.DeviceFailed
 Verdict: TypeAlias = msg.UpdateAgreed | msg.VersionCommitted | msg.UpdateAborted
 """What is to be told to every device."""
@@ -86,7 +96,10 @@ class UpdateMachine:
         return min((self._moved_s[rank] for rank in self._awaited()), default=0.0) + self.terms.deadline_s
 
     def receive(self, rank: int, report: Report, now_s: float) -> list[Verdict]:
-        """A device has reported. What an earlier update left on its line is dropped."""
+        """A device has reported; a message that does not fit to where the update is counts for nothing.
+
+        Of offers those that join; for the others see `standing_of` and `ahead`.
+        """
         if self.is_over or rank not in self._moved_s:
             return []
         if isinstance(report, msg.UpdateOffered):
@@ -109,6 +122,21 @@ class UpdateMachine:
                 return self.abort(report.culprit, report.reason)
             case _:
                 assert_never(report)
+
+    def standing_of(self, offer: msg.UpdateOffered) -> Standing:
+        """Whether a device offers what this update is about. Generations and versions ascend."""
+        offered, wanted = (offer.generation, offer.version), (self.terms.generation, self.terms.version)
+        if offered == wanted:
+            return Standing.JOINS
+        return Standing.IS_PAST if offered < wanted else Standing.IS_AHEAD
+
+    def past(self, offer: msg.UpdateOffered) -> msg.UpdateAborted:
+        """What a device is told that is behind. Nobody else hears of it."""
+        return msg.UpdateAborted(0, msg.Fault.STALE, f"rank {offer.rank}", self._differs(offer))
+
+    def ahead(self, offer: msg.UpdateOffered) -> list[Verdict]:
+        """A device has gone on without this update, so it cannot count; the offer waits for the one that it is for."""
+        return [] if self.is_over else self.abort(f"rank {offer.rank}", self._differs(offer), msg.Fault.STALE)
 
     def lost(self, rank: int, reason: str) -> list[Verdict]:
         """The line to a device has ended. Before an update moves, the rank may come again, or another in its place."""
@@ -136,16 +164,15 @@ class UpdateMachine:
         done = self._offers if self.stage is Stage.OFFERING else self._prepared
         return [rank for rank in range(self.terms.world_size) if rank not in done]
 
+    def _differs(self, offer: msg.UpdateOffered) -> str:
+        if offer.generation != self.terms.generation:
+            return f"it is of generation {offer.generation}, rank 0 of {self.terms.generation}"
+        return f"it publishes version {offer.version}, rank 0 publishes {self.terms.version}"
+
     def _offered(self, rank: int, offer: msg.UpdateOffered, now_s: float) -> list[Verdict]:
         terms = self.terms
         if self.stage is not Stage.OFFERING:
             return self.abort(f"rank {rank}", "it has begun anew")
-        if offer.generation != terms.generation:
-            reason = f"it is of generation {offer.generation}, this is {terms.generation}"
-            return self.abort(f"rank {rank}", reason, msg.Fault.STALE)
-        if offer.version != terms.version:
-            reason = f"it publishes version {offer.version}, rank 0 publishes {terms.version}"
-            return self.abort(f"rank {rank}", reason, msg.Fault.STALE)
         self._offers[rank] = offer
         if len(self._offers) < terms.world_size:
             return []

@@ -128,8 +128,7 @@ class CatchUps:
         finally:
             for _line, buffer in sources.values():
                 buffer.close()
-        for each in passing.loaded:
-            each.tell(msg.VersionCommitted(update, kept.version))
+        passing.hand_over(kept.version, self._stop)
 
     def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Line, SlotBuffer]:
         until_s = time.monotonic() + self._settings.deadline_s

@@ -2,106 +2,58 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import DeviceFailed, DevicePrepared, MovementSeen, UpdateOffered
-from keepstep.protocol.transfer.update import Agreement, Terms, UpdateMachine, Verdict
-from keepstep.weights.lines.line import Flag, Line, LineEnded, wait
-
-
-class Callers:
-    """Lines that others have opened to this process, the latest of each. Any thread."""
-
-    def __init__(self) -> None:
-        self.changed = Flag()
-        """Set when one was added."""
-        self._lines: dict[int, Line] = {}
-        self._replaced: list[Line] = []
-        """Whoever waits on them has been woken; they are closed by the thread that uses these lines."""
-        self._is_closed = False
-        self._lock = threading.Lock()
-
-    def add(self, rank: int, line: Line, welcome: Callable[[], None]) -> None:
-        """A line was opened; the one that this rank had before is closed.
-
-        Args:
-            rank: whose.
-            line: belongs to this object from now on.
-            welcome: answers it. Once it knows it is here, and it is told nothing else before.
-
-        Raises:
-            PeerLost: from ``welcome``, or because nobody is let in any more; the line is not here then.
-        """
-        with self._lock:
-            if self._is_closed:
-                raise LineEnded(line.who, "came when all was over")
-            welcome()
-            if (former := self._lines.pop(rank, None)) is not None:
-                former.hang_up()
-                self._replaced.append(former)
-            self._lines[rank] = line
-            self.changed.set()
-
-    def remove(self, rank: int, line: Line) -> None:
-        """A line has ended."""
-        with self._lock:
-            if self._lines.get(rank) is line:
-                del self._lines[rank]
-        line.close()
-
-    def lines(self) -> dict[int, Line]:
-        """Those that are there, by rank. For the one thread that uses them."""
-        with self._lock:
-            for line in self._replaced:
-                line.close()
-            self._replaced.clear()
-            return dict(self._lines)
-
-    def close(self) -> None:
-        """Closes all of them; nobody is let in any more."""
-        with self._lock:
-            self._is_closed = True
-        for rank, line in self.lines().items():
-            self.remove(rank, line)
-        self.changed.close()
+from keepstep.protocol.transfer.update import Agreement, Standing, Terms, UpdateMachine, Verdict
+from keepstep.weights.device.callers import Callers
+from keepstep.weights.lines.line import Flag, Line, wait
 
 
 class Coordinator:
-    """Collects the reports of all devices, and tells each verdict to all of them.
+    """Collects the offers and reports of all devices, and tells each verdict to those that take part.
 
     It also says that it is there, so that nobody takes a long update for a lost coordinator.
     """
 
-    def __init__(self, terms: Terms, callers: Callers, sign_s: float, former: Agreement | None) -> None:
+    def __init__(self, terms: Terms, offers: Callers[UpdateOffered], sign_s: float, former: Agreement | None) -> None:
         """Args:
         terms: of the update.
-        callers: lines to the devices; more may come.
+        offers: those that have come; more may. Those of later updates stay there.
         sign_s: how often it says that it is there.
         former: the agreement of the update before.
         """
         self._machine = UpdateMachine(terms, time.monotonic(), former)
-        self._callers, self._sign_s = callers, sign_s
+        self._offers, self._sign_s = offers, sign_s
+        self._lines: dict[int, Line] = {}
+        """To the devices that take part, by rank."""
+        self._broken_off: tuple[str, str] | None = None
 
     @property
     def agreement(self) -> Agreement | None:
         """For the next update."""
         return self._machine.agreement
 
+    def break_off(self, culprit: str, reason: str) -> None:
+        """The update cannot count. Any thread."""
+        self._broken_off = culprit, reason
+        self._offers.changed.set()
+
     def run(self) -> None:
-        """Until the update has ended, one way or the other."""
+        """Until the update has ended, one way or the other. The verdict is the last thing on each line."""
         machine = self._machine
         sign_due_s = time.monotonic() + self._sign_s
         while not machine.is_over:
-            self._callers.changed.clear()
-            lines = self._callers.lines()
-            awaited: list[Line | Flag] = [self._callers.changed, *lines.values()]
+            self._offers.changed.clear()
+            if news := self._look_around():
+                self._tell(*news)
+                continue
+            awaited: list[Line | Flag] = [self._offers.changed, *self._lines.values()]
             ready = wait(awaited, min(sign_due_s, machine.deadline_s))
             verdicts: list[Verdict] = []
-            for rank, line in lines.items():
+            for rank, line in list(self._lines.items()):
                 if line in ready:
                     verdicts += self._hear(rank, line)
             now_s = time.monotonic()
@@ -110,30 +62,62 @@ class Coordinator:
             if now_s >= sign_due_s:
                 self._tell(MovementSeen(0))
                 sign_due_s = now_s + self._sign_s
+        for line in self._lines.values():
+            line.close()
+
+    def _look_around(self) -> list[Verdict]:
+        """Takes in who has come."""
+        if self._broken_off is not None:
+            return self._machine.abort(*self._broken_off)
+        verdicts: list[Verdict] = []
+        for rank, (offer, line) in self._offers.present().items():
+            standing = self._machine.standing_of(offer)
+            if standing is Standing.IS_AHEAD and not line.has_ended:
+                verdicts += self._machine.ahead(offer)
+            elif self._offers.take(rank, line):
+                verdicts += self._take_in(offer, line, standing)
+        return verdicts
+
+    def _take_in(self, offer: UpdateOffered, line: Line, standing: Standing) -> list[Verdict]:
+        if standing is not Standing.JOINS or line.has_ended:
+            self._tell_one(line, self._machine.past(offer))
+            line.close()
+            return []
+        if (former := self._lines.pop(offer.rank, None)) is not None:
+            former.close()
+        self._lines[offer.rank] = line
+        return self._machine.receive(offer.rank, offer, time.monotonic())
 
     def _hear(self, rank: int, line: Line) -> list[Verdict]:
         try:
             message = line.receive_now()
         except (PeerLost, RemoteProtocolError) as error:
-            self._callers.remove(rank, line)
-            return self._machine.lost(rank, str(error))
+            return self._lose(rank, str(error))
         match message:
             case None:
                 return []
-            case UpdateOffered() | MovementSeen() | DevicePrepared() | DeviceFailed():
+            case MovementSeen() | DevicePrepared() | DeviceFailed():
                 return self._machine.receive(rank, message, time.monotonic())
             case other:
-                self._callers.remove(rank, line)
-                return self._machine.lost(rank, f"it sent {other!r:.80}")
+                return self._lose(rank, f"it sent {other!r:.80}")
+
+    def _lose(self, rank: int, reason: str) -> list[Verdict]:
+        self._lines.pop(rank).close()
+        return self._machine.lost(rank, reason)
 
     def _tell(self, *messages: Verdict | MovementSeen) -> None:
         """Tells all devices. One that cannot be told is lost, and that may be a verdict too."""
         untold = deque(messages)
         while untold:
             message = untold.popleft()
-            for rank, line in self._callers.lines().items():
-                try:
-                    line.send(message, time.monotonic() + self._sign_s)
-                except PeerLost as error:
-                    self._callers.remove(rank, line)
-                    untold += self._machine.lost(rank, str(error))
+            for rank, line in list(self._lines.items()):
+                if (reason := self._tell_one(line, message)) is not None:
+                    untold += self._lose(rank, reason)
+
+    def _tell_one(self, line: Line, message: Verdict | MovementSeen) -> str | None:
+        """Why it cannot be told."""
+        try:
+            line.send(message, time.monotonic() + self._sign_s)
+        except PeerLost as error:
+            return str(error)
+        return None

@@ -15,7 +15,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Limits
 from keepstep.protocol.transfer.update import Agreement
 from keepstep.weights.device.attendance import Attached, Attendance
-from keepstep.weights.device.coordinator import Callers
+from keepstep.weights.device.callers import Callers
 from keepstep.weights.device.mesh import Mesh
 from keepstep.weights.lines.door import Door, door_path, make_private
 from keepstep.weights.lines.line import Line
@@ -77,7 +77,10 @@ class Device:
         """
         self.settings, self.generation = settings, generation
         self.attendance = Attendance()
-        self.readers, self.reporters = Callers(), Callers()
+        self.readers = Callers[msg.DeviceCalled]()
+        """Of this device's H2D buffer."""
+        self.offers = Callers[msg.UpdateOffered]()
+        """For the coordinator, where this device is that."""
         self.agreement: Agreement | None = None
         """Of the last update that was coordinated here."""
         self._came, self._asked = came, asked
@@ -111,7 +114,7 @@ class Device:
         self.mesh.drop()
         self.attendance.close()
         self.readers.close()
-        self.reporters.close()
+        self.offers.close()
         self.h2d.close()
         self.ipc.close()
 
@@ -128,16 +131,17 @@ class Device:
     def _welcome(self, line: Line, message: AnyTransferMessage) -> None:
         until_s = time.monotonic() + self.settings.deadline_s
         match message:
-            case msg.DeviceCalled() | msg.CatchUpCalled() | msg.SubscriberCalled() if (
+            case msg.DeviceCalled() | msg.UpdateOffered() | msg.CatchUpCalled() | msg.SubscriberCalled() if (
                 refused := self._refused(message)
             ) is not None:
                 line.send(refused, until_s)
                 line.close()
-            case msg.DeviceCalled(rank=rank, reads=reads):
+            case msg.DeviceCalled(rank=rank):
                 line.who = f"rank {rank}"
-                descriptors = [self.h2d.descriptor] if reads else []
-                callers = self.readers if reads else self.reporters
-                callers.add(rank, line, lambda: line.send(self._welcomed(), until_s, descriptors))
+                self.readers.add(message, line, lambda: line.send(self._welcomed(), until_s, [self.h2d.descriptor]))
+            case msg.UpdateOffered(rank=rank):
+                line.who = f"rank {rank}"
+                self.offers.add(message, line, lambda: line.send(self._welcomed(), until_s))
             case msg.CatchUpCalled(rank=rank):
                 line.who = f"rank {rank}"
                 self._asked(line, message)
@@ -150,7 +154,9 @@ class Device:
                 line.send(msg.Refused(f"{other!r:.80} opens no line", stale=False), until_s)
                 line.close()
 
-    def _refused(self, called: msg.DeviceCalled | msg.CatchUpCalled | msg.SubscriberCalled) -> msg.Refused | None:
+    def _refused(
+        self, called: msg.DeviceCalled | msg.UpdateOffered | msg.CatchUpCalled | msg.SubscriberCalled
+    ) -> msg.Refused | None:
         """Why this caller is sent away."""
         if called.generation > self.generation:
             reason = f"it is of generation {self.generation}, the caller of {called.generation}"

@@ -1,11 +1,10 @@
-"""One device's lines to all devices, itself among them, and the H2D buffers at their other ends."""
+"""One device's lines to all devices as their reader, itself among them, and the H2D buffers at the other ends."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from keepstep.protocol.transfer.messages import DeviceCalled
-from keepstep.weights.device.verdicts import COORDINATOR
 from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.lines.line import Flag, Line
 from keepstep.weights.memory.buffers import SlotBuffer
@@ -16,14 +15,7 @@ class Mesh:
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._coordinator: Line | None = None
         self.sources: dict[int, tuple[Line, SlotBuffer]] = {}
-
-    @property
-    def coordinator(self) -> Line:
-        """The line to the coordinator, after `connect`."""
-        assert self._coordinator is not None
-        return self._coordinator
 
     def connect(self, generation: int, until_s: float, stop: Flag) -> None:
         """Opens what is missing.
@@ -38,35 +30,19 @@ class Mesh:
                 self._drop_source(rank)
         for rank in range(self._world_size):
             if rank not in self.sources:
-                line, buffer = self._open(rank, generation, True, until_s, stop)
-                assert buffer is not None
-                self.sources[rank] = (line, buffer)
-        if self._coordinator is not None and self._coordinator.has_ended:
-            self._drop_coordinator()
-        if self._coordinator is None:
-            self._coordinator, _none = self._open(COORDINATOR, generation, False, until_s, stop)
+                self.sources[rank] = self._open(rank, generation, until_s, stop)
 
-    def _open(
-        self, rank: int, generation: int, reads: bool, until_s: float, stop: Flag
-    ) -> tuple[Line, SlotBuffer | None]:
-        introduction = DeviceCalled(self._rank, generation, reads)
+    def _open(self, rank: int, generation: int, until_s: float, stop: Flag) -> tuple[Line, SlotBuffer]:
+        introduction = DeviceCalled(self._rank, generation)
         line, welcomed = knock(door_path(self._folder, rank), introduction, f"rank {rank}", until_s, stop)
-        if not reads:
-            return line, None
         return line, SlotBuffer.attach(line.take_descriptor(), welcomed.num_slots, welcomed.slot_bytes)
 
     def drop(self) -> None:
         """Closes every line: what an update that broke off left on them shall meet no other."""
         for rank in list(self.sources):
             self._drop_source(rank)
-        self._drop_coordinator()
 
     def _drop_source(self, rank: int) -> None:
         line, buffer = self.sources.pop(rank)
         line.close()
         buffer.close()
-
-    def _drop_coordinator(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.close()
-            self._coordinator = None

@@ -7,13 +7,20 @@ consumers' own processes (`keepstep.weights.subscriber`). Each stage waits for o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from keepstep.errors import LoadError, PeerLost, RemoteProtocolError, SubscriberLost
 from keepstep.protocol.transfer.layout import Layout
-from keepstep.protocol.transfer.messages import AnyTransferMessage, LoadFailed, VersionLoaded
+from keepstep.protocol.transfer.messages import (
+    AnyTransferMessage,
+    LoadFailed,
+    VersionCommitted,
+    VersionLoaded,
+    VersionTaken,
+)
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.device.attendance import Attached
 from keepstep.weights.lines.flow import Inlet, Outlet
@@ -27,6 +34,10 @@ DEVICE_PATIENCE_S = 0.2
 before it is taken for the culprit, having waited no less long."""
 SOURCE_PATIENCE_S = 0.45
 """Beyond a consumer's deadline, for a source that sends nothing: it may be waiting for a device to free a slot."""
+
+
+SWITCH_PATIENCE_S = 0.2
+"""Beyond a consumer's deadline, for it to switch to a version: it waits itself for those who use its weights."""
 
 
 class CannotGoOn(Exception):
@@ -159,6 +170,7 @@ class Passing:
         spans: where the stage notes when it was busy.
         """
         self._update, self._course, self._ipc, self._spans = update, course, ipc, spans
+        self._deadline_s = deadline_s
         patience_s = deadline_s + SOURCE_PATIENCE_S
         self._inlets = {
             # This device's own first stage finds out for itself what holds it up.
@@ -169,6 +181,7 @@ class Passing:
         lines = {reader: consumer.line for reader, consumer in consumers.items()}
         self._outlet = Outlet(update, ipc.num_slots, lines, deadline_s, stop, self._lose, self._hear)
         self._loaded: set[int] = set()
+        self._taken: set[int] = set()
         self.failures: list[SubscriberLost | LoadError] = []
         self.num_moved = 0
 
@@ -187,6 +200,21 @@ class Passing:
         """The consumers that have all of it."""
         return [self._consumers[reader] for reader in sorted(self._loaded & self._outlet.readers)]
 
+    def hand_over(self, version: int, stop: Flag) -> None:
+        """The version counts: waits until the consumers that have all of it have switched to it.
+
+        Args:
+            version: its number.
+            stop: ends the wait; whoever has not switched by then does so when it can.
+        """
+        patience_s = self._deadline_s + SWITCH_PATIENCE_S
+        lines = {reader: self._consumers[reader].line for reader in self._loaded & self._outlet.readers}
+        for reader in lines:
+            self._consumers[reader].tell(VersionCommitted(self._update, version))
+        self._outlet = Outlet(self._update, 0, lines, patience_s, stop, self._lose, self._hear)
+        with contextlib.suppress(Interrupted):
+            self._outlet.wait_while(lambda: self._outlet.readers - self._taken)
+
     def _pass_on(self, bucket: Bucket, half: int) -> None:
         inlet = self._inlets[bucket.source]
         try:
@@ -203,10 +231,12 @@ class Passing:
         match message:
             case VersionLoaded(update=update) if update == self._update:
                 self._loaded.add(reader)
+            case VersionTaken(update=update) if update == self._update:
+                self._taken.add(reader)
             case LoadFailed(update=update, reason=reason) if update == self._update:
                 self.failures.append(LoadError(f"{self._consumers[reader].name}: {reason}"))
                 self._outlet.leave_out(reader)
-            case VersionLoaded() | LoadFailed():
+            case VersionLoaded() | VersionTaken() | LoadFailed():
                 pass  # of an earlier update
             case other:
                 self._outlet.leave_out(reader, RemoteProtocolError(f"sent {other!r:.80}"))

@@ -16,6 +16,7 @@ from keepstep.weights.device.coordinator import Coordinator
 from keepstep.weights.device.device import Device
 from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, Stages, device_outlet
 from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorLine, Failed
+from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.spans import Spans
@@ -46,24 +47,37 @@ class Update:
             Failed: it did not come about. All lines to devices have been closed.
         """
         try:
-            self._connect()
-            with self._coordinating():
-                return self._agree_and_move(former)
+            listener = self._offer()
+            try:
+                with self._coordinating():
+                    return self._agree_and_move(listener, former)
+            finally:
+                listener.line.close()
         except Failed:
             self._device.mesh.drop()
             raise
 
-    def _connect(self) -> None:
-        until_s = time.monotonic() + self._settings.deadline_s
-        own = f"rank {self._settings.rank}"
+    def _offer(self) -> CoordinatorLine:
+        """Connects to all devices, and offers the version to the coordinator."""
+        device, settings = self._device, self._settings
+        until_s = time.monotonic() + settings.deadline_s
+        own = f"rank {settings.rank}"
+        held = tuple(block.as_held() for block in self._blocks)
+        consumers = tuple(each.consumer for each in self._present)
         try:
-            self._device.mesh.connect(self._device.generation, until_s, self._stop)
+            device.mesh.connect(device.generation, until_s, self._stop)
+            offer = msg.UpdateOffered(
+                settings.rank, device.generation, self._version, device.last_update, held, consumers
+            )
+            door = door_path(settings.folder, COORDINATOR)
+            line, _welcomed = knock(door, offer, f"rank {COORDINATOR}", until_s, self._stop)
         except StaleGeneration as error:
             raise Failed(Fault.STALE, own, str(error)) from None
         except (PeerLost, RemoteProtocolError) as error:
             raise Failed(Fault.LOST, "a device", str(error)) from None
         except Interrupted:
             raise Failed(Fault.LOST, own, "it was interrupted") from None
+        return CoordinatorLine(line, settings.deadline_s, self._stop)
 
     @contextlib.contextmanager
     def _coordinating(self) -> Iterator[None]:
@@ -74,17 +88,22 @@ class Update:
             return
         patience_s = settings.deadline_s + COORDINATOR_PATIENCE_S
         terms = Terms(self._version, device.generation, settings.world_size, settings.limits, patience_s)
-        coordinator = Coordinator(terms, device.reporters, settings.sign_s, device.agreement)
+        coordinator = Coordinator(terms, device.offers, settings.sign_s, device.agreement)
         thread = threading.Thread(target=coordinator.run, name="keepstep-coordinator")
         thread.start()
         try:
             yield
+        except Failed as failed:
+            coordinator.break_off(failed.notice.culprit, failed.notice.reason)
+            raise
+        except BaseException as error:  # a defect, or an interrupt from the keyboard: the others do not wait for it
+            coordinator.break_off(f"rank {settings.rank}", repr(error))
+            raise
         finally:
             thread.join()
             device.agreement = coordinator.agreement
 
-    def _agree_and_move(self, former: Course | None) -> Course:
-        listener = CoordinatorLine(self._device.mesh.coordinator, self._settings.deadline_s, self._stop)
+    def _agree_and_move(self, listener: CoordinatorLine, former: Course | None) -> Course:
         update = 0
         try:
             agreed = self._agree(listener)
@@ -96,15 +115,11 @@ class Update:
             raise Failed(Fault.LOST, culprit, "it was interrupted") from None
 
     def _agree(self, listener: CoordinatorLine) -> msg.UpdateAgreed:
-        """Offers the version and waits until all devices have."""
-        device = self._device
-        held = tuple(block.as_held() for block in self._blocks)
-        consumers = tuple(each.consumer for each in self._present)
-        listener.send(msg.UpdateOffered(device.generation, self._version, device.last_update, held, consumers))
+        """Waits until all devices have offered the version."""
         while True:
             match listener.receive():
                 case msg.UpdateAgreed() as agreed:
-                    device.saw_update(agreed.update)
+                    self._device.saw_update(agreed.update)
                     return agreed
                 case None:
                     pass
@@ -134,8 +149,7 @@ class Update:
         finally:
             stages.close()
         self.served = passing.loaded
-        for each in self.served:
-            each.tell(msg.VersionCommitted(agreed.update, agreed.version))
+        passing.hand_over(agreed.version, self._stop)
         self.failures += passing.failures
         return course
 

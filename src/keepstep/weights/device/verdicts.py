@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import NoReturn
 
@@ -46,15 +47,9 @@ class CoordinatorLine:
         self.until_s = time.monotonic() + self._patience_s
 
     def send(self, message: AnyTransferMessage) -> None:
-        """Reports.
-
-        Raises:
-            Failed: the coordinator is gone.
-        """
-        try:
+        """Reports. If the coordinator is gone, or wants no more reports, `receive` says what it said last."""
+        with contextlib.suppress(PeerLost):
             self.line.send(message, self.until_s)
-        except PeerLost as error:
-            self.blame(what_of(error))
 
     def receive(self) -> AnyTransferMessage | None:
         """The next verdict, or None if it was a sign of life.

@@ -12,6 +12,7 @@ import select
 import socket
 import stat
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
@@ -60,6 +61,8 @@ class Flag:
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close = weakref.finalize(self, os.close, self._event)
+        self._lock = threading.Lock()
+        """The descriptor's number may be another file's once it is closed."""
 
     def fileno(self) -> int:
         """Readable when it is set."""
@@ -67,16 +70,20 @@ class Flag:
 
     def set(self) -> None:
         """Ends all waits for it, the present and the coming ones."""
-        os.eventfd_write(self._event, 1)
+        with self._lock:
+            if self._close.alive:
+                os.eventfd_write(self._event, 1)
 
     def clear(self) -> None:
         """It can be waited for again."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._event)
+        with self._lock, suppress(BlockingIOError):
+            if self._close.alive:
+                os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Gives the descriptor back; nobody may wait any more. Any number of times."""
-        self._close()
+        """Gives the descriptor back; nobody may wait any more. Any number of times, and setting it does nothing."""
+        with self._lock:
+            self._close()
 
 
 class Line:
@@ -140,9 +147,7 @@ class Line:
     def receive_now(self) -> AnyTransferMessage | None:
         """The next message, if one is there; see `receive`."""
         try:
-            packet, rights, _flags, _address = self._connection.recvmsg(
-                INLINE_BYTES + 1, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
-            )
+            packet, rights = self._receive_packet()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -155,6 +160,15 @@ class Line:
             raise
         self._descriptors += descriptors
         return message
+
+    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        rooms = INLINE_BYTES + 1, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
+        try:
+            packet, rights, _flags, _address = self._connection.recvmsg(*rooms)
+        except ConnectionResetError:
+            # The other end closed and left packets unread. Linux says so once; what it had sent is still there.
+            packet, rights, _flags, _address = self._connection.recvmsg(*rooms)
+        return packet, rights
 
     def _message(self, packet: bytes, descriptors: list[int]) -> AnyTransferMessage:
         """What a packet says; takes its own descriptor out of the list."""
