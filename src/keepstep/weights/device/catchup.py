@@ -168,7 +168,7 @@ class CatchUps:
         deadline_s = self._settings.deadline_s
         h2d = self._buffer("h2d")
         course = Course(called.layout, self._settings.rank)
-        course.prepare([block.held for block in kept.blocks], h2d)
+        course.prepare([block.held for block in kept.blocks])
         welcomed = msg.Welcomed(self._settings.rank, device.generation, h2d.num_slots, h2d.slot_bytes)
         line.send(welcomed, time.monotonic() + deadline_s, [h2d.descriptor])
         outlet = device_outlet(called.update, h2d, {called.rank: line}, deadline_s, self._stop)

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from keepstep.errors import LoadError, PeerLost, RemoteProtocolError, SubscriberLost
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import (
@@ -57,20 +59,27 @@ class Course:
         plan = layout.plan()
         self.own, self.coming = plan.sent_by(rank), plan.sent_to(rank)
         self.readers = tuple(index for index, reader in enumerate(layout.readers) if reader.device == rank)
-        self.gathers: list[BucketCopy] = []
+        self._tensors: dict[int, list[Held]] = {}
+        self._gathers: dict[int, BucketCopy] = {}
 
-    def prepare(self, held: Sequence[Held], h2d: SlotBuffer) -> None:
-        """Prepares every copy that this device makes as a source.
+    def prepare(self, held: Sequence[Held]) -> None:
+        """Says what is gathered.
 
         Args:
-            held: its tensors, in the order in which it offered them.
-            h2d: where they are gathered.
+            held: this device's tensors, in the order in which it offered them.
         """
-        tensors = {part.tensor: [own] for part, own in zip(self.layout.holders[self.rank], held, strict=True)}
-        slots = [h2d.view(slot) for slot in range(h2d.num_slots)]
-        self.gathers = [
-            BucketCopy(slots[number % h2d.num_slots], bucket, tensors) for number, bucket in enumerate(self.own)
-        ]
+        self._tensors = {part.tensor: [own] for part, own in zip(self.layout.holders[self.rank], held, strict=True)}
+
+    def gather(self, number: int, slot: torch.Tensor) -> bytes:
+        """Gathers one of its own buckets, and returns the checksum.
+
+        Args:
+            number: among ``own``.
+            slot: where to; the same one each time.
+        """
+        if number not in self._gathers:  # what the next update uses again
+            self._gathers[number] = BucketCopy(slot, self.own[number], self._tensors)
+        return self._gathers[number].gather()
 
 
 class Announcing(Protocol):
@@ -121,8 +130,7 @@ class Gathering:
             slot = number % self._h2d.num_slots
             self._outlet.wait_until_free(slot)
             with self._spans.of(self.name, bucket.index):
-                checksum = self._course.gathers[number].gather()
-                seal(self._h2d.view(slot), bucket, checksum)
+                seal(self._h2d.view(slot), bucket, self._course.gather(number, self._h2d.view(slot)))
             self._outlet.announce(bucket.index, slot, bucket.devices)
             self.num_moved += 1
             self._moved()

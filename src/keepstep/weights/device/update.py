@@ -131,7 +131,7 @@ class Update:
         course = former
         if course is None or course.layout != agreed.layout:
             course = Course(agreed.layout, settings.rank)
-            course.prepare([block.held for block in self._blocks], device.h2d)
+            course.prepare([block.held for block in self._blocks])
         consumers = self._begin(agreed, course)
         stop = Flag()
         outlet = device_outlet(agreed.update, device.h2d, device.readers.lines(), settings.deadline_s, stop)

@@ -41,6 +41,7 @@ class SlotBuffer:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         self._map = mmap.mmap(descriptor, num_slots * slot_bytes, flags, protection)
         self._address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+        self._views: dict[int, torch.Tensor] = {}
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> SlotBuffer:
@@ -92,8 +93,10 @@ class SlotBuffer:
 
     def view(self, slot: int) -> torch.Tensor:
         """A slot as a tensor, uint8 [slot_bytes]. Valid until `close`; in a reader a write to it ends the process."""
-        memory = (ctypes.c_uint8 * self.slot_bytes).from_address(self.address(slot))
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        if slot not in self._views:
+            memory = (ctypes.c_uint8 * self.slot_bytes).from_address(self.address(slot))
+            self._views[slot] = torch.frombuffer(memory, dtype=torch.uint8)
+        return self._views[slot]
 
     def close(self) -> None:
         """Gives the memory back. No view may be used any more. Any number of times."""

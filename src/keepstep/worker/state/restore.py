@@ -127,7 +127,7 @@ def send_state(
     views = [byte_view(tensor) for tensor in tensors]
     layout = _layout(views, route, source.limits)
     course = Course(layout, rank)
-    course.prepare(_held(views), source.h2d)
+    course.prepare(_held(views))
     lines = {receiver: line for receiver in route.receivers if (line := _call(receiver, rank, source.h2d, group))}
     try:
         outlet = _Outlets(course, source.h2d, lines, way)
