@@ -54,6 +54,8 @@ from weights_cast import (
 from weights_floors import OTHERS, best_floors, measure_floors, measure_other
 from weights_trace import STAGES, Timeline, Work, write_trace
 
+from keepstep.weights.publisher import DEFAULT_BUCKET_BYTES
+
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB, MIB = 1 << 30, 1 << 20
 QUICK = {"gib": [1 / 128], "devices": [2], "updates": 2, "other_runs": 1, "failure_runs": 1, "bucket_mib": 1.0}
@@ -70,7 +72,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--other-runs", type=int, default=2, help="runs of each other way, twice as many in all (default: %(default)s)"
     )
-    parser.add_argument("--bucket-mib", type=float, default=8.0, help="size of a bucket (default: %(default)s)")
+    parser.add_argument(
+        "--bucket-mib",
+        type=float,
+        default=DEFAULT_BUCKET_BYTES / MIB,
+        help="size of a bucket (default: %(default)g, as in the product)",
+    )
     parser.add_argument("--atomic", action="store_true", help="consumers load into a second set of tensors")
     parser.add_argument("--failures", nargs="?", const="too", choices=("too", "only"), help="break processes")
     parser.add_argument("--failure-runs", type=int, default=3, help="of each failure (default: %(default)s)")
