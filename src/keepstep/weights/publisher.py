@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, UsageError
 from keepstep.weights.device.catchup import CatchUps, Kept
 from keepstep.weights.device.device import Device, Settings
@@ -14,7 +16,7 @@ from keepstep.weights.device.stages import Course
 from keepstep.weights.device.update import Update
 from keepstep.weights.device.verdicts import Failed, error_of
 from keepstep.weights.lines.line import Flag
-from keepstep.weights.memory.blocks import Weights, copies_of, fingerprint, named_blocks
+from keepstep.weights.memory.blocks import NamedBlock, Weights, copies_of, fingerprint, named_blocks
 from keepstep.weights.spans import Spans
 
 DEFAULT_BUCKET_BYTES = 4 << 20
@@ -54,6 +56,7 @@ class Publisher:
         copies: bool = False,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        buffers_on: str | torch.device = "cpu",
     ) -> None:
         """Args:
         folder: where all devices and consumers of this node find each other; made if it is not there, for this user
@@ -65,17 +68,20 @@ class Publisher:
             late get what was published last. The copies take as much memory as this device's weights.
         bucket_bytes: how much moves at a time; each buffer takes twice as much.
         deadline_s: how long anybody may show nothing before it is taken for lost.
+        buffers_on: where the buffers are, the same kind of device on all ranks: host memory, or the GPU (``cuda:0``)
+            whose consumers are served.
 
         Raises:
             ConfigurationError: an argument cannot work, or the buffers do not fit into memory.
         """
-        settings = Settings(Path(folder), rank, world_size, bucket_bytes, deadline_s)
+        settings = Settings(Path(folder), rank, world_size, bucket_bytes, deadline_s, torch.device(buffers_on))
         settings.limits  # noqa: B018  # checks the size of a bucket
         self._weights, self._has_copies = weights, copies
         self._blocks = named_blocks(weights)
         self._fingerprint = fingerprint(weights)
         self._check_sizes(bucket_bytes)
-        self._copies = copies_of(self._blocks) if copies else self._blocks
+        self._settings = settings
+        self._copies = self._copies_of(self._blocks)
         self._course: Course | None = None
         self._changed = threading.Condition()
         self._is_publishing = False
@@ -207,9 +213,16 @@ class Publisher:
             if self._has_copies:
                 for block, copy in zip(self._blocks, self._copies, strict=True):
                     copy.held.tensor.copy_(block.held.tensor)
+            elif gpus := {block.held.tensor.device for block in self._blocks if block.held.tensor.is_cuda}:
+                for gpu in gpus:
+                    torch.cuda.current_stream(gpu).synchronize()  # what the caller still has under way there
         except BaseException:  # another version may be published
             self._end()
             raise
+
+    def _copies_of(self, blocks: list[NamedBlock]) -> list[NamedBlock]:
+        """What is published: copies, or the weights themselves."""
+        return copies_of(blocks, self._settings.buffers_on.type == "cuda") if self._has_copies else blocks
 
     def _look_again(self) -> None:
         """Takes the weights in anew where a tensor was replaced, or has moved in memory."""
@@ -218,7 +231,7 @@ class Publisher:
             return
         self._blocks, self._fingerprint, self._course = named_blocks(self._weights), now, None
         self._check_sizes(self._device.settings.bucket_bytes)
-        self._copies = copies_of(self._blocks) if self._has_copies else self._blocks
+        self._copies = self._copies_of(self._blocks)
 
     def _carry_out(self, version: int) -> Published:
         """One update; gives the publisher back."""

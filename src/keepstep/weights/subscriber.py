@@ -30,7 +30,7 @@ from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.lines.door import RETRY_S, door_path, knock
 from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
 from keepstep.weights.memory.blocks import Weights
-from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.buffers import Buffer, attach_buffer
 from keepstep.weights.memory.copies import checksum_in
 from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
 from keepstep.weights.spans import Spans
@@ -43,7 +43,7 @@ CONSUMER_PATIENCE_S = 0.95
 class _Update:
     """An update as this consumer sees it."""
 
-    def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket], buffer: SlotBuffer) -> None:
+    def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket], buffer: Buffer) -> None:
         self.number, self.version = began.update, began.version
         self.missing = dict(buckets)
         self.buffer = buffer
@@ -102,7 +102,7 @@ class Subscriber:
         self._is_switching = False
         self._generation = 0
         self._line: Line | None = None
-        self._ipc: SlotBuffer | None = None
+        self._ipc: Buffer | None = None
         self._update: _Update | None = None
         self._layout: Layout | None = None
         self._buckets: dict[int, Bucket] = {}
@@ -238,7 +238,7 @@ class Subscriber:
         if self._line is None:
             introduction = msg.SubscriberCalled(self.name, self._target.wants, self._generation, self.version)
             line, welcomed = knock(self._path, introduction, f"rank {self._device}", until_s, self._stop)
-            self._ipc = SlotBuffer.attach(line.take_descriptor(), welcomed.num_slots, welcomed.slot_bytes)
+            self._ipc = attach_buffer(welcomed.buffer, line)
             self._line, self._generation = line, max(self._generation, welcomed.generation)
         return self._line
 
@@ -319,13 +319,13 @@ class Subscriber:
         self._target.prepare(self._layout, self._layout.readers[began.reader].parts)
         self._finish_if_whole(line, update)
 
-    def _buffer_for(self, line: Line, began: msg.UpdateBegan) -> SlotBuffer:
+    def _buffer_for(self, line: Line, began: msg.UpdateBegan) -> Buffer:
         """Where the buckets of this update come. What was prepared for another buffer is of no use in a lent one."""
         assert self._ipc is not None
-        if not began.lends_buffer:
+        if began.lent is None:
             return self._ipc
         self._layout = None
-        return SlotBuffer.attach(line.take_descriptor(), self._ipc.num_slots, self._ipc.slot_bytes)
+        return attach_buffer(began.lent, line)
 
     def _end_update(self) -> None:
         """The update is over, whatever came of it."""

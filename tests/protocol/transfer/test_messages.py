@@ -29,6 +29,7 @@ SCALARS: dict[object, st.SearchStrategy[typing.Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
     bool: st.booleans(),
     str: st.text(max_size=20),
+    bytes: st.binary(max_size=20),
     types.NoneType: st.none(),
 }
 

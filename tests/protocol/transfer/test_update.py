@@ -105,7 +105,8 @@ class Watch:
                     self.prepared.add(event.rank)
                 found = self.machine.receive(event.rank, msg.DevicePrepared(number), self.now_s)
             case "failed":
-                found = self.machine.receive(event.rank, msg.DeviceFailed(number, "rank 2", "no reason"), self.now_s)
+                failed = msg.DeviceFailed(number, "rank 2", "no reason", stalled=event.amount > 1.0)
+                found = self.machine.receive(event.rank, failed, self.now_s)
                 assert number == self.update or not found, "a failure of an earlier update ended this one"
             case "lost":
                 stage = self.machine.stage
@@ -202,7 +203,7 @@ def test_a_lone_device_cannot_be_prepared_for_what_it_has_not_offered() -> None:
 
 def test_a_failure_of_the_update_before_does_not_end_this_one() -> None:
     machine = machine_of(2)
-    assert machine.receive(1, msg.DeviceFailed(OLD, "rank 0", "it was killed"), 0.0) == []
+    assert machine.receive(1, msg.DeviceFailed(OLD, "rank 0", "it was killed", stalled=False), 0.0) == []
     assert machine.stage is Stage.OFFERING
 
 
@@ -237,7 +238,7 @@ def test_a_loss_while_moving_ends_it() -> None:
 
 def test_a_failed_device_names_the_culprit() -> None:
     machine, update = agreed(3)
-    found = machine.receive(1, msg.DeviceFailed(update, "rank 2", "it sent nothing"), 1.0)
+    found = machine.receive(1, msg.DeviceFailed(update, "rank 2", "it sent nothing", stalled=False), 1.0)
     assert found == [msg.UpdateAborted(update, msg.Fault.LOST, "rank 2", "it sent nothing")]
 
 
@@ -272,6 +273,39 @@ def test_an_update_that_somebody_has_given_up_does_not_wait(odd: msg.UpdateOffer
     assert machine.standing_of(odd) is Standing.IS_AHEAD
     assert machine.ahead(odd) == [msg.UpdateAborted(0, msg.Fault.STALE, "rank 1", reason)]
     assert machine.ahead(odd) == [], "one verdict is enough"
+
+
+def test_of_those_that_stand_the_one_that_is_silent_is_to_blame() -> None:
+    """Rank 2 is stopped. Rank 0 waits for rank 1 to free a slot, which waits for a bucket from rank 2."""
+    machine, update = agreed(3)
+    for now_s in (1.0, 2.0, 3.0, 4.0):
+        for rank in (0, 1):
+            assert machine.receive(rank, msg.StillThere(), now_s) == []
+    failed = msg.DeviceFailed(update, "rank 1", "has shown nothing for 4 s", stalled=True)
+    silent = msg.UpdateAborted(update, msg.Fault.LOST, "rank 2", "has said nothing for 4.2 s")
+    assert machine.receive(0, failed, 4.2) == [silent]
+
+
+@pytest.mark.parametrize("stalled", [True, False])
+def test_who_is_heard_of_may_be_to_blame_nevertheless(stalled: bool) -> None:
+    machine, update = agreed(3)
+    for rank in (0, 1, 2):
+        machine.receive(rank, msg.StillThere(), 3.0)
+    if not stalled:
+        machine.receive(1, msg.StillThere(), 6.0)  # the others are silent, but the line to rank 1 was cut
+    failed = msg.DeviceFailed(update, "rank 1", "the reason", stalled=stalled)
+    now_s = 5.4 if stalled else 6.0
+    assert machine.receive(0, failed, now_s) == [msg.UpdateAborted(update, msg.Fault.LOST, "rank 1", "the reason")]
+
+
+def test_at_the_deadline_those_that_say_they_wait_are_not_named() -> None:
+    machine, _update = agreed(3)
+    for now_s in (1.0, 2.0, 3.0, 4.0):
+        for rank in (0, 2):
+            machine.receive(rank, msg.StillThere(), now_s)
+    (told,) = machine.tick(DEADLINE_S)
+    assert isinstance(told, msg.UpdateAborted)
+    assert (told.culprit, told.reason) == ("rank 1", "has shown no movement within 5 s")
 
 
 def test_sources_that_disagree_end_it() -> None:

@@ -18,6 +18,7 @@ from tests.worker.ranks import DEADLINE_S, run_ranks
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StaleGeneration
 from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
+    BufferPlace,
     DeviceCalled,
     MovementSeen,
     Refused,
@@ -29,7 +30,7 @@ from keepstep.weights.lines.door import MAX_PATH_BYTES, Door, door_path, knock, 
 from keepstep.weights.lines.line import Flag, Interrupted, Line, LineEnded, LineStalled
 
 INTRODUCTION = DeviceCalled(1, 2)
-WELCOME = Welcomed(0, 2, 3, 4096)
+WELCOME = Welcomed(0, 2, BufferPlace(3, 4096, None))
 SOON_S = 0.1
 """For what is not going to come."""
 NOBODY = 65534

@@ -17,7 +17,8 @@ from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import HeldPart, Want
 from keepstep.protocol.transfer.plan import Bucket, Piece, TensorForm
 from keepstep.weights.memory.blocks import Block, NamedBlock, Weights, copies_of, fingerprint, named_blocks
-from keepstep.weights.memory.copies import BucketCopy, as_tensor
+from keepstep.weights.memory.copies import copy_of
+from keepstep.weights.memory.pieces import as_tensor
 
 
 class Model(torch.nn.Module):
@@ -190,7 +191,7 @@ def gathered(block: NamedBlock) -> torch.Tensor:
     tensor = block.held.tensor
     piece = Piece(0, block.held.box, 0, tensor.numel() * tensor.element_size())
     slot = torch.zeros(piece.num_bytes, dtype=torch.uint8)
-    BucketCopy(slot, Bucket(0, 0, piece.num_bytes, (piece,), (0,), (0,)), {0: [block.held]}).gather()
+    copy_of(slot, Bucket(0, 0, piece.num_bytes, (piece,), (0,), (0,)), {0: [block.held]}).gather()
     return as_tensor(slot, piece, tensor.dtype)
 
 
@@ -379,7 +380,7 @@ def test_a_fingerprint_tells_what_was_replaced_or_moved(change: Callable[[Model]
 )
 def test_copies_have_memory_of_their_own(weights: Weights) -> None:
     blocks = named_blocks(weights)
-    copies = copies_of(blocks)
+    copies = copies_of(blocks, pinned=False)
     assert [copy.as_held() for copy in copies] == [block.as_held() for block in blocks]
     for copy, block in zip(copies, blocks, strict=True):
         assert copy.held.tensor.is_contiguous()

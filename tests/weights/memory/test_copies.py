@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,19 +15,12 @@ from tests.protocol.transfer.cases import boxes_in
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.plan import ALIGNMENT_BYTES, Bucket, Limits, Part, Piece, Reader, TensorForm
 from keepstep.protocol.transfer.plan import plan_transfer as plan_of
-from keepstep.weights.memory.bytes_of import byte_view
-from keepstep.weights.memory.copies import (
-    BATCH_BYTES,
-    CHECKSUM_BYTES,
-    RELEASED_BYTES,
-    BucketCopy,
-    Held,
-    as_tensor,
-    checksum_in,
-    checksum_of,
-    copy_bytes,
-    seal,
-)
+from keepstep.weights.memory import gpu_copies
+from keepstep.weights.memory.bytes_of import RELEASED_BYTES, byte_view, copy_bytes
+from keepstep.weights.memory.copies import Copy, checksum_in, seal
+from keepstep.weights.memory.gpu_copies import GpuCopy
+from keepstep.weights.memory.host_copies import BATCH_BYTES, HostCopy
+from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held, as_tensor
 
 DTYPES = [
     torch.float32,
@@ -128,9 +122,24 @@ def slot_of(bucket: Bucket, generator: random.Random) -> torch.Tensor:
     return random_bytes(bucket.num_bytes + 64, generator)
 
 
-def copy_of(slot: torch.Tensor, bucket: Bucket, held: dict[int, Held]) -> BucketCopy:
-    """Of what is here once only, as at a source."""
-    return BucketCopy(slot, bucket, {number: [each] for number, each in held.items()})
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A way to copy. What is for GPUs works in host memory too, but for the streams."""
+
+    copy: Callable[..., Copy]
+    checksum: Callable[[torch.Tensor], bytes]
+
+    def copy_of(self, slot: torch.Tensor, bucket: Bucket, held: dict[int, Held]) -> Copy:
+        """Of what is here once only, as at a source."""
+        return self.copy(slot, bucket, {number: [each] for number, each in held.items()})
+
+    def checksum_of(self, slot: torch.Tensor, bucket: Bucket) -> bytes:
+        return self.checksum(slot[: bucket.num_bytes])
+
+
+HOST = Kind(HostCopy, lambda content: xxhash.xxh3_64_digest(content.numpy().data))
+GPU = Kind(GpuCopy, gpu_copies.checksum)
+both_kinds = pytest.mark.parametrize("kind", [HOST, GPU], ids=["host", "gpu"])
 
 
 def expected_in(slot: torch.Tensor, bucket: Bucket, held: dict[int, Held]) -> bytes:
@@ -142,9 +151,10 @@ def expected_in(slot: torch.Tensor, bucket: Bucket, held: dict[int, Held]) -> by
     return bits(content)
 
 
+@both_kinds
 @settings(max_examples=150)
 @given(transfers, seeds)
-def test_gather_puts_every_bit_where_the_plan_says(transfer: Transfer, seed: int) -> None:
+def test_gather_puts_every_bit_where_the_plan_says(kind: Kind, transfer: Transfer, seed: int) -> None:
     layers, bucket_bytes = transfer
     generator = random.Random(seed)
     held = {number: each.make(generator) for number, (each, _wanted) in enumerate(layers)}
@@ -152,16 +162,17 @@ def test_gather_puts_every_bit_where_the_plan_says(transfer: Transfer, seed: int
         slot = slot_of(bucket, generator)
         expected = expected_in(slot, bucket, held)
         before = [bits(each.tensor) for each in held.values()]
-        checksum = copy_of(slot, bucket, held).gather()
+        checksum = kind.copy_of(slot, bucket, held).gather()
         assert bits(slot) == expected
-        assert checksum == xxhash.xxh3_64_digest(expected[: bucket.num_bytes]) == checksum_of(slot, bucket)
+        assert checksum == kind.checksum_of(slot, bucket)
         assert [bits(each.tensor) for each in held.values()] == before
 
 
+@both_kinds
 @settings(max_examples=150)
 @given(transfers, transfers, seeds)
 def test_what_is_scattered_is_what_was_gathered_and_nothing_else_is_touched(
-    transfer: Transfer, other: Transfer, seed: int
+    kind: Kind, transfer: Transfer, other: Transfer, seed: int
 ) -> None:
     """Into tensors that lie otherwise in memory than those it came from."""
     layers, bucket_bytes = transfer
@@ -171,9 +182,9 @@ def test_what_is_scattered_is_what_was_gathered_and_nothing_else_is_touched(
     expected = {number: each.tensor.clone() for number, each in taken.items()}
     for bucket in buckets_of(layers, bucket_bytes):
         slot = slot_of(bucket, generator)
-        checksum = copy_of(slot, bucket, held).gather()
+        checksum = kind.copy_of(slot, bucket, held).gather()
         content = bits(slot)
-        assert copy_of(slot, bucket, taken).scatter() == checksum
+        assert kind.copy_of(slot, bucket, taken).scatter() == checksum
         assert bits(slot) == content
         for piece in bucket.pieces:
             block = Held(expected[piece.tensor], taken[piece.tensor].box).block(piece.box)
@@ -191,29 +202,31 @@ def like(each: Layered, other: Transfer, number: int) -> Layered:
     return dataclasses.replace(each, order=found.order, gaps=found.gaps)
 
 
+@both_kinds
 @given(transfers, seeds)
-def test_a_copy_can_be_made_again_and_again(transfer: Transfer, seed: int) -> None:
+def test_a_copy_can_be_made_again_and_again(kind: Kind, transfer: Transfer, seed: int) -> None:
     """It is prepared once: what the tensors hold later goes along."""
     layers, bucket_bytes = transfer
     generator = random.Random(seed)
     held = {number: each.make(generator) for number, (each, _wanted) in enumerate(layers)}
     for bucket in buckets_of(layers, bucket_bytes)[:2]:
         slot = slot_of(bucket, generator)
-        copy = copy_of(slot, bucket, held)
+        copy = kind.copy_of(slot, bucket, held)
         for _ in range(2):
             for number, (each, _wanted) in enumerate(layers):
                 held[number].tensor.copy_(each.make(generator).tensor)
             checksum = copy.gather()
             assert bits(slot) == expected_in(slot, bucket, held)
-            assert checksum == checksum_of(slot, bucket)
+            assert checksum == kind.checksum_of(slot, bucket)
 
 
 # ---- Large ones -----------------------------------------------------------------------------------------------------
 
 
+@both_kinds
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32, torch.complex128], ids=str)
 @pytest.mark.parametrize("elements", [BATCH_BYTES // 4 - 1, BATCH_BYTES, 3 * BATCH_BYTES + 7])
-def test_what_takes_several_batches(dtype: torch.dtype, elements: int, seed: int) -> None:
+def test_what_takes_several_batches(kind: Kind, dtype: torch.dtype, elements: int, seed: int) -> None:
     """Some small pieces first and last, so that batches begin and end anywhere; every second tensor is transposed."""
     generator = random.Random(seed)
     sizes = [3, elements // dtype.itemsize, 1, BATCH_BYTES // dtype.itemsize + 1, 5]
@@ -228,11 +241,11 @@ def test_what_takes_several_batches(dtype: torch.dtype, elements: int, seed: int
     bucket = Bucket(0, 0, pieces[-1].offset + pieces[-1].num_bytes, tuple(pieces), (0,), (0,))
     slot = slot_of(bucket, generator)
     expected = expected_in(slot, bucket, held)
-    checksum = copy_of(slot, bucket, held).gather()
+    checksum = kind.copy_of(slot, bucket, held).gather()
     assert bits(slot) == expected
-    assert checksum == xxhash.xxh3_64_digest(expected[: bucket.num_bytes])
+    assert checksum == kind.checksum_of(slot, bucket)
     taken = {number: Held(torch.zeros_like(each.tensor), each.box) for number, each in held.items()}
-    assert copy_of(slot, bucket, taken).scatter() == checksum
+    assert kind.copy_of(slot, bucket, taken).scatter() == checksum
     assert all(bits(taken[number].tensor) == bits(held[number].tensor) for number in held)
 
 
@@ -252,44 +265,48 @@ def one_piece(tensor: torch.Tensor) -> tuple[torch.Tensor, Bucket]:
     return torch.zeros(num_bytes + 64, dtype=torch.uint8), Bucket(0, 0, num_bytes, (piece,), (0,), (0,))
 
 
-def test_a_tensor_that_is_spread_out_of_one_element_is_gathered_whole() -> None:
+@both_kinds
+def test_a_tensor_that_is_spread_out_of_one_element_is_gathered_whole(kind: Kind) -> None:
     tensor = torch.tensor([[2.0], [-0.0]]).expand(2, 3)
     slot, bucket = one_piece(tensor)
-    copy_of(slot, bucket, {0: Held(tensor, whole((2, 3)))}).gather()
+    kind.copy_of(slot, bucket, {0: Held(tensor, whole((2, 3)))}).gather()
     assert bits(as_tensor(slot, bucket.pieces[0], torch.float32)) == bits(tensor)
 
 
 # ---- Checksums ------------------------------------------------------------------------------------------------------
 
 
-def test_every_single_bit_of_a_bucket_changes_its_checksum() -> None:
+@both_kinds
+def test_every_single_bit_of_a_bucket_changes_its_checksum(kind: Kind) -> None:
     tensor = torch.arange(20, dtype=torch.uint8)
     slot, bucket = one_piece(tensor)
     held = {0: Held(tensor, whole((20,)))}
-    right = copy_of(slot, bucket, held).gather()
+    right = kind.copy_of(slot, bucket, held).gather()
     seen = {right}
     for place in range(bucket.num_bytes):
         for bit in range(8):
             slot[place] ^= 1 << bit
-            found = checksum_of(slot, bucket)
-            assert found == copy_of(slot, bucket, {0: Held(torch.empty_like(tensor), whole((20,)))}).scatter()
+            found = kind.checksum_of(slot, bucket)
+            assert found == kind.copy_of(slot, bucket, {0: Held(torch.empty_like(tensor), whole((20,)))}).scatter()
             seen.add(found)
             slot[place] ^= 1 << bit
     assert len(seen) == 1 + 8 * bucket.num_bytes
 
 
-def test_the_checksum_lies_behind_the_bucket_and_does_not_touch_it() -> None:
+@both_kinds
+def test_the_checksum_lies_behind_the_bucket_and_does_not_touch_it(kind: Kind) -> None:
     tensor = torch.arange(21, dtype=torch.uint8)
     slot, bucket = one_piece(tensor)
-    checksum = copy_of(slot, bucket, {0: Held(tensor, whole((21,)))}).gather()
+    checksum = kind.copy_of(slot, bucket, {0: Held(tensor, whole((21,)))}).gather()
     assert len(checksum) == CHECKSUM_BYTES
     seal(slot, bucket, checksum)
-    assert checksum_in(slot, bucket) == checksum == checksum_of(slot, bucket)
+    assert checksum_in(slot, bucket) == checksum == kind.checksum_of(slot, bucket)
     assert bits(slot) == bits(tensor) + checksum + bytes(64 - CHECKSUM_BYTES)
 
 
+@both_kinds
 @given(st.binary(min_size=26, max_size=26), st.binary(min_size=26, max_size=26))
-def test_what_lies_between_two_pieces_breaks_no_checksum(before: bytes, other: bytes) -> None:
+def test_what_lies_between_two_pieces_breaks_no_checksum(kind: Kind, before: bytes, other: bytes) -> None:
     """It is whatever an earlier bucket left there: different in each slot, and it travels along."""
     first, second = Piece(0, whole((3,)), 0, 3), Piece(1, whole((10,)), 16, 10)
     bucket = Bucket(0, 0, 26, (first, second), (0,), (0,))
@@ -300,7 +317,7 @@ def test_what_lies_between_two_pieces_breaks_no_checksum(before: bytes, other: b
     slots = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in (before, other)]
     for slot in slots:
         taken = {number: Held(torch.zeros_like(each.tensor), each.box) for number, each in held.items()}
-        assert copy_of(slot, bucket, held).gather() == copy_of(slot, bucket, taken).scatter()
+        assert kind.copy_of(slot, bucket, held).gather() == kind.copy_of(slot, bucket, taken).scatter()
         assert all(torch.equal(taken[number].tensor, held[number].tensor) for number in held)
     assert bits(slots[0][3:16]) == before[3:16]
 

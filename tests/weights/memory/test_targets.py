@@ -14,7 +14,8 @@ from keepstep.protocol.transfer.layout import Consumer, Layout, lay_out
 from keepstep.protocol.transfer.plan import Bucket, Limits
 from keepstep.weights.memory.blocks import Block, NamedBlock, Weights, named_blocks
 from keepstep.weights.memory.bytes_of import byte_view
-from keepstep.weights.memory.copies import SLOT_EXTRA_BYTES, BucketCopy, Held, checksum_of
+from keepstep.weights.memory.copies import checksum_of, copy_of
+from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
 from keepstep.weights.memory.targets import FunctionTarget, Target, TensorTarget
 
 Tensors = dict[str, torch.Tensor]
@@ -72,7 +73,7 @@ class Delivery:
             slot = self.slots[bucket.index % 2]
             parts = self.layout.holders[bucket.source]
             own = {part.tensor: [block.held] for part, block in zip(parts, self._blocks[bucket.source], strict=True)}
-            checksum = BucketCopy(slot, bucket, own).gather()
+            checksum = copy_of(slot, bucket, own).gather()
             assert self.target.load(bucket, slot) == checksum == checksum_of(slot, bucket)
             slot.fill_(255)  # it is used again
 

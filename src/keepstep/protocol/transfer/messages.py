@@ -83,13 +83,35 @@ class SubscriberCalled(TransferMessage, frozen=True):
     """What it has."""
 
 
+class GpuMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How another process of this node finds memory of a GPU: what CUDA's interprocess calls and torch want to know."""
+
+    gpu: str
+    """Its UUID: processes may number their GPUs differently."""
+    handle: bytes
+    storage_bytes: int
+    offset_bytes: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    must_wait: bool
+
+
+class BufferPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A buffer of slots in memory that others may read."""
+
+    num_slots: int
+    slot_bytes: int
+    gpu: GpuMemory | None
+    """None: it is a memory file, whose descriptor comes with the message."""
+
+
 class Welcomed(TransferMessage, frozen=True):
-    """The line stands. To a reader or subscriber the descriptor of the buffer comes with it."""
+    """The line stands. A reader or subscriber is told where the buffer is."""
 
     rank: int
     generation: int
-    num_slots: int
-    slot_bytes: int
+    buffer: BufferPlace | None
 
 
 class Refused(TransferMessage, frozen=True):
@@ -112,9 +134,13 @@ class UpdateAgreed(TransferMessage, frozen=True):
 
 
 class MovementSeen(TransferMessage, frozen=True):
-    """Buckets have moved on this device since it said so last; or, from the coordinator, it is there and waits."""
+    """Buckets have moved on this device since it said so last."""
 
     update: int
+
+
+class StillThere(TransferMessage, frozen=True):
+    """Nothing has moved here, but somebody is there and waits."""
 
 
 class DevicePrepared(TransferMessage, frozen=True):
@@ -124,11 +150,13 @@ class DevicePrepared(TransferMessage, frozen=True):
 
 
 class DeviceFailed(TransferMessage, frozen=True):
-    """This device cannot go on, and who is to blame."""
+    """This device cannot go on, and who seems to be to blame."""
 
     update: int
     culprit: str
     reason: str
+    stalled: bool
+    """It was only that nothing came from there, which may be somebody else's fault."""
 
 
 class VersionCommitted(TransferMessage, frozen=True):
@@ -176,8 +204,8 @@ class UpdateBegan(TransferMessage, frozen=True):
     generation: int
     layout: Layout
     reader: int
-    lends_buffer: bool
-    """The descriptor of another buffer comes with it, and the buckets of this update lie there."""
+    lent: BufferPlace | None
+    """Another buffer, in which the buckets of this update lie."""
 
 
 class VersionLoaded(TransferMessage, frozen=True):
@@ -208,6 +236,7 @@ AnyTransferMessage: TypeAlias = (
     | UpdateOffered
     | UpdateAgreed
     | MovementSeen
+    | StillThere
     | DevicePrepared
     | DeviceFailed
     | VersionCommitted

@@ -35,7 +35,7 @@ class Standing(enum.Enum):
     """The device has given this update up: it does not come any more."""
 
 
-Report: TypeAlias = msg.UpdateOffered | msg.MovementSeen | msg.DevicePrepared | msg.DeviceFailed
+Report: TypeAlias = msg.UpdateOffered | msg.MovementSeen | msg.StillThere | msg.DevicePrepared | msg.DeviceFailed
 Verdict: TypeAlias = msg.UpdateAgreed | msg.VersionCommitted | msg.UpdateAborted
 """What is to be told to every device."""
 
@@ -84,6 +84,7 @@ class UpdateMachine:
         self._offers: dict[int, msg.UpdateOffered] = {}
         self._prepared: set[int] = set()
         self._moved_s = dict.fromkeys(range(terms.world_size), now_s)
+        self._heard_s = dict(self._moved_s)
 
     @property
     def is_over(self) -> bool:
@@ -102,9 +103,12 @@ class UpdateMachine:
         """
         if self.is_over or rank not in self._moved_s:
             return []
+        self._heard_s[rank] = now_s
         if isinstance(report, msg.UpdateOffered):
             self._moved_s[rank] = now_s
             return self._offered(rank, report, now_s)
+        if isinstance(report, msg.StillThere):
+            return []
         is_failure_before = isinstance(report, msg.DeviceFailed) and report.update == 0 and rank in self._offers
         if not is_failure_before and (self.stage is not Stage.MOVING or report.update != self._update):
             return []
@@ -118,6 +122,8 @@ class UpdateMachine:
                     return []
                 self.stage = Stage.COMMITTED
                 return [msg.VersionCommitted(self._update, self.terms.version)]
+            case msg.DeviceFailed() if report.stalled:
+                return self.abort(*(self._most_silent(now_s) or (report.culprit, report.reason)))
             case msg.DeviceFailed():
                 return self.abort(report.culprit, report.reason)
             case _:
@@ -150,9 +156,21 @@ class UpdateMachine:
         if self.is_over or now_s < self.deadline_s:
             return []
         late = [rank for rank in self._awaited() if now_s >= self._moved_s[rank] + self.terms.deadline_s]
+        late = [rank for rank in late if self._is_silent(rank, now_s)] or late
         culprit = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}"
         what = "did not offer this version" if self.stage is Stage.OFFERING else "has shown no movement"
         return self.abort(culprit, f"{what} within {self.terms.deadline_s:g} s")
+
+    def _is_silent(self, rank: int, now_s: float) -> bool:
+        """Devices that only wait for others say so all the time."""
+        return self.stage is Stage.MOVING and now_s >= self._heard_s[rank] + self.terms.deadline_s / 2
+
+    def _most_silent(self, now_s: float) -> tuple[str, str] | None:
+        """A device that stands makes others stand, which then suspect each other: who, and why it is it."""
+        rank = min(self._heard_s, key=self._heard_s.__getitem__)
+        if not self._is_silent(rank, now_s):
+            return None
+        return f"rank {rank}", f"has said nothing for {now_s - self._heard_s[rank]:.1f} s"
 
     def abort(self, culprit: str, reason: str, fault: msg.Fault = msg.Fault.LOST) -> list[Verdict]:
         """The update cannot count."""
@@ -184,6 +202,7 @@ class UpdateMachine:
         self.stage = Stage.MOVING
         self._update = 1 + max(each.last_update for each in offers)
         self._moved_s = dict.fromkeys(self._moved_s, now_s)
+        self._heard_s = dict(self._moved_s)
         return [msg.UpdateAgreed(self._update, terms.version, terms.generation, layout)]
 
     def _layout_of(self, offers: list[msg.UpdateOffered]) -> Layout:

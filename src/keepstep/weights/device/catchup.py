@@ -21,7 +21,7 @@ from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passin
 from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.lines.line import Flag, Interrupted, Line, what_of
 from keepstep.weights.memory.blocks import NamedBlock
-from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.buffers import Buffer, attach_buffer
 from keepstep.weights.spans import Spans
 
 
@@ -49,7 +49,7 @@ class CatchUps:
         """Whose turn it is to have the IPC buffer."""
         self._turn_to_serve = threading.Lock()
         """Whose turn it is to have the H2D buffer."""
-        self._buffers: dict[str, SlotBuffer] = {}
+        self._buffers: dict[str, Buffer] = {}
 
     @property
     def buffer_bytes(self) -> int:
@@ -114,14 +114,14 @@ class CatchUps:
         rank, deadline_s = self._settings.rank, self._settings.deadline_s
         layout = serve_one(kept.layout, rank, attached.consumer)
         update, course = device.number_update(), Course(layout, rank)
-        sources: dict[int, tuple[Line, SlotBuffer]] = {}
+        sources: dict[int, tuple[Line, Buffer]] = {}
         for source in sorted({bucket.source for bucket in course.coming}):
             called = msg.CatchUpCalled(rank, device.generation, update, kept.version, layout)
             sources[source] = self._ask(source, called)
             lines.append(sources[source][0])
         ipc = self._buffer("ipc")
-        began = msg.UpdateBegan(update, kept.version, device.generation, layout, 0, lends_buffer=True)
-        attached.tell(began, [ipc.descriptor])
+        place, descriptors = ipc.share()
+        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place), descriptors)
         try:
             passing = Passing(update, course, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
             passing.run()
@@ -130,13 +130,13 @@ class CatchUps:
                 buffer.close()
         passing.hand_over(kept.version, self._stop)
 
-    def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Line, SlotBuffer]:
+    def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Line, Buffer]:
         until_s = time.monotonic() + self._settings.deadline_s
         try:
             line, welcomed = knock(
                 door_path(self._settings.folder, source), called, f"rank {source}", until_s, self._stop
             )
-            return line, SlotBuffer.attach(line.take_descriptor(), welcomed.num_slots, welcomed.slot_bytes)
+            return line, attach_buffer(welcomed.buffer, line)
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn(f"rank {source}", what_of(error)) from None
 
@@ -169,12 +169,13 @@ class CatchUps:
         h2d = self._buffer("h2d")
         course = Course(called.layout, self._settings.rank)
         course.prepare([block.held for block in kept.blocks])
-        welcomed = msg.Welcomed(self._settings.rank, device.generation, h2d.num_slots, h2d.slot_bytes)
-        line.send(welcomed, time.monotonic() + deadline_s, [h2d.descriptor])
+        place, descriptors = h2d.share()
+        welcomed = msg.Welcomed(self._settings.rank, device.generation, place)
+        line.send(welcomed, time.monotonic() + deadline_s, descriptors)
         outlet = device_outlet(called.update, h2d, {called.rank: line}, deadline_s, self._stop)
         Gathering(course, h2d, outlet, Spans()).run()
 
-    def _buffer(self, which: str) -> SlotBuffer:
+    def _buffer(self, which: str) -> Buffer:
         if which not in self._buffers:
             self._buffers[which] = self._settings.make_buffer()
         return self._buffers[which]

@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 from keepstep.errors import PeerLost, RemoteProtocolError
-from keepstep.protocol.transfer.messages import DeviceFailed, DevicePrepared, MovementSeen, UpdateOffered
+from keepstep.protocol.transfer.messages import DeviceFailed, DevicePrepared, MovementSeen, StillThere, UpdateOffered
 from keepstep.protocol.transfer.update import Agreement, Standing, Terms, UpdateMachine, Verdict
 from keepstep.weights.device.callers import Callers
 from keepstep.weights.lines.line import Flag, Line, wait
@@ -60,7 +60,7 @@ class Coordinator:
             verdicts += machine.tick(now_s)
             self._tell(*verdicts)
             if now_s >= sign_due_s:
-                self._tell(MovementSeen(0))
+                self._tell(StillThere())
                 sign_due_s = now_s + self._sign_s
         for line in self._lines.values():
             line.close()
@@ -96,7 +96,7 @@ class Coordinator:
         match message:
             case None:
                 return []
-            case MovementSeen() | DevicePrepared() | DeviceFailed():
+            case MovementSeen() | StillThere() | DevicePrepared() | DeviceFailed():
                 return self._machine.receive(rank, message, time.monotonic())
             case other:
                 return self._lose(rank, f"it sent {other!r:.80}")
@@ -105,7 +105,7 @@ class Coordinator:
         self._lines.pop(rank).close()
         return self._machine.lost(rank, reason)
 
-    def _tell(self, *messages: Verdict | MovementSeen) -> None:
+    def _tell(self, *messages: Verdict | StillThere) -> None:
         """Tells all devices. One that cannot be told is lost, and that may be a verdict too."""
         untold = deque(messages)
         while untold:
@@ -114,7 +114,7 @@ class Coordinator:
                 if (reason := self._tell_one(line, message)) is not None:
                     untold += self._lose(rank, reason)
 
-    def _tell_one(self, line: Line, message: Verdict | MovementSeen) -> str | None:
+    def _tell_one(self, line: Line, message: Verdict | StillThere) -> str | None:
         """Why it cannot be told."""
         try:
             line.send(message, time.monotonic() + self._sign_s)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from keepstep.errors import ConfigurationError, PeerLost
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.layout import Consumer
@@ -19,8 +21,8 @@ from keepstep.weights.device.callers import Callers
 from keepstep.weights.device.mesh import Mesh
 from keepstep.weights.lines.door import Door, door_path, make_private
 from keepstep.weights.lines.line import Line
-from keepstep.weights.memory.buffers import SlotBuffer
-from keepstep.weights.memory.copies import SLOT_EXTRA_BYTES
+from keepstep.weights.memory.buffers import Buffer, make_buffer
+from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES
 
 NUM_SLOTS = 2
 """Of each buffer: one is filled while the other is read."""
@@ -35,6 +37,7 @@ class Settings:
     world_size: int
     bucket_bytes: int
     deadline_s: float
+    buffers_on: torch.device
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -54,9 +57,9 @@ class Settings:
         """How often a device and the coordinator show that they are there."""
         return min(1.0, self.deadline_s / 4)
 
-    def make_buffer(self) -> SlotBuffer:
+    def make_buffer(self) -> Buffer:
         """A new buffer for buckets of this size."""
-        return SlotBuffer.create(NUM_SLOTS, self.bucket_bytes + SLOT_EXTRA_BYTES)
+        return make_buffer(self.buffers_on, NUM_SLOTS, self.bucket_bytes + SLOT_EXTRA_BYTES)
 
 
 class Device:
@@ -89,7 +92,7 @@ class Device:
         make_private(settings.folder)
         self.h2d = settings.make_buffer()
         self.ipc = settings.make_buffer()
-        self.mesh = Mesh(settings.folder, settings.rank, settings.world_size)
+        self.mesh = Mesh(settings.folder, settings.rank, settings.world_size, settings.buffers_on)
         self._door = Door(door_path(settings.folder, settings.rank), self._answer)
 
     @property
@@ -129,7 +132,7 @@ class Device:
             raise
 
     def _welcome(self, line: Line, message: AnyTransferMessage) -> None:
-        until_s = time.monotonic() + self.settings.deadline_s
+        own, until_s = self.settings.rank, time.monotonic() + self.settings.deadline_s
         match message:
             case msg.DeviceCalled() | msg.UpdateOffered() | msg.CatchUpCalled() | msg.SubscriberCalled() if (
                 refused := self._refused(message)
@@ -138,17 +141,17 @@ class Device:
                 line.close()
             case msg.DeviceCalled(rank=rank):
                 line.who = f"rank {rank}"
-                self.readers.add(message, line, lambda: line.send(self._welcomed(), until_s, [self.h2d.descriptor]))
+                self.readers.add(message, line, lambda: self._welcome_to(self.h2d, line, until_s))
             case msg.UpdateOffered(rank=rank):
                 line.who = f"rank {rank}"
-                self.offers.add(message, line, lambda: line.send(self._welcomed(), until_s))
+                self.offers.add(message, line, lambda: line.send(msg.Welcomed(own, self.generation, None), until_s))
             case msg.CatchUpCalled(rank=rank):
                 line.who = f"rank {rank}"
                 self._asked(line, message)
             case msg.SubscriberCalled(name=name, wants=wants):
                 line.who = name
                 attached = Attached(Consumer(name, wants), line)
-                self.attendance.add(attached, lambda: line.send(self._welcomed(), until_s, [self.ipc.descriptor]))
+                self.attendance.add(attached, lambda: self._welcome_to(self.ipc, line, until_s))
                 self._came(attached, message.version)
             case other:
                 line.send(msg.Refused(f"{other!r:.80} opens no line", stale=False), until_s)
@@ -170,5 +173,6 @@ class Device:
             return msg.Refused(f"there is no rank {called.rank} among {self.settings.world_size}", stale=False)
         return None
 
-    def _welcomed(self) -> msg.Welcomed:
-        return msg.Welcomed(self.settings.rank, self.generation, self.h2d.num_slots, self.h2d.slot_bytes)
+    def _welcome_to(self, buffer: Buffer, line: Line, until_s: float) -> None:
+        place, descriptors = buffer.share()
+        line.send(msg.Welcomed(self.settings.rank, self.generation, place), until_s, descriptors)

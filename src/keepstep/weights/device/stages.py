@@ -25,10 +25,11 @@ from keepstep.protocol.transfer.messages import (
 )
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.device.attendance import Attached
-from keepstep.weights.lines.flow import Inlet, Outlet
-from keepstep.weights.lines.line import Flag, Interrupted, Line, what_of
-from keepstep.weights.memory.buffers import SlotBuffer
-from keepstep.weights.memory.copies import CHECKSUM_BYTES, BucketCopy, Held, copy_bytes, seal
+from keepstep.weights.lines.flow import Inlet, Outlet, Stalled
+from keepstep.weights.lines.line import Flag, Interrupted, Line, LineStalled, what_of
+from keepstep.weights.memory.buffers import Buffer
+from keepstep.weights.memory.copies import Copy, copy_of, seal
+from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
 from keepstep.weights.spans import Spans
 
 DEVICE_PATIENCE_S = 0.2
@@ -43,11 +44,16 @@ SWITCH_PATIENCE_S = 0.2
 
 
 class CannotGoOn(Exception):
-    """The update cannot count; ``culprit`` is to blame."""
+    """The update cannot count; ``culprit`` is to blame, or seems to be if it only ``stalled``."""
 
-    def __init__(self, culprit: str, reason: str) -> None:
+    def __init__(self, culprit: str, reason: str, stalled: bool = False) -> None:
         super().__init__(f"{culprit}: {reason}")
-        self.culprit, self.reason = culprit, reason
+        self.culprit, self.reason, self.stalled = culprit, reason, stalled
+
+    @classmethod
+    def because_of(cls, rank: int, error: Exception) -> CannotGoOn:
+        """Something went wrong with another device."""
+        return cls(f"rank {rank}", what_of(error), isinstance(error, Stalled | LineStalled))
 
 
 class Course:
@@ -60,7 +66,7 @@ class Course:
         self.own, self.coming = plan.sent_by(rank), plan.sent_to(rank)
         self.readers = tuple(index for index, reader in enumerate(layout.readers) if reader.device == rank)
         self._tensors: dict[int, list[Held]] = {}
-        self._gathers: dict[int, BucketCopy] = {}
+        self._gathers: dict[int, Copy] = {}
 
     def prepare(self, held: Sequence[Held]) -> None:
         """Says what is gathered.
@@ -78,7 +84,7 @@ class Course:
             slot: where to; the same one each time.
         """
         if number not in self._gathers:  # what the next update uses again
-            self._gathers[number] = BucketCopy(slot, self.own[number], self._tensors)
+            self._gathers[number] = copy_of(slot, self.own[number], self._tensors)
         return self._gathers[number].gather()
 
 
@@ -106,7 +112,7 @@ class Gathering:
     def __init__(
         self,
         course: Course,
-        h2d: SlotBuffer,
+        h2d: Buffer,
         outlet: Announcing,
         spans: Spans,
         moved: Callable[[], None] = lambda: None,
@@ -137,14 +143,14 @@ class Gathering:
         self._outlet.wait_until_all_free()
 
 
-def device_outlet(update: int, h2d: SlotBuffer, readers: Mapping[int, Line], deadline_s: float, stop: Flag) -> Outlet:
+def device_outlet(update: int, h2d: Buffer, readers: Mapping[int, Line], deadline_s: float, stop: Flag) -> Outlet:
     """To the devices that read in this one's H2D buffer; one that is lost ends the update."""
     patience_s = deadline_s + DEVICE_PATIENCE_S
     return Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else)
 
 
 def _blame_device(rank: int, error: Exception) -> None:
-    raise CannotGoOn(f"rank {rank}", what_of(error))
+    raise CannotGoOn.because_of(rank, error)
 
 
 def _nothing_else(rank: int, message: AnyTransferMessage) -> None:
@@ -160,8 +166,8 @@ class Passing:
         self,
         update: int,
         course: Course,
-        sources: Mapping[int, tuple[Line, SlotBuffer]],
-        ipc: SlotBuffer,
+        sources: Mapping[int, tuple[Line, Buffer]],
+        ipc: Buffer,
         consumers: Mapping[int, Attached],
         deadline_s: float,
         stop: Flag,
@@ -229,10 +235,10 @@ class Passing:
             slot = inlet.take(bucket)
             self._outlet.wait_until_free(half)
             with self._spans.of(self.name, bucket.index):
-                copy_bytes(self._ipc.address(half), slot.data_ptr(), bucket.num_bytes + CHECKSUM_BYTES)
+                self._ipc.fill(half, slot, bucket.num_bytes + CHECKSUM_BYTES)
             inlet.release()
         except (PeerLost, RemoteProtocolError) as error:
-            raise CannotGoOn(f"rank {bucket.source}", what_of(error)) from None
+            raise CannotGoOn.because_of(bucket.source, error) from None
         self._outlet.announce(bucket.index, half, bucket.readers)
 
     def _hear(self, reader: int, message: AnyTransferMessage) -> None:

@@ -111,7 +111,7 @@ class Update:
             return self._move(listener, agreed, former)
         except Interrupted:
             culprit = f"rank {self._settings.rank}"
-            listener.send(msg.DeviceFailed(update, culprit, "it was interrupted"))
+            listener.send(msg.DeviceFailed(update, culprit, "it was interrupted", stalled=False))
             raise Failed(Fault.LOST, culprit, "it was interrupted") from None
 
     def _agree(self, listener: CoordinatorLine) -> msg.UpdateAgreed:
@@ -161,7 +161,7 @@ class Update:
             if problem is None:
                 taking[reader] = each
                 each.tell(
-                    msg.UpdateBegan(agreed.update, agreed.version, agreed.generation, agreed.layout, reader, False)
+                    msg.UpdateBegan(agreed.update, agreed.version, agreed.generation, agreed.layout, reader, None)
                 )
             else:
                 self.failures.append(StateMismatch(problem))
@@ -185,9 +185,8 @@ class Update:
                 sign_due_s = now_s + self._settings.sign_s
                 for each in consumers:
                     each.show_sign(msg.MovementSeen(update))
-                if stages.num_moved != num_moved:
-                    num_moved = stages.num_moved
-                    listener.send(msg.MovementSeen(update))
+                has_moved, num_moved = stages.num_moved != num_moved, stages.num_moved
+                listener.send(msg.MovementSeen(update) if has_moved else msg.StillThere())
             if listener.line in ready or now_s >= listener.until_s:
                 match listener.receive():
                     case msg.VersionCommitted():
@@ -203,7 +202,10 @@ class Update:
         if error is None:
             return
         if isinstance(error, CannotGoOn):
-            listener.send(msg.DeviceFailed(update, error.culprit, error.reason))
-            raise Failed(Fault.LOST, error.culprit, error.reason)
-        listener.send(msg.DeviceFailed(update, f"rank {self._settings.rank}", repr(error)))
+            listener.send(msg.DeviceFailed(update, error.culprit, error.reason, error.stalled))
+            failed = Failed(Fault.LOST, error.culprit, error.reason)
+            if error.stalled:
+                listener.hear_about(failed)
+            raise failed
+        listener.send(msg.DeviceFailed(update, f"rank {self._settings.rank}", repr(error), stalled=False))
         raise error

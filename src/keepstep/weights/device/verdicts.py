@@ -7,7 +7,7 @@ import time
 from typing import NoReturn
 
 from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration, StateMismatch
-from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault, MovementSeen, UpdateAborted
+from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault, StillThere, UpdateAborted
 from keepstep.weights.lines.line import Flag, Line, LineStalled, wait, what_of
 
 COORDINATOR = 0
@@ -17,6 +17,8 @@ COORDINATOR_PATIENCE_S = 0.65
 whoever waits for the culprit itself has told it before."""
 DEVICE_PATIENCE_S = 0.8
 """Beyond a consumer's deadline, for a coordinator that says nothing: it may be waiting for somebody itself."""
+VERDICT_S = 0.2
+"""For the coordinator to say who is to blame for a stall."""
 _ERRORS: dict[Fault, type[KeepstepError]] = {
     Fault.LOST: PublisherLost,
     Fault.LAYOUT: StateMismatch,
@@ -43,8 +45,13 @@ class CoordinatorLine:
     def __init__(self, line: Line, deadline_s: float, stop: Flag) -> None:
         self.line = line
         self._stop = stop
-        self._patience_s = deadline_s + DEVICE_PATIENCE_S
-        self.until_s = time.monotonic() + self._patience_s
+        self._deadline_s = deadline_s
+        self._heard_s = time.monotonic()
+
+    @property
+    def until_s(self) -> float:
+        """When it is taken for lost, if it says nothing before."""
+        return self._heard_s + self._deadline_s + DEVICE_PATIENCE_S
 
     def send(self, message: AnyTransferMessage) -> None:
         """Reports. If the coordinator is gone, or wants no more reports, `receive` says what it said last."""
@@ -64,10 +71,25 @@ class CoordinatorLine:
             message = self.line.receive_now()
         except (PeerLost, RemoteProtocolError) as error:
             self.blame(what_of(error))
-        self.until_s = time.monotonic() + self._patience_s
+        self._heard_s = time.monotonic()
         if isinstance(message, UpdateAborted):
             raise Failed(message.fault, message.culprit, message.reason)
-        return None if isinstance(message, MovementSeen) else message
+        return None if isinstance(message, StillThere) else message
+
+    def hear_about(self, suspected: Failed) -> NoReturn:
+        """Waits for a moment for what the coordinator says of a stall that was reported: it hears all devices.
+
+        Raises:
+            Failed: its verdict; that it is lost itself, if it has been silent for long; or ``suspected``.
+            Interrupted: by the stop.
+        """
+        silent_s = time.monotonic() - self._heard_s
+        until_s = time.monotonic() + VERDICT_S
+        while wait([self.line], until_s, self._stop):
+            self.receive()
+        if silent_s >= self._deadline_s / 2:
+            self.blame(f"has said nothing for {silent_s:.1f} s")
+        raise suspected
 
     def blame(self, reason: str) -> NoReturn:
         """The coordinator is lost."""

@@ -14,7 +14,7 @@ from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, SlotFreed, UpdateAborted
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.lines.line import Flag, Line, wait
-from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.buffers import Buffer
 
 
 class Stalled(PeerLost):
@@ -146,7 +146,7 @@ def next_bucket(line: Line, update: int, bucket: int, deadline_s: float, stop: F
 class Inlet:
     """The reading side of another process's buffer in one update."""
 
-    def __init__(self, update: int, line: Line, buffer: SlotBuffer, deadline_s: float, stop: Flag) -> None:
+    def __init__(self, update: int, line: Line, buffer: Buffer, deadline_s: float, stop: Flag) -> None:
         """Args:
         update: its number, for every message.
         line: to the writer.

@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.memory.copies import CHECKSUM_BYTES
+from keepstep.weights.memory.pieces import CHECKSUM_BYTES
 
 BUCKET_TAG = 0x4B531
 """Under which buckets travel; each side of a transfer sends and receives them in the order of the plan."""

@@ -13,7 +13,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import HeldPart, Want
 from keepstep.protocol.transfer.plan import TensorForm
-from keepstep.weights.memory.copies import Held
+from keepstep.weights.memory.pieces import Held
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -179,10 +179,12 @@ def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def copies_of(blocks: Sequence[NamedBlock]) -> list[NamedBlock]:
-    """The same entries in contiguous host memory of their own, content undefined; pinned where there is a GPU."""
-    return [dataclasses.replace(block, held=Held(_host_like(block.held.tensor), block.held.box)) for block in blocks]
+def copies_of(blocks: Sequence[NamedBlock], pinned: bool) -> list[NamedBlock]:
+    """The same entries in contiguous host memory of their own, content undefined; ``pinned`` where a GPU reads it."""
+    return [
+        dataclasses.replace(block, held=Held(_host_like(block.held.tensor, pinned), block.held.box)) for block in blocks
+    ]
 
 
-def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+def _host_like(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned or tensor.is_cuda)

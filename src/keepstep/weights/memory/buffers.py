@@ -17,20 +17,53 @@ import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 import numpy as np
 import psutil
 import torch
 
-from keepstep.errors import BufferUnavailable, RemoteProtocolError
+from keepstep.errors import BufferUnavailable, ConfigurationError, RemoteProtocolError
+from keepstep.protocol.transfer.messages import BufferPlace
+from keepstep.weights.lines.line import Line
+from keepstep.weights.memory.bytes_of import copy_bytes
+from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x0010) | fcntl.F_SEAL_SEAL
 MAX_SLOTS = 64
 """More than anybody uses; what claims more is refused before memory is mapped for it."""
 
 
+class Buffer(Protocol):
+    """What a stage writes and the next one reads: slots of the same size, in memory of whatever kind."""
+
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots together."""
+        ...
+
+    def view(self, slot: int) -> torch.Tensor:
+        """A slot as a tensor, uint8 [slot_bytes]. Valid until `close`."""
+        ...
+
+    def fill(self, slot: int, source: torch.Tensor, num_bytes: int) -> None:
+        """Copies the first bytes of another buffer's slot into one of this, which others may read when it returns."""
+        ...
+
+    def share(self) -> tuple[BufferPlace, list[int]]:
+        """How one other process finds it: what to tell it, and descriptors to send along."""
+        ...
+
+    def close(self) -> None:
+        """Gives the memory back. No view may be used any more. Any number of times."""
+        ...
+
+
 class SlotBuffer:
-    """``num_slots`` runs of ``slot_bytes`` bytes. Made by `create` in its writer and by `attach` in its readers."""
+    """A buffer in host memory. Made by `create` in its writer and by `attach` in its readers."""
 
     def __init__(self, descriptor: int, num_slots: int, slot_bytes: int, writable: bool) -> None:
         """Takes over ``descriptor``."""
@@ -98,12 +131,51 @@ class SlotBuffer:
             self._views[slot] = torch.frombuffer(memory, dtype=torch.uint8)
         return self._views[slot]
 
+    def fill(self, slot: int, source: torch.Tensor, num_bytes: int) -> None:
+        """See `Buffer`."""
+        copy_bytes(self.address(slot), source.data_ptr(), num_bytes)
+
+    def share(self) -> tuple[BufferPlace, list[int]]:
+        """See `Buffer`."""
+        return BufferPlace(self.num_slots, self.slot_bytes, None), [self.descriptor]
+
     def close(self) -> None:
         """Gives the memory back. No view may be used any more. Any number of times."""
         self._close()
         self.descriptor = -1
         with suppress(BufferError):  # somebody still holds the memory object; it goes with the last of them
             self._map.close()
+
+
+def make_buffer(device: torch.device, num_slots: int, slot_bytes: int) -> Buffer:
+    """A new buffer in a device's memory.
+
+    Raises:
+        BufferUnavailable: there is not so much of it.
+        ConfigurationError: this machine has no such device.
+    """
+    if device.type == "cpu":
+        return SlotBuffer.create(num_slots, slot_bytes)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigurationError(f"buffers_on='{device}': this process has no such device; 'cpu' and GPUs of CUDA do")
+    return GpuBuffer.create(device, num_slots, slot_bytes)
+
+
+def attach_buffer(place: BufferPlace | None, line: Line) -> Buffer:
+    """Another process's, to read from.
+
+    Args:
+        place: what it says of it.
+        line: on which it came.
+
+    Raises:
+        RemoteProtocolError: it is not what it was said to be.
+    """
+    if place is None:
+        raise RemoteProtocolError(f"{line.who} named no buffer where one belongs")
+    if place.gpu is not None:
+        return GpuBuffer.attach(place)
+    return SlotBuffer.attach(line.take_descriptor(), place.num_slots, place.slot_bytes)
 
 
 def _unavailable(size: int, num_slots: int, reason: str) -> str:

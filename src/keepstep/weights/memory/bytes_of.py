@@ -1,13 +1,25 @@
-"""Tensors as runs of bytes, in place."""
+"""Tensors as runs of bytes, in place, and runs of bytes copied."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
 import xxhash
 
 from keepstep.errors import ConfigurationError
+
+RELEASED_BYTES = 1 << 15
+"""From this size on other threads may run during a copy; handing over costs more than a smaller copy takes."""
+_PROTOTYPE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_released = ctypes.CFUNCTYPE(*_PROTOTYPE)(("memmove", ctypes.CDLL(None)))
+_copy_held = ctypes.PYFUNCTYPE(*_PROTOTYPE)(("memmove", ctypes.PyDLL(None)))
+
+
+def copy_bytes(to: int, source: int, num_bytes: int) -> None:
+    """Copies between two addresses of this process."""
+    (_copy_released if num_bytes >= RELEASED_BYTES else _copy_held)(to, source, num_bytes)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -1,175 +1,66 @@
-"""What is copied between the slot of a bucket and the tensors whose blocks lie in it, prepared once per plan.
+"""What is copied between the slot of a bucket and tensors, prepared once per plan, wherever the slot is.
 
-A block that is one run of memory on both sides is copied as bytes; anything else (a column shard, a transposed
-tensor) by torch, element by element. Checksums are xxh3 over the bucket's bytes; they travel in the slot, behind them.
+Checksums travel in the slot, behind the bucket.
 """
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 import xxhash
 
-from keepstep.protocol.transfer.boxes import Box
-from keepstep.protocol.transfer.plan import Bucket, Piece
-
-CHECKSUM_BYTES = 8
-SLOT_EXTRA_BYTES = 64
-"""Behind the bucket in each slot: its checksum, and what keeps the next slot on a cache line of its own."""
-RELEASED_BYTES = 1 << 15
-"""From this size on other threads may run during a copy; handing over costs more than a smaller copy takes."""
-
-BATCH_BYTES = 1 << 20
-"""Copied at a time before it is hashed, so that a hash reads from a cache. Large enough for glibc to copy with vector
-instructions: below the second-level cache's size (512 KiB on many AMD processors) it uses ``rep movsb`` there, which
-is up to five times slower where both addresses have nearly the same place in their pages (glibc bug 30994)."""
-
-_PROTOTYPE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_copy_released = ctypes.CFUNCTYPE(*_PROTOTYPE)(("memmove", ctypes.CDLL(None)))
-_copy_held = ctypes.PYFUNCTYPE(*_PROTOTYPE)(("memmove", ctypes.PyDLL(None)))
+from keepstep.protocol.transfer.plan import Bucket
+from keepstep.weights.memory import gpu_copies
+from keepstep.weights.memory.gpu_copies import GpuCopy, on_stream
+from keepstep.weights.memory.host_copies import HostCopy
+from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
 
 
-def copy_bytes(to: int, source: int, num_bytes: int) -> None:
-    """Copies between two addresses of this process."""
-    (_copy_released if num_bytes >= RELEASED_BYTES else _copy_held)(to, source, num_bytes)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor that is here, or a block of one.
-
-    Attributes:
-        tensor: its memory; any strides.
-        box: which block of the whole tensor it is.
-    """
-
-    tensor: torch.Tensor
-    box: Box
-
-    def block(self, box: Box) -> torch.Tensor:
-        """The view of a block, given by its place in the whole tensor."""
-        view = self.tensor
-        for dim, (start, size) in enumerate(zip(box.seen_from(self.box).start, box.shape, strict=True)):
-            view = view.narrow(dim, start, size)
-        return view
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Segment:
-    """A part of a bucket that is copied at a time.
-
-    Attributes:
-        end: offset in the slot of what follows it.
-        run: (address in the slot, address of the tensor, bytes), or None.
-        views: of the slot and of the tensor, where it is no run of memory.
-    """
-
-    end: int
-    run: tuple[int, int, int] | None = None
-    views: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class _Batch:
-    """Segments that are copied, and the memory that is hashed then, while it is in the processor's cache."""
-
-    runs: list[tuple[int, int, int]]
-    views: list[tuple[torch.Tensor, torch.Tensor]]
-    memory: memoryview
-
-
-class BucketCopy:
-    """Copies between one bucket's slot and the tensors here, and computes the bucket's checksum on the way."""
-
-    def __init__(self, slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> None:
-        """Args:
-        slot: uint8, memory of at least the bucket's size.
-        bucket: whose pieces are copied.
-        held: by index of the tensor: what of it is here. Its box holds a piece or has nothing of it.
-        """
-        self._batches = list(_batches(slot.numpy().data, _segments(slot, bucket, held)))
+class Copy(Protocol):
+    """Between one bucket's slot and the tensors here. It computes the bucket's checksum on the way."""
 
     def gather(self) -> bytes:
-        """Tensors to slot; the checksum."""
-        digest = xxhash.xxh3_64()
-        for batch in self._batches:
-            for slot, own, num_bytes in batch.runs:
-                copy_bytes(slot, own, num_bytes)
-            for in_slot, view in batch.views:
-                in_slot.copy_(view)
-            digest.update(batch.memory)
-        return digest.digest()
+        """Tensors to slot; the checksum. All of it is there when it returns."""
+        ...
 
     def scatter(self) -> bytes:
         """Slot to tensors; the checksum of what was in the slot."""
-        digest = xxhash.xxh3_64()
-        for batch in self._batches:
-            for slot, own, num_bytes in batch.runs:
-                copy_bytes(own, slot, num_bytes)
-            for in_slot, view in batch.views:
-                view.copy_(in_slot)
-            digest.update(batch.memory)
-        return digest.digest()
+        ...
 
 
-def _segments(slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Iterator[_Segment]:
-    for piece in bucket.pieces:
-        for each in held[piece.tensor]:
-            if each.box.holds(piece.box):
-                yield from _segments_of(slot, piece, each.block(piece.box))
+def copy_of(slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Copy:
+    """Prepares the copies of a bucket.
 
-
-def _segments_of(slot: torch.Tensor, piece: Piece, own: torch.Tensor) -> Iterator[_Segment]:
-    if not _is_run_of_memory(own):
-        yield _Segment(piece.offset + piece.num_bytes, views=(as_tensor(slot, piece, own.dtype), own))
-        return
-    begin, address = slot.data_ptr() + piece.offset, own.data_ptr()
-    for done in range(0, piece.num_bytes, BATCH_BYTES):
-        size = min(BATCH_BYTES, piece.num_bytes - done)
-        yield _Segment(piece.offset + done + size, run=(begin + done, address + done, size))
-
-
-def _is_run_of_memory(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are its values in row-major order; a view that conjugates or negates has others."""
-    is_plain = not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and tensor.is_contiguous() and tensor.device.type == "cpu"
-
-
-def _batches(memory: memoryview, segments: Iterable[_Segment]) -> Iterator[_Batch]:
-    begin, end = 0, 0
-    runs: list[tuple[int, int, int]] = []
-    views: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for segment in segments:
-        end = max(end, segment.end)
-        if segment.run is not None:
-            runs.append(segment.run)
-        if segment.views is not None:
-            views.append(segment.views)
-        if end - begin >= BATCH_BYTES:
-            yield _Batch(runs, views, memory[begin:end])
-            begin, runs, views = end, [], []
-    if end > begin:
-        yield _Batch(runs, views, memory[begin:end])
-
-
-def as_tensor(slot: torch.Tensor, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-    """The view of a piece in the slot of its bucket, in the shape of its block."""
-    return slot[piece.offset : piece.offset + piece.num_bytes].view(dtype).view(piece.box.shape)
+    Args:
+        slot: uint8, memory of at least the bucket's size.
+        bucket: whose pieces are copied.
+        held: by index of the tensor: what of it is here. Its box holds a piece or has nothing of it.
+    """
+    return GpuCopy(slot, bucket, held) if slot.is_cuda else HostCopy(slot, bucket, held)
 
 
 def seal(slot: torch.Tensor, bucket: Bucket, checksum: bytes) -> None:
     """Writes the checksum of a bucket behind it."""
-    slot.numpy().data[bucket.num_bytes : bucket.num_bytes + CHECKSUM_BYTES] = checksum
+    with on_stream(slot.device):
+        _checksum_place(slot, bucket).copy_(torch.frombuffer(bytearray(checksum), dtype=torch.uint8))
 
 
 def checksum_in(slot: torch.Tensor, bucket: Bucket) -> bytes:
     """The checksum that was written behind a bucket."""
-    return bytes(slot.numpy().data[bucket.num_bytes : bucket.num_bytes + CHECKSUM_BYTES])
+    with on_stream(slot.device):
+        return _checksum_place(slot, bucket).cpu().numpy().tobytes()
 
 
 def checksum_of(slot: torch.Tensor, bucket: Bucket) -> bytes:
     """The checksum of the bucket that is in a slot."""
-    return xxhash.xxh3_64_digest(slot.numpy().data[: bucket.num_bytes])
+    content = slot[: bucket.num_bytes]
+    if not slot.is_cuda:
+        return xxhash.xxh3_64_digest(content.numpy().data)
+    with on_stream(slot.device):
+        return gpu_copies.checksum(content)
+
+
+def _checksum_place(slot: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    return slot[bucket.num_bytes : bucket.num_bytes + CHECKSUM_BYTES]

@@ -11,7 +11,8 @@ from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import Layout, Want
 from keepstep.protocol.transfer.plan import Bucket, Part, TensorForm
 from keepstep.weights.memory.blocks import Weights, named_blocks
-from keepstep.weights.memory.copies import BucketCopy, Held, as_tensor, checksum_of
+from keepstep.weights.memory.copies import Copy, checksum_of, copy_of
+from keepstep.weights.memory.pieces import Held, as_tensor
 
 Load = Callable[[str, torch.Tensor], None]
 
@@ -53,12 +54,13 @@ class TensorTarget:
         self._sets = [[block.held.tensor for block in self._blocks]]
         if atomic:
             self._sets.append([torch.empty_like(tensor) for tensor in self._sets[0]])
+        self._gpus = {tensor.device for tensor in self._sets[0] if tensor.is_cuda}
         self._exchanges = atomic and isinstance(into, torch.nn.Module)
         self._filled = len(self._sets) - 1
         """The set that is written; the other one, if there is one, is in use."""
         self._layout: Layout | None = None
         self._held: list[dict[int, list[Held]]] = []
-        self._copies: list[dict[int, BucketCopy]] = []
+        self._copies: list[dict[int, Copy]] = []
 
     @property
     def wants(self) -> tuple[Want, ...]:
@@ -67,6 +69,8 @@ class TensorTarget:
 
     def prepare(self, layout: Layout, parts: tuple[Part, ...]) -> None:
         """See `Target`. ``parts`` are in the order of the wants."""
+        for device in self._gpus:
+            torch.cuda.synchronize(device)  # what still reads there was begun by those who have let the weights go
         if layout is self._layout:
             return
         self._layout = layout
@@ -80,7 +84,7 @@ class TensorTarget:
         """See `Target`."""
         prepared = self._copies[self._filled]
         if bucket.index not in prepared:
-            prepared[bucket.index] = BucketCopy(slot, bucket, self._held[self._filled])
+            prepared[bucket.index] = copy_of(slot, bucket, self._held[self._filled])
         return prepared[bucket.index].scatter()
 
     def finish(self) -> None:
@@ -144,7 +148,7 @@ class FunctionTarget:
 
     def _put_together(self, tensor: int, form: TensorForm, box: Box, block: torch.Tensor) -> None:
         if tensor not in self._parts:
-            self._parts[tensor] = torch.empty(form.shape, dtype=block.dtype)
+            self._parts[tensor] = torch.empty(form.shape, dtype=block.dtype, device=block.device)
             self._missing[tensor] = whole(form.shape).num_elements
         Held(self._parts[tensor], whole(form.shape)).block(box).copy_(block)
         self._missing[tensor] -= box.num_elements

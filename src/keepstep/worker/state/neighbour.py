@@ -16,7 +16,7 @@ from types import TracebackType
 import msgspec
 
 from keepstep.errors import PeerLost, RemoteProtocolError
-from keepstep.protocol.transfer.messages import Welcomed
+from keepstep.protocol.transfer.messages import BufferPlace, Welcomed
 from keepstep.weights.lines.line import Flag, Line, LineStalled, same_user, wait
 from keepstep.weights.memory.buffers import SlotBuffer
 
@@ -63,7 +63,7 @@ class Neighbourhood:
                 line.close()
                 raise RemoteProtocolError("a process of another user called in place of a source")
             match line.receive(until_s):
-                case Welcomed(rank, _generation, num_slots, slot_bytes):
+                case Welcomed(rank, _generation, BufferPlace(num_slots, slot_bytes, gpu=None)):
                     sources[rank] = (line, SlotBuffer.attach(line.take_descriptor(), num_slots, slot_bytes))
                 case other:
                     raise RemoteProtocolError(f"a source called with {other!r:.80}")
@@ -87,8 +87,8 @@ def call(place: Place, rank: int, h2d: SlotBuffer, deadline_s: float) -> Line | 
     try:
         connection.connect(place.name)
         if same_user(connection):
-            welcomed = Welcomed(rank, 0, h2d.num_slots, h2d.slot_bytes)
-            line.send(welcomed, time.monotonic() + deadline_s, [h2d.descriptor])
+            buffer, descriptors = h2d.share()
+            line.send(Welcomed(rank, 0, buffer), time.monotonic() + deadline_s, descriptors)
             return line
     except (OSError, PeerLost):
         pass  # it lives in another namespace, or is gone, which the group will tell

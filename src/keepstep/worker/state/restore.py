@@ -31,7 +31,8 @@ from keepstep.weights.lines.group import Carrier, GroupInlet, GroupOutlet
 from keepstep.weights.lines.line import Flag, Line
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.bytes_of import byte_view
-from keepstep.weights.memory.copies import SLOT_EXTRA_BYTES, BucketCopy, Held, checksum_in
+from keepstep.weights.memory.copies import checksum_in, copy_of
+from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
 from keepstep.weights.spans import Spans
 from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
@@ -193,7 +194,7 @@ def receive_state(
         num_wrong = 0
         for bucket in course.coming:
             slot = inlets[bucket.source].take(bucket)
-            num_wrong += BucketCopy(slot, bucket, held).scatter() != checksum_in(slot, bucket)
+            num_wrong += copy_of(slot, bucket, held).scatter() != checksum_in(slot, bucket)
             inlets[bucket.source].release()
             moved()
     if num_wrong:

@@ -1,0 +1,109 @@
+"""A buffer of slots on a GPU, written by one process and read by others through CUDA's interprocess memory handles."""
+
+from __future__ import annotations
+
+import torch
+
+from keepstep.errors import BufferUnavailable, RemoteProtocolError
+from keepstep.protocol.transfer.messages import BufferPlace, GpuMemory
+from keepstep.weights.memory.gpu_copies import on_stream
+
+_ALIGNMENT_BYTES = 256
+"""Of each slot, as torch and CUDA align what they allocate."""
+
+
+class GpuBuffer:
+    """A buffer on a GPU, see `keepstep.weights.memory.buffers.Buffer`.
+
+    Made by `create` in its writer and by `attach` in its readers.
+    """
+
+    def __init__(self, memory: torch.Tensor, num_slots: int, slot_bytes: int) -> None:
+        """Args:
+        memory: uint8, of that size or larger.
+        num_slots: how many.
+        slot_bytes: of each.
+        """
+        self._memory: torch.Tensor | None = memory
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+
+    @classmethod
+    def create(cls, device: torch.device, num_slots: int, slot_bytes: int) -> GpuBuffer:
+        """A new one, whose slots may be a little larger.
+
+        Raises:
+            BufferUnavailable: the GPU has not so much memory left.
+        """
+        slot_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        try:
+            memory = torch.zeros(num_slots * slot_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise BufferUnavailable(
+                f"{num_slots * slot_bytes / 2**20:.1f} MiB on {device} for {num_slots} buckets cannot be had ({error})"
+            ) from None
+        torch.cuda.synchronize(device)
+        return cls(memory, num_slots, slot_bytes)
+
+    @classmethod
+    def attach(cls, place: BufferPlace) -> GpuBuffer:
+        """Another process's, to read from.
+
+        Raises:
+            RemoteProtocolError: this process does not see that GPU, or the memory is smaller than it was said to be.
+        """
+        gpu = place.gpu
+        assert gpu is not None
+        storage = torch.UntypedStorage._new_shared_cuda(
+            _index_of(gpu.gpu),
+            gpu.handle,
+            gpu.storage_bytes,
+            gpu.offset_bytes,
+            gpu.counter,
+            gpu.counter_offset,
+            gpu.event,
+            gpu.must_wait,
+        )
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if place.num_slots * place.slot_bytes > memory.numel():
+            raise RemoteProtocolError(
+                f"a buffer of {memory.numel()} bytes for {place.num_slots} slots of {place.slot_bytes} bytes"
+            )
+        return cls(memory, place.num_slots, place.slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots together."""
+        return self.num_slots * self.slot_bytes
+
+    def view(self, slot: int) -> torch.Tensor:
+        """See `keepstep.weights.memory.buffers.Buffer`."""
+        assert self._memory is not None
+        return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def fill(self, slot: int, source: torch.Tensor, num_bytes: int) -> None:
+        """See `keepstep.weights.memory.buffers.Buffer`. From another GPU it goes directly, where both can."""
+        own = self.view(slot)[:num_bytes]
+        with on_stream(own.device):
+            own.copy_(source[:num_bytes], non_blocking=True)
+
+    def share(self) -> tuple[BufferPlace, list[int]]:
+        """See `keepstep.weights.memory.buffers.Buffer`. Torch counts those who have it: once for each time."""
+        assert self._memory is not None
+        index, handle, size, offset, counter, counter_offset, event, must_wait = (
+            self._memory.untyped_storage()._share_cuda_()
+        )
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        gpu = GpuMemory(uuid, handle, size, offset, counter, counter_offset, event, must_wait)
+        return BufferPlace(self.num_slots, self.slot_bytes, gpu), []
+
+    def close(self) -> None:
+        """See `keepstep.weights.memory.buffers.Buffer`."""
+        self._memory = None
+
+
+def _index_of(uuid: str) -> int:
+    """Under which number this process knows a GPU."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    raise RemoteProtocolError(f"a buffer is on GPU {uuid}, which this process does not see (CUDA_VISIBLE_DEVICES)")
