@@ -339,6 +339,29 @@ def test_a_publisher_that_is_closed_is_missed(tmp_path: Path) -> None:
             assert consumer.version == 3
 
 
+def test_a_consumer_that_cannot_answer_leaves_a_publisher_that_is_gone(tmp_path: Path) -> None:
+    """The publisher goes while a bucket is loaded: the consumer finds out when it wants to say that it has it."""
+    publishers = [publish(tmp_path, plain(), 0, 1)]
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        if len(publishers) == 1:
+            publishers[0].interrupt()
+            publishing.exception(DEADLINE_S)
+            publishers.append(publish(tmp_path, plain(), 0, 1))
+            publishers[0].close()
+
+    with subscribe(tmp_path, load=load) as consumer, ThreadPoolExecutor() as threads:
+        consumer.attach(DEADLINE_S)
+        publishing = threads.submit(publishers[0].publish, 1)
+        with pytest.raises(PublisherLost, match="it was interrupted"):
+            consumer.receive(DEADLINE_S)
+        with pytest.raises(PublisherLost, match="rank 0 has closed the line"):
+            consumer.receive(DEADLINE_S)
+        consumer.attach(DEADLINE_S)
+        with publishers[1]:
+            publishers[1].wait_for_consumers(1, DEADLINE_S)
+
+
 def test_a_consumer_that_is_refused_can_still_be_closed(tmp_path: Path) -> None:
     consumer = subscribe(tmp_path, into=plain())
     consumer._generation = 3

@@ -28,7 +28,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.lines.door import RETRY_S, door_path, knock
-from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
+from keepstep.weights.lines.line import Flag, Interrupted, Line, LineEnded, wait
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.buffers import Buffer, attach_buffer
 from keepstep.weights.memory.copies import checksum_in
@@ -260,6 +260,16 @@ class Subscriber:
             self._leave(str(error))
             raise
 
+    def _tell(self, line: Line, message: AnyTransferMessage) -> None:
+        """Tells the publisher. If it is gone, what comes next on the line is its last words, and the end."""
+        try:
+            line.send(message, time.monotonic() + self._deadline_s)
+        except LineEnded:
+            pass
+        except PeerLost as error:
+            self._leave(str(error))
+            raise PublisherLost(str(error)) from None
+
     def _leave(self, reason: str = "this subscriber was closed") -> None:
         """Ends the line. What was on its way does not come."""
         if self._line is not None:
@@ -356,14 +366,14 @@ class Subscriber:
             if checksum != checksum_in(slot, bucket):
                 self._refuse(line, update, f"bucket {bucket.index} has a wrong checksum")
                 raise ChecksumMismatch(f"bucket {bucket.index} of version {update.version} has a wrong checksum")
-        line.send(msg.SlotFreed(update.number, ready.slot), time.monotonic() + self._deadline_s)
+        self._tell(line, msg.SlotFreed(update.number, ready.slot))
         self._finish_if_whole(line, update)
 
     def _finish_if_whole(self, line: Line, update: _Update) -> None:
         if not update.missing:
             with self._guarded(line, update):
                 self._target.finish()
-            line.send(msg.VersionLoaded(update.number), time.monotonic() + self._deadline_s)
+            self._tell(line, msg.VersionLoaded(update.number))
 
     @contextlib.contextmanager
     def _guarded(self, line: Line, update: _Update) -> Iterator[None]:
@@ -377,7 +387,7 @@ class Subscriber:
     def _refuse(self, line: Line, update: _Update, reason: str) -> None:
         """Takes no more of this update, and stays attached."""
         update.has_failed = True
-        line.send(msg.LoadFailed(update.number, reason), time.monotonic() + self._deadline_s)
+        self._tell(line, msg.LoadFailed(update.number, reason))
         self._fail(reason)
 
     def _commit(self, line: Line, update: _Update) -> None:
@@ -390,8 +400,8 @@ class Subscriber:
             self._state.commit(update.version)
             self.last_error = None
             self._changed.notify_all()
-        with contextlib.suppress(PeerLost):  # the version is here, whoever wanted to know
-            line.send(msg.VersionTaken(update.number), time.monotonic() + self._deadline_s)
+        with contextlib.suppress(PublisherLost):  # the version is here, whoever wanted to know
+            self._tell(line, msg.VersionTaken(update.number))
 
     def _fail(self, reason: str) -> None:
         self._end_update()

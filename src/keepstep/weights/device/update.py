@@ -93,11 +93,9 @@ class Update:
         thread.start()
         try:
             yield
-        except Failed as failed:
-            coordinator.break_off(failed.notice.culprit, failed.notice.reason)
-            raise
-        except BaseException as error:  # a defect, or an interrupt from the keyboard: the others do not wait for it
-            coordinator.break_off(f"rank {settings.rank}", repr(error))
+        except BaseException as error:  # whatever it was, the others do not wait for it
+            notice = self._notice_of(error)
+            coordinator.break_off(notice.culprit, notice.reason)
             raise
         finally:
             thread.join()
@@ -109,10 +107,17 @@ class Update:
             agreed = self._agree(listener)
             update = agreed.update
             return self._move(listener, agreed, former)
-        except Interrupted:
-            culprit = f"rank {self._settings.rank}"
-            listener.send(msg.DeviceFailed(update, culprit, "it was interrupted", stalled=False))
-            raise Failed(Fault.LOST, culprit, "it was interrupted") from None
+        except Interrupted as error:
+            notice = self._notice_of(error)
+            listener.send(msg.DeviceFailed(update, notice.culprit, notice.reason, stalled=False))
+            raise Failed(notice.fault, notice.culprit, notice.reason) from None
+
+    def _notice_of(self, error: BaseException) -> msg.UpdateAborted:
+        """What others are told of an error that ends the update here."""
+        if isinstance(error, Failed):
+            return error.notice
+        reason = "it was interrupted" if isinstance(error, Interrupted) else repr(error)
+        return msg.UpdateAborted(0, Fault.LOST, f"rank {self._settings.rank}", reason)
 
     def _agree(self, listener: CoordinatorLine) -> msg.UpdateAgreed:
         """Waits until all devices have offered the version."""
@@ -142,9 +147,9 @@ class Update:
         stages = Stages(gathering, passing, stop)
         try:
             self._follow(listener, agreed.update, stages, list(consumers.values()))
-        except Failed as failed:
+        except BaseException as error:  # whatever it was, the consumers do not wait for what does not come
             for each in consumers.values():
-                each.tell(failed.notice)
+                each.tell(self._notice_of(error))
             raise
         finally:
             stages.close()
