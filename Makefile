@@ -28,8 +28,9 @@ soak: $(STAMP) ## run new seeds in the simulator on all cores for SECONDS=600, a
 bench: $(STAMP) ## measure how long a recovery takes on this machine
 	$(BIN)/python benchmarks/recovery.py
 
-bench-weights: $(STAMP) ## measure how long publishing weights takes on this machine, next to its floors and to other ways
+bench-weights: $(STAMP) ## measure publishing weights and restoring a rank, next to floors of this machine and other ways
 	$(BIN)/python benchmarks/weights.py --failures
+	$(BIN)/python benchmarks/restore.py
 
 lint: $(STAMP) ## the checks without the tests
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The benchmark of publishing weights runs, and its arithmetic about who was busy when is right. Nothing is timed."""
+"""The benchmarks of moving weights run, and the arithmetic about who was busy when is right. Nothing is timed."""
 
 import importlib
 import json
@@ -19,6 +19,16 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`benchmarks/weights_trace.py`; the scripts there import each other by their bare names."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("weights_trace")
+
+
+def test_a_tiny_restore() -> None:
+    command = [sys.executable, str(BENCHMARKS / "restore.py"), "--quick", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    seconds = json.loads(ended.stdout)["seconds"]
+    assert {way: len(found) for way, found in seconds.items()} == dict.fromkeys(
+        ["restore", "restore, by messages", "floor, memcpy", "floor, gloo", "checkpoint"], 1
+    )
 
 
 def test_shares_of_an_update(trace: ModuleType) -> None:

@@ -93,6 +93,7 @@ class Publisher:
             lambda attached, version: self._catch_ups.came(self._device, attached, version),
             lambda line, called: self._catch_ups.serve(self._device, line, called),
         )
+        self._device.open()
 
     def _check_sizes(self, bucket_bytes: int) -> None:
         for block in self._blocks:

@@ -93,7 +93,12 @@ class Device:
         self.h2d = settings.make_buffer()
         self.ipc = settings.make_buffer()
         self.mesh = Mesh(settings.folder, settings.rank, settings.world_size, settings.buffers_on)
-        self._door = Door(door_path(settings.folder, settings.rank), self._answer)
+        self._door: Door | None = None
+        self._door_path = door_path(settings.folder, settings.rank)
+
+    def open(self) -> None:
+        """From now on others find it; whoever is told of them must be ready."""
+        self._door = Door(self._door_path, self._answer)
 
     @property
     def last_update(self) -> int:
@@ -113,7 +118,8 @@ class Device:
 
     def close(self) -> None:
         """Ends all lines and gives the buffers back."""
-        self._door.close()
+        if self._door is not None:
+            self._door.close()
         self.mesh.drop()
         self.attendance.close()
         self.readers.close()
