@@ -25,7 +25,7 @@ from jobs import JobFailed
 from torch import distributed as dist
 
 from keepstep.weights.memory.bytes_of import byte_view, digest_of
-from keepstep.weights.publisher import Publisher
+from keepstep.weights.publisher import Buffers, Publisher
 from keepstep.weights.subscriber import Subscriber
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -333,7 +333,7 @@ def open_transfer(member: Member) -> int:
             member.weights,
             rank=member.device,
             world_size=setup.num_devices,
-            bucket_bytes=setup.bucket_bytes,
+            buffers=Buffers(setup.bucket_bytes),
             **settings,
         )
         return member.publisher.buffer_bytes

@@ -32,7 +32,7 @@ from keepstep.errors import (
 
 if TYPE_CHECKING:
     from keepstep.weights.memory.blocks import Block
-    from keepstep.weights.publisher import Publisher
+    from keepstep.weights.publisher import Buffers, Publisher
     from keepstep.weights.subscriber import Subscriber
     from keepstep.worker.session import Session, init
     from keepstep.worker.steps import Step
@@ -41,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Block",
+    "Buffers",
     "ConfigurationError",
     "KeepstepError",
     "NothingToRecoverFrom",
@@ -58,6 +59,7 @@ __all__ = [
 
 _MODULES = {
     "Block": "keepstep.weights.memory.blocks",
+    "Buffers": "keepstep.weights.publisher",
     "Publisher": "keepstep.weights.publisher",
     "Session": "keepstep.worker.session",
     "Step": "keepstep.worker.steps",

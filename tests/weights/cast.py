@@ -8,16 +8,24 @@ from tests.worker.ranks import DEADLINE_S
 
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.bytes_of import byte_view
-from keepstep.weights.publisher import Publisher
+from keepstep.weights.publisher import Buffers, Publisher
 from keepstep.weights.subscriber import Subscriber
 
 SMALL_BUCKET_BYTES = 1024
 """Small enough that a test's weights take many buckets, and that some of its tensors are larger."""
 
 
-def publish(path: Path, weights: Weights, rank: int, world_size: int, **settings: Any) -> Publisher:
+def publish(
+    path: Path,
+    weights: Weights,
+    rank: int,
+    world_size: int,
+    bucket_bytes: int = SMALL_BUCKET_BYTES,
+    buffers_device: str = "cpu",
+    **settings: Any,
+) -> Publisher:
     """A publisher with small buckets."""
-    settings = {"bucket_bytes": SMALL_BUCKET_BYTES, "deadline_s": DEADLINE_S} | settings
+    settings = {"buffers": Buffers(bucket_bytes, buffers_device), "deadline_s": DEADLINE_S} | settings
     return Publisher(path, weights, rank=rank, world_size=world_size, **settings)
 
 

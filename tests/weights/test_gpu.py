@@ -31,7 +31,7 @@ def delivery(rank: int, size: int, path: Path, source: str, copies: bool, how: s
     expected = bits({name: tensor.cpu() for name, tensor in weights_on("cpu", seed + 1).items()})
     if rank < NUM_DEVICES:
         live = weights_on(source, seed)
-        with publish(path, live, rank, NUM_DEVICES, copies=copies, buffers_on="cuda:0") as publisher:
+        with publish(path, live, rank, NUM_DEVICES, copies=copies, buffers_device="cuda:0") as publisher:
             publisher.wait_for_consumers(0 if copies and rank else 1, DEADLINE_S)
             for version in (0, 1):
                 for name, tensor in weights_on(source, seed + version).items():
@@ -91,5 +91,5 @@ def test_weights_on_gpus_go_through_host_memory_too(tmp_path: Path, seed: int) -
     "device", ["meta", pytest.param("cuda", marks=pytest.mark.skipif("torch.cuda.is_available()"))]
 )
 def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"buffers_on='{device}': this process has no such device"):
-        publish(tmp_path, {}, 0, 1, buffers_on=device)
+    with pytest.raises(ConfigurationError, match=f"device '{device}' for buffers: this process has no such"):
+        publish(tmp_path, {}, 0, 1, buffers_device=device)

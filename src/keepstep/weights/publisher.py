@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +22,23 @@ from keepstep.weights.spans import Spans
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 DEFAULT_DEADLINE_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a publisher's buffers are.
+
+    Attributes:
+        bucket_bytes: how much moves at a time; each buffer takes twice as much.
+        device: where they are, the same kind of device on all ranks: host memory, or the GPU (``cuda:0``) whose
+            consumers are served.
+    """
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    device: str | torch.device = "cpu"
+
+
+DEFAULT_BUFFERS = Buffers()
 
 
 class Published:
@@ -54,9 +72,8 @@ class Publisher:
         world_size: int = 1,
         generation: int = 0,
         copies: bool = False,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        buffers: Buffers = DEFAULT_BUFFERS,
         deadline_s: float = DEFAULT_DEADLINE_S,
-        buffers_on: str | torch.device = "cpu",
     ) -> None:
         """Args:
         folder: where all devices and consumers of this node find each other; made if it is not there, for this user
@@ -66,20 +83,19 @@ class Publisher:
         generation: of the membership; a device or consumer that knows a higher one refuses this publisher.
         copies: publish copies in host memory, so that the weights may change meanwhile, and consumers that come
             late get what was published last. The copies take as much memory as this device's weights.
-        bucket_bytes: how much moves at a time; each buffer takes twice as much.
+        buffers: how large, and where.
         deadline_s: how long anybody may show nothing before it is taken for lost.
-        buffers_on: where the buffers are, the same kind of device on all ranks: host memory, or the GPU (``cuda:0``)
-            whose consumers are served.
 
         Raises:
             ConfigurationError: an argument cannot work, or the buffers do not fit into memory.
         """
-        settings = Settings(Path(folder), rank, world_size, bucket_bytes, deadline_s, torch.device(buffers_on))
+        device = torch.device(buffers.device)
+        settings = Settings(Path(folder), rank, world_size, buffers.bucket_bytes, deadline_s, device)
         settings.limits  # noqa: B018  # checks the size of a bucket
         self._weights, self._has_copies = weights, copies
         self._blocks = named_blocks(weights)
         self._fingerprint = fingerprint(weights)
-        self._check_sizes(bucket_bytes)
+        self._check_sizes(buffers.bucket_bytes)
         self._settings = settings
         self._copies = self._copies_of(self._blocks)
         self._course: Course | None = None

@@ -157,7 +157,9 @@ def make_buffer(device: torch.device, num_slots: int, slot_bytes: int) -> Buffer
     if device.type == "cpu":
         return SlotBuffer.create(num_slots, slot_bytes)
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigurationError(f"buffers_on='{device}': this process has no such device; 'cpu' and GPUs of CUDA do")
+        raise ConfigurationError(
+            f"device '{device}' for buffers: this process has no such device; 'cpu' and GPUs of CUDA do"
+        )
     return GpuBuffer.create(device, num_slots, slot_bytes)
 
 
