@@ -13,12 +13,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.controller.controller import Controller
 from keepstep.errors import ConfigurationError
+from keepstep.freememory import free_bytes
 from keepstep.launcher import control, report
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
@@ -181,7 +180,7 @@ def check_memory(options: JobOptions, worker_bytes: int) -> None:
         ConfigurationError: naming what was asked for and how many would fit.
     """
     count = options.recovery.world_size + options.recovery.num_spares
-    available = psutil.virtual_memory().available
+    available = free_bytes()
     if worker_bytes and count * worker_bytes > available:
         raise ConfigurationError(
             f"--nproc-per-node {options.recovery.world_size} with --spares {options.recovery.num_spares}: {count} "

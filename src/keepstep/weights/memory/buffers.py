@@ -20,10 +20,10 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
-import psutil
 import torch
 
 from keepstep.errors import BufferUnavailable, ConfigurationError, RemoteProtocolError
+from keepstep.freememory import free_bytes
 from keepstep.protocol.transfer.messages import BufferPlace
 from keepstep.weights.lines.line import Line
 from keepstep.weights.memory.bytes_of import copy_bytes
@@ -84,8 +84,8 @@ class SlotBuffer:
             BufferUnavailable: there is not so much memory, or this process may not have it.
         """
         size = num_slots * slot_bytes
-        if size > psutil.virtual_memory().available:
-            raise BufferUnavailable(_unavailable(size, num_slots, "the machine has not so much left"))
+        if size > free_bytes():
+            raise BufferUnavailable(_unavailable(size, num_slots, "there is not so much left"))
         descriptor = os.memfd_create("keepstep-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with _without_signal(signal.SIGXFSZ):
