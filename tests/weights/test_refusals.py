@@ -372,6 +372,21 @@ def test_a_consumer_that_is_refused_can_still_be_closed(tmp_path: Path) -> None:
         consumer.close()
 
 
+@pytest.mark.parametrize("version", [-1, 1 << 63])
+def test_a_version_that_is_no_number_for_one_is_refused(version: int, tmp_path: Path) -> None:
+    with publish(tmp_path, plain(), 0, 1) as publisher:
+        with pytest.raises(UsageError, match=f"version {version}: allowed are 0 to"):
+            publisher.publish(version)
+        assert publisher.publish((1 << 63) - 1).failures == ()
+
+
+def test_a_name_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is no name: it cannot be written in UTF-8"):
+        publish(tmp_path, {"\udc80": torch.zeros(1)}, 0, 1)
+    with pytest.raises(ConfigurationError, match="is no name"):
+        subscribe(tmp_path, into={"a\ud800": torch.zeros(1)})
+
+
 def test_the_first_version_may_be_number_0(tmp_path: Path) -> None:
     with publish(tmp_path, plain(), 0, 1) as publisher, subscribe(tmp_path, into=plain()) as consumer:
         consumer.start()

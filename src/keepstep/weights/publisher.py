@@ -22,6 +22,7 @@ from keepstep.weights.spans import Spans
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 DEFAULT_DEADLINE_S = 30.0
+MAX_VERSION = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class Publisher:
             version: its number, the same on all devices.
 
         Raises:
-            UsageError: another version is just being published by this publisher.
+            UsageError: another version is just being published by this publisher, or this is no version's number.
             PublisherLost: a device is gone or stands; no consumer has switched to this version.
             StateMismatch: the devices' layouts do not fit together.
             StaleGeneration: this publisher's generation is over, or another device publishes another version.
@@ -220,6 +221,8 @@ class Publisher:
 
     def _begin(self, version: int) -> None:
         """Takes the publisher for one publication, and the copies."""
+        if not 0 <= version <= MAX_VERSION:
+            raise UsageError(f"version {version}: allowed are 0 to {MAX_VERSION}")
         with self._changed:
             if self._is_publishing:
                 raise UsageError(f"version {version} cannot be published while another version is")

@@ -3,6 +3,8 @@
 import itertools
 import mmap
 import os
+import re
+import resource
 import signal
 import socket
 import threading
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from tests.weights.lines.descriptors import given_back
 from tests.worker.ranks import DEADLINE_S, run_ranks
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import BufferUnavailable, RemoteProtocolError
 from keepstep.protocol.transfer.messages import (
     MAX_BODY_BYTES,
     AnyTransferMessage,
@@ -139,6 +141,22 @@ def test_a_long_message_travels_in_a_file(raw: tuple[socket.socket, Line]) -> No
     assert packet == b"f"
     assert os.fstat(descriptor).st_size == INLINE_BYTES + 1
     os.close(descriptor)
+
+
+def too_long_to_send(rank: int, size: int) -> str:
+    """A process that may not have files of a mebibyte; memory files are files."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
+    left, right = line_pair("the other")
+    with pytest.raises(BufferUnavailable) as caught:
+        left.send(of_size(1 << 20), later())
+    left.send(MovementSeen(1), later())
+    assert right.receive(later()) == MovementSeen(1)
+    return str(caught.value)
+
+
+def test_a_message_for_which_there_is_no_memory_is_an_error_and_not_the_end() -> None:
+    (message,) = run_ranks(1, too_long_to_send)
+    assert re.fullmatch(r"a message of 10\d{5} bytes does not fit into a memory file", message)
 
 
 def test_both_ends_may_send_at_the_same_time(pair: Pair) -> None:

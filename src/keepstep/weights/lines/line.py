@@ -108,13 +108,18 @@ class Line:
 
         Raises:
             LineEnded, LineStalled: it did not get out.
+            BufferUnavailable: this process may not have so much memory.
         """
         body = encode(message)
         if len(body) <= INLINE_BYTES:
             self._send(_INLINE + body, descriptors, until_s)
             return
         with open(os.memfd_create("keepstep-message", os.MFD_CLOEXEC), "wb", buffering=0) as file:
-            if file.write(body) != len(body):
+            try:
+                is_whole = file.write(body) == len(body)
+            except OSError:  # beyond RLIMIT_FSIZE
+                is_whole = False
+            if not is_whole:
                 raise BufferUnavailable(f"a message of {len(body)} bytes does not fit into a memory file")
             self._send(_IN_FILE, [file.fileno(), *descriptors], until_s)
 

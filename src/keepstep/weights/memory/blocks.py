@@ -84,11 +84,13 @@ def named_blocks(weights: Weights) -> list[NamedBlock]:
     """The entries of some weights in their order, each tensor once, whatever number of names it has.
 
     Raises:
-        ConfigurationError: something there is no dense tensor, or a DTensor whose place is not one block.
+        ConfigurationError: something there is no dense tensor, or a DTensor whose place is not one block; or a name
+            cannot be written.
     """
     by_place: dict[tuple[object, ...], int] = {}
     found: list[NamedBlock] = []
     for name, value in _entries(weights):
+        _check_name(name)
         block = _block_of(name, value)
         place = _place_of(block)
         if place is not None and place in by_place:
@@ -101,6 +103,13 @@ def named_blocks(weights: Weights) -> list[NamedBlock]:
         box = Box(block.start, tuple(block.tensor.shape))
         found.append(NamedBlock((name,), Held(block.tensor, box), block.whole, (_local(value),)))
     return found
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{name!a} is no name: it cannot be written in UTF-8") from None
 
 
 def fingerprint(weights: Weights) -> list[tuple[str, int, int]]:
