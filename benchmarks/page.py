@@ -13,15 +13,19 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from jobs import JobFailed
 from rich.console import Console
 from rich.table import Table
 
+RESULTS = Path(__file__).resolve().parent / "results"
+"""Where pages go, unless a user says otherwise."""
 PARTS = ("die", "detect", "stop", "decide", "reset", "restore", "resume")
 Rows = list[list[str]]
 
@@ -80,6 +84,47 @@ class Section:
         lines.append("| --- |" + " ---: |" * (len(self.columns) - 1))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, "", *(f"* {note}" for note in self.notes), ""])
+
+
+def carry_out(
+    name: str,
+    result: dict[str, Any],
+    measure: Callable[[], dict[str, Any]],
+    sections: Callable[[dict[str, Any]], Iterable[Section]],
+    markdown: Callable[[dict[str, Any], str], str],
+    console: Console,
+    folder: Path | None,
+    as_json: bool = False,
+) -> int:
+    """Measures, shows and writes: what the benchmarks have in common. Returns the exit code.
+
+    Args:
+        name: of the benchmark.
+        result: what is known before, with what `provenance` says.
+        measure: the rest of it.
+        sections: the tables of a result.
+        markdown: see `write`.
+        console: for the tables, and for what is said meanwhile.
+        folder: see `write`; None: no page is written.
+        as_json: print the raw figures to stdout instead of the tables.
+    """
+    begun_s = time.monotonic()
+    try:
+        result = result | measure()
+    except JobFailed as error:
+        console.print(f"[red]{name}.py:[/red] {error}", highlight=False)
+        return 1
+    result["minutes"] = round((time.monotonic() - begun_s) / 60, 1)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        console.print()
+        for section in sections(result):
+            section.show(console)
+    if folder is not None:
+        path = write(folder, name, result, markdown)
+        console.print(f"written: {path} and {path.with_suffix('.json').name}", highlight=False)
+    return 0
 
 
 def write(folder: Path, name: str, result: dict[str, Any], markdown: Callable[[dict[str, Any], str], str]) -> Path:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ import failure_free
 import kills_keepstep
 import kills_torchrun
 import page
-from jobs import JobFailed, Workload
+from jobs import Workload
+from page import RESULTS
 from rich.console import Console
 from train_plain import load_example
 
-RESULTS = Path(__file__).resolve().parent / "results"
 QUICK = {"kills": 2, "hurried_kills": 1, "torchrun_kills": 1, "pairs": 1, "turns": 2, "steps": 8, "size": "small"}
 
 
@@ -94,8 +93,7 @@ def main() -> int:
     args = parse_arguments()
     console = Console()
     example = load_example()
-    begun_s = time.monotonic()
-    result: dict[str, Any] = {
+    known: dict[str, Any] = {
         **page.provenance("recovery.py"),
         "settings": {
             "size": args.size,
@@ -105,19 +103,10 @@ def main() -> int:
             "seed": args.seed,
         },
     }
-    try:
-        result |= measure(args, console)
-    except JobFailed as error:
-        console.print(f"[red]recovery.py:[/red] {error}", highlight=False)
-        return 1
-    result["minutes"] = round((time.monotonic() - begun_s) / 60, 1)
-    console.print()
-    for section in page.sections(result):
-        section.show(console)
-    if args.results is not None or not args.quick:
-        path = page.write(args.results or RESULTS, "recovery", result, page.markdown)
-        console.print(f"written: {path} and {path.with_suffix('.json').name}", highlight=False)
-    return 0
+    folder = args.results or (None if args.quick else RESULTS)
+    return page.carry_out(
+        "recovery", known, lambda: measure(args, console), page.sections, page.markdown, console, folder
+    )
 
 
 if __name__ == "__main__":

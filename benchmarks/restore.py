@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import statistics
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 import page
 import torch
 from jobs import JobFailed
-from page import Section
+from page import RESULTS, Section
 from rich.console import Console
 from torch import distributed as dist
 from weights_cast import IN_MEMORY
@@ -40,7 +39,6 @@ from keepstep.worker.state import neighbour
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, Way, receive_state, send_state
 
-RESULTS = Path(__file__).resolve().parent / "results"
 CONTEXT = multiprocessing.get_context("spawn")
 NUM_RANKS, RECEIVER = 3, 2
 ROUTE = Transfer((0, 1), (RECEIVER,))
@@ -237,22 +235,18 @@ def main() -> int:
         parser.error("--width and --runs: only numbers above 0")
     width, runs = (16, 1) if args.quick else (args.width, args.runs)
     console = Console(stderr=args.json)
-    begun_s = time.monotonic()
-    result = {**page.provenance("restore.py"), "width": width}
-    try:
-        result |= measure(width, runs)
-    except JobFailed as error:
-        console.print(f"[red]restore.py:[/red] {error}", highlight=False)
-        return 1
-    result["minutes"] = round((time.monotonic() - begun_s) / 60, 1)
-    if args.json:
-        print(json.dumps(result, indent=1))
-    else:
-        section(result).show(console)
-    if not args.quick:
-        path = page.write(RESULTS, "restore", result, markdown)
-        console.print(f"written: {path} and {path.with_suffix('.json').name}", highlight=False)
-    return 0
+    known = {**page.provenance("restore.py"), "width": width}
+    folder = None if args.quick else RESULTS
+    return page.carry_out(
+        "restore",
+        known,
+        lambda: measure(width, runs),
+        lambda result: [section(result)],
+        markdown,
+        console,
+        folder,
+        args.json,
+    )
 
 
 if __name__ == "__main__":

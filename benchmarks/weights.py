@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ import page
 import psutil
 import weights_failures
 from jobs import JobFailed
-from page import Section
+from page import RESULTS, Section
 from rich.console import Console
 from weights_cast import (
     Cast,
@@ -56,7 +54,6 @@ from weights_trace import STAGES, Timeline, Work, write_trace
 
 from keepstep.weights.publisher import DEFAULT_BUCKET_BYTES
 
-RESULTS = Path(__file__).resolve().parent / "results"
 GIB, MIB = 1 << 30, 1 << 20
 QUICK = {"gib": [1 / 128], "devices": [2], "updates": 2, "other_runs": 1, "failure_runs": 1, "bucket_mib": 1.0}
 FAILURE_BYTES = 64 * MIB
@@ -432,25 +429,12 @@ def main() -> int:
     """Measures, shows, writes."""
     args = parse_arguments()
     console = Console(stderr=args.json)
-    begun_s = time.monotonic()
     settings = {name: getattr(args, name) for name in ("bucket_mib", "atomic", "updates", "other_runs", "failure_runs")}
-    result: dict[str, Any] = {**page.provenance("weights.py"), "settings": settings}
-    try:
-        result |= measure(args, console)
-    except JobFailed as error:
-        console.print(f"[red]weights.py:[/red] {error}", highlight=False)
-        return 1
-    result["minutes"] = round((time.monotonic() - begun_s) / 60, 1)
-    if args.json:
-        print(json.dumps(result, indent=1))
-    else:
-        console.print()
-        for section in sections(result):
-            section.show(console)
-    if args.results is not None or not args.quick:
-        path = page.write(args.results or RESULTS, "weights", result, markdown)
-        console.print(f"written: {path} and {path.with_suffix('.json').name}", highlight=False)
-    return 0
+    known = {**page.provenance("weights.py"), "settings": settings}
+    folder = args.results or (None if args.quick else RESULTS)
+    return page.carry_out(
+        "weights", known, lambda: measure(args, console), sections, markdown, console, folder, args.json
+    )
 
 
 if __name__ == "__main__":

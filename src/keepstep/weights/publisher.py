@@ -150,7 +150,7 @@ class Publisher:
             PeerLost: they did not come in time.
         """
         if not self._device.attendance.wait_for(num_consumers, timeout_s):
-            there, rank = len(self.consumers), self._device.settings.rank
+            there, rank = len(self.consumers), self._settings.rank
             raise PeerLost(f"{there} of {num_consumers} consumers came to rank {rank} in {timeout_s:g} s")
 
     # ---- what it does -----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Publisher:
         if now == self._fingerprint:
             return
         self._blocks, self._fingerprint, self._course = named_blocks(self._weights), now, None
-        self._check_sizes(self._device.settings.bucket_bytes)
+        self._check_sizes(self._settings.bucket_bytes)
         self._copies = self._copies_of(self._blocks)
 
     def _carry_out(self, version: int) -> Published:

@@ -19,7 +19,7 @@ from keepstep.weights.device.attendance import Attached
 from keepstep.weights.device.device import Device, Settings
 from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, device_outlet
 from keepstep.weights.lines.door import door_path, knock
-from keepstep.weights.lines.line import Flag, Interrupted, Line, what_of
+from keepstep.weights.lines.line import Flag, Interrupted, Line
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.buffers import Buffer, attach_buffer
 from keepstep.weights.spans import Spans
@@ -138,7 +138,7 @@ class CatchUps:
             )
             return line, attach_buffer(welcomed.buffer, line)
         except (PeerLost, RemoteProtocolError) as error:
-            raise CannotGoOn(f"rank {source}", what_of(error)) from None
+            raise CannotGoOn.because_of(source, error) from None
 
     # ---- for a consumer of any device -------------------------------------------------------------------------------
 
@@ -169,9 +169,7 @@ class CatchUps:
         h2d = self._buffer("h2d")
         course = Course(called.layout, self._settings.rank)
         course.prepare([block.held for block in kept.blocks])
-        place, descriptors = h2d.share()
-        welcomed = msg.Welcomed(self._settings.rank, device.generation, place)
-        line.send(welcomed, time.monotonic() + deadline_s, descriptors)
+        device.welcome_to(h2d, line, time.monotonic() + deadline_s)
         outlet = device_outlet(called.update, h2d, {called.rank: line}, deadline_s, self._stop)
         Gathering(course, h2d, outlet, Spans()).run()
 

@@ -147,7 +147,7 @@ class Device:
                 line.close()
             case msg.DeviceCalled(rank=rank):
                 line.who = f"rank {rank}"
-                self.readers.add(message, line, lambda: self._welcome_to(self.h2d, line, until_s))
+                self.readers.add(message, line, lambda: self.welcome_to(self.h2d, line, until_s))
             case msg.UpdateOffered(rank=rank):
                 line.who = f"rank {rank}"
                 self.offers.add(message, line, lambda: line.send(msg.Welcomed(own, self.generation, None), until_s))
@@ -157,7 +157,7 @@ class Device:
             case msg.SubscriberCalled(name=name, wants=wants):
                 line.who = name
                 attached = Attached(Consumer(name, wants), line)
-                self.attendance.add(attached, lambda: self._welcome_to(self.ipc, line, until_s))
+                self.attendance.add(attached, lambda: self.welcome_to(self.ipc, line, until_s))
                 self._came(attached, message.version)
             case other:
                 line.send(msg.Refused(f"{other!r:.80} opens no line", stale=False), until_s)
@@ -179,6 +179,7 @@ class Device:
             return msg.Refused(f"there is no rank {called.rank} among {self.settings.world_size}", stale=False)
         return None
 
-    def _welcome_to(self, buffer: Buffer, line: Line, until_s: float) -> None:
+    def welcome_to(self, buffer: Buffer, line: Line, until_s: float) -> None:
+        """Answers whoever has called to read in a buffer. Raises PeerLost if it is gone."""
         place, descriptors = buffer.share()
         line.send(msg.Welcomed(self.settings.rank, self.generation, place), until_s, descriptors)
