@@ -16,7 +16,8 @@ Layout, little endian, 8-byte words::
     7   entered     collectives begun since the groups were last connected
     8   left        collectives ended since then
     9   written     phase events written in all
-    16  ring        RING_EVENTS x (time ns, generation, step, phase)
+    10  entered at  monotonic time in nanoseconds at which the last collective was begun
+    16  ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
 """
 
 from __future__ import annotations
@@ -30,24 +31,29 @@ from keepstep.protocol.messages import Tag
 from keepstep.protocol.phases import Phase
 
 RING_EVENTS = 4096
-"""At five phase changes a step the last 800 steps: enough for any recovery, in 128 KiB."""
+"""At five phase changes a step the last 800 steps: enough for any recovery, in 160 KiB."""
 
 PHASES = tuple(Phase)
 _PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 _SEQUENCE, _GENERATION, _STEP, _PHASE, _SINCE, _PROGRESS, _WAITING, _ENTERED, _LEFT, _WRITTEN = range(10)
+_ENTERED_AT = 10
 _RING = 16
-_WORDS_PER_EVENT = 4
+_WORDS_PER_EVENT = 5
+EVENT_BYTES = 8 * _WORDS_PER_EVENT
 PAGE_BYTES = 8 * (_RING + RING_EVENTS * _WORDS_PER_EVENT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseEvent:
-    """One phase change. ``at_ns`` is on the node's monotonic clock."""
+    """One phase change. Times are on the node's monotonic clock."""
 
     at_ns: int
     generation: int
     step: int
     phase: Phase
+    entered_ns: int = 0
+    """When the worker had last begun a collective. In a backward that has ended, the time up to there was its own, and
+    what followed was mostly waiting for peers. 0: it never has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +112,7 @@ class TagWriter:
         at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
         words[_SEQUENCE] += 1
         words[at], words[at + 1], words[at + 2], words[at + 3] = now_ns, generation, step, index
+        words[at + 4] = words[_ENTERED_AT]
         words[_GENERATION], words[_STEP], words[_PHASE], words[_SINCE] = generation, step, index, now_ns
         words[_PROGRESS] += 1
         words[_WRITTEN] = written + 1
@@ -122,6 +129,7 @@ class TagWriter:
 
     def collective_entered(self) -> None:
         """A collective was begun."""
+        self._words[_ENTERED_AT] = time.monotonic_ns()
         self._words[_ENTERED] += 1
         self._words[_PROGRESS] += 1
 
@@ -166,13 +174,25 @@ class TagReader:
 
     def events_since(self, written: int) -> list[PhaseEvent]:
         """The phase changes from number ``written`` on, oldest first; those the ring has overwritten are missing."""
-        words = self._words
-        end = words[_WRITTEN]
-        events = []
-        for number in range(max(written, end - RING_EVENTS + 1, 0), end):
-            at = _RING + (number % RING_EVENTS) * _WORDS_PER_EVENT
-            events.append(PhaseEvent(words[at], words[at + 1], words[at + 2], PHASES[words[at + 3]]))
-        return events
+        words = memoryview(self.copy_since(written)[0]).cast("q")
+        return [
+            PhaseEvent(words[at], words[at + 1], words[at + 2], PHASES[words[at + 3]], words[at + 4])
+            for at in range(0, len(words), _WORDS_PER_EVENT)
+        ]
+
+    def copy_since(self, written: int) -> tuple[bytes, int]:
+        """The same as they lie in the ring, and the number of the next one."""
+        end = self._words[_WRITTEN]
+        first = max(written, end - RING_EVENTS + 1, 0)
+        slots = [number % RING_EVENTS for number in (first, end)]
+        if first >= end:
+            return b"", end
+        if slots[0] < slots[1]:
+            return self._slots(slots[0], slots[1]), end
+        return self._slots(slots[0], RING_EVENTS) + self._slots(0, slots[1]), end
+
+    def _slots(self, first: int, end: int) -> bytes:
+        return self._words[_RING + first * _WORDS_PER_EVENT : _RING + end * _WORDS_PER_EVENT].tobytes()
 
     def close(self) -> None:
         """Unmaps the page."""

@@ -44,6 +44,8 @@ class Controller:
     def __init__(self, channel: MemoryChannel) -> None:
         self.channel = channel
         self.line: Conversation | None = None
+        self.asides: list[msg.Aside] = []
+        """What the agent said that nothing is decided by."""
 
     def order(self, *orders: msg.AgentOrder) -> None:
         """Orders that go out in one packet."""
@@ -53,11 +55,14 @@ class Controller:
             self.channel.send(packet)
 
     async def hear(self, count: int) -> list[object]:
-        """The next so many reports, or messages outside of packets."""
+        """The next so many reports, or questions outside of packets."""
         found: list[object] = []
         async with asyncio.timeout(DEADLINE_S):
             while len(found) < count:
                 message = await self.channel.receive()
+                if isinstance(message, msg.Aside):
+                    self.asides.append(message)
+                    continue
                 if not isinstance(message, msg.Packet):
                     found.append(message)
                     continue

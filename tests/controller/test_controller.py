@@ -21,7 +21,7 @@ def test_a_cancellation_that_meets_a_message_is_not_lost(tmp_path: Path, turns: 
 
     async def cancel_while_a_message_comes() -> bool:
         ours, theirs = channel_pair()
-        running = asyncio.create_task(Controller(RecoverySettings(1, 0), ours, tmp_path / "journal").run())
+        running = asyncio.create_task(Controller(RecoverySettings(1, 0), ours, tmp_path).run())
         theirs.send(Packet("node", 1, 0, 0, (NodeJoined("node", 1, ""),)))
         answer = await theirs.receive()
         assert isinstance(answer, Packet)

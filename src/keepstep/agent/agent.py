@@ -13,6 +13,7 @@ from pathlib import Path
 
 from keepstep import lifeline, tagpage
 from keepstep.agent.outputs import WorkerOutput
+from keepstep.agent.phases import PhaseReporter
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerClient
 from keepstep.config import WorkerConfig, worker_environment
@@ -23,6 +24,7 @@ from keepstep.protocol.messages import (
     AnyMessage,
     Assign,
     Cause,
+    ClockTold,
     NodeEvicted,
     NodeJoined,
     Packet,
@@ -75,6 +77,7 @@ class AgentWorker:
     resume_step: int = 0
     watched_generation: int | None = None
     events_read: int = 0
+    phases_read: int = 0
     last_forward_ns: int = 0
     progress: int = -1
     moved_s: float = 0.0
@@ -94,6 +97,7 @@ class Agent:
         joined = NodeJoined(settings.node, settings.world_size + settings.num_spares, domain=settings.node)
         # The time of day, for it goes on when the machine is started again, and a later life has a greater number.
         self._machine = AgentMachine(joined, time.time_ns(), settings.liveness)
+        self._phases = PhaseReporter(settings.node, channel)
         self._ending = asyncio.Event()
         self._lost_spawner = False
         self._spawner = SpawnerClient(self._spawner_reported, self._spawner_lost)
@@ -140,6 +144,8 @@ class Agent:
             match message:
                 case StoreAnswered():
                     self._hand_over((message.worker,), message)
+                case ClockTold():
+                    self._phases.told(message)
                 case Packet() | NodeEvicted():
                     self._machine.receive(message, time.monotonic())
                     self._act()
@@ -274,6 +280,7 @@ class Agent:
         view = worker.page.read()
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._watch_first_step(worker)
+        self._phases.gather((worker,))
         self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
         self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s)
@@ -353,6 +360,7 @@ class Agent:
             for worker in self.workers.values():
                 if worker.pid is not None:
                     self._look(worker, now_s)
+            self._phases.tick(self.workers.values(), now_s)
             self._machine.tick(now_s)
             self._act()
 

@@ -6,25 +6,25 @@ import asyncio
 import time
 from pathlib import Path
 
-from keepstep.controller.journal import Journal
 from keepstep.controller.rendezvous import Rendezvous
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
-from keepstep.protocol.messages import EndJob, Packet, StoreRequested
+from keepstep.protocol.messages import ClockAsked, ClockTold, EndJob, Packet, PhasesObserved, StoreRequested
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
+from keepstep.trace.record.recorder import Recorder
 from keepstep.transports.memory import MemoryChannel
 
 
 class Controller:
     """Runs a `ControllerMachine` over the channel to an agent until the job has ended."""
 
-    def __init__(self, settings: RecoverySettings, channel: MemoryChannel, journal: Path) -> None:
+    def __init__(self, settings: RecoverySettings, channel: MemoryChannel, run_dir: Path) -> None:
         # No lease: the agent lives in this very process, so it can only seem lost when the process itself has stood
         # still (SIGSTOP, a laptop that slept), and then giving up the only node would end a healthy job.
         self.machine = ControllerMachine(settings, lease_s=None)
         self._channel = channel
         self._rendezvous = Rendezvous()
-        self._journal_path = journal
+        self._run_dir = run_dir
 
     @property
     def job(self) -> RecoveryMachine:
@@ -33,22 +33,29 @@ class Controller:
 
     async def run(self) -> EndJob:
         """Runs until the job has ended and returns how."""
-        with Journal(self._journal_path) as journal:
+        with Recorder(self._run_dir) as recorder:
             while self.job.ended is None:
-                message = await self._next()
-                now_s = time.monotonic()
-                if isinstance(message, StoreRequested):
-                    self._answer(message)
-                    continue
-                if message is None:
-                    self.machine.tick(now_s)
-                else:
-                    self.machine.receive(message, now_s)
-                journal.write(self.machine.take_entries())
-                self._transmit(now_s)
+                match message := await self._next():
+                    case StoreRequested():
+                        self._answer(message)
+                    case PhasesObserved():
+                        recorder.observed(message)
+                    case ClockAsked():
+                        self._channel.send(ClockTold(message.asked_ns, time.monotonic_ns()))
+                    case _:
+                        self._decide(message, recorder)
         return self.job.ended
 
-    async def _next(self) -> Packet | StoreRequested | None:
+    def _decide(self, packet: Packet | None, recorder: Recorder) -> None:
+        now_s = time.monotonic()
+        if packet is None:
+            self.machine.tick(now_s)
+        else:
+            self.machine.receive(packet, now_s)
+        recorder.decided(self.machine.take_entries())
+        self._transmit(now_s)
+
+    async def _next(self) -> Packet | StoreRequested | PhasesObserved | ClockAsked | None:
         """What comes next from the agent, or None when a deadline has come first."""
         due = self.machine.next_deadline()
         timeout = None if due is None else max(0.0, due - time.monotonic())
@@ -58,7 +65,7 @@ class Controller:
                 message = await self._channel.receive()
         except TimeoutError:
             return None
-        if not isinstance(message, Packet | StoreRequested):
+        if not isinstance(message, Packet | StoreRequested | PhasesObserved | ClockAsked):
             raise RemoteProtocolError(f"an agent sent {type(message).__name__} outside of any packet")
         return message
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from keepstep import __version__
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.controller.controller import Controller
@@ -21,6 +22,7 @@ from keepstep.freememory import free_bytes
 from keepstep.launcher import control, report
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
+from keepstep.trace.record import runfolder
 from keepstep.transports.memory import channel_pair
 
 LOGS = "logs"
@@ -86,8 +88,13 @@ def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str
     Raises:
         ConfigurationError: the job cannot be run as asked; nothing is left running.
     """
+    run_dir = options.agent.run_dir
+    info = runfolder.new_run(options.agent.command, __version__, options.agent.node, options.recovery)
     try:
-        result = asyncio.run(_run(options, companion))
+        with runfolder.occupied(run_dir):
+            runfolder.begin(run_dir, info)
+            result = asyncio.run(_run(options, companion))
+            runfolder.end(run_dir, info, result["exit_code"], result["reason"])
     finally:
         clear_up(options)
     if options.report is not None:
@@ -105,7 +112,7 @@ def clear_up(options: JobOptions) -> None:
 async def _run(options: JobOptions, companion: Companion | None) -> dict[str, Any]:
     ours, theirs = channel_pair()
     run_dir = options.agent.run_dir
-    controller = Controller(options.recovery, ours, run_dir / "journal.jsonl")
+    controller = Controller(options.recovery, ours, run_dir)
     output = dataclasses.replace(options.agent.output, log_dir=options.log_dir)
     agent = Agent(dataclasses.replace(options.agent, output=output), theirs)
     job = Job(controller, agent)

@@ -65,6 +65,26 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     orders: tuple[tuple[str | None, msg.AgentOrder, str], ...] = ()
 
 
+def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
+    """One event of a job, as its machine lives through it: for the first time, or once more from a journal."""
+    match event:
+        case Heard():
+            return [effect for report in event.reports for effect in job.receive(event.node, _let_in(report), now_s)]
+        case LeaseExpired():
+            return job.node_lost(event.node, f"node {event.node} lost: {event.why}", now_s)
+        case DeadlineCame():
+            return job.tick(now_s)
+        case Restarted():
+            return job.restarted(now_s)
+        case _:
+            assert_never(event)
+
+
+def _let_in(report: Spoken) -> msg.Report:
+    assert isinstance(report, msg.Report), f"{report} was let in by `receive`"
+    return report
+
+
 @dataclasses.dataclass(slots=True)
 class _Line:
     """The controller's end of the line to one node."""
@@ -192,28 +212,15 @@ class ControllerMachine:
         self._entries.append(JournalEntry(now_s, event, self.job.stage, self.job.generation, orders))
 
     def _apply(self, event: Event, now_s: float) -> list[Effect]:
-        match event:
-            case Heard():
-                effects = [effect for report in event.reports for effect in self._report(event.node, report, now_s)]
-            case LeaseExpired():
-                self._given_up[event.node] = (self.lines.pop(event.node).conversation.life, event.why)
-                effects = self.job.node_lost(event.node, f"node {event.node} lost: {event.why}", now_s)
-            case DeadlineCame():
-                effects = self.job.tick(now_s)
-            case Restarted():
-                effects = self.job.restarted(now_s)
-            case _:
-                assert_never(event)
+        if isinstance(event, LeaseExpired):
+            self._given_up[event.node] = (self.lines.pop(event.node).conversation.life, event.why)
+        effects = relive(self.job, event, now_s)
         for effect in effects:
             for node in self.lines if effect.node is None else (effect.node,):
                 if node in self.lines:
                     self.lines[node].conversation.say((effect.order,))
                     self._touched[node] = None
         return effects
-
-    def _report(self, node: str, report: Spoken, now_s: float) -> list[Effect]:
-        assert isinstance(report, msg.Report), f"{report} was let in by `receive`"
-        return self.job.receive(node, report, now_s)
 
     def _open(self, node: str, life: int, now_s: float) -> _Line:
         line = self.lines[node] = _Line(Conversation(node, life), now_s)

@@ -231,6 +231,26 @@ class StepObserved(Message, frozen=True):
     step_s: float
 
 
+class PhasesObserved(Message, frozen=True):
+    """What the workers of a node went through of late. It is for the eye only: nothing is decided by it, it goes by the
+    packets, and what is lost is not repeated.
+
+    ``phases`` are records as `keepstep.trace.record.phaselog` lays them out, on the controller's clock; that is known
+    to ``error_ns`` either way.
+    """
+
+    node: str
+    error_ns: int
+    phases: bytes
+
+
+class ClockAsked(Message, frozen=True):
+    """What time is it where the controller is? ``asked_ns`` is the node's own."""
+
+    node: str
+    asked_ns: int
+
+
 # ---- controller -> agent -> worker: orders ------------------------------------------------------------------------
 
 
@@ -321,6 +341,13 @@ class StoreAnswered(Message, frozen=True):
     values: tuple[bytes, ...] | None
 
 
+class ClockTold(Message, frozen=True):
+    """The answer to `ClockAsked`: the controller's monotonic time, ``told_ns``."""
+
+    asked_ns: int
+    told_ns: int
+
+
 class EndJob(Message, frozen=True):
     """End every process of the job and leave with ``exit_code``."""
 
@@ -374,7 +401,10 @@ class NodeEvicted(Message, frozen=True):
     reason: str
 
 
-AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted
+Aside: TypeAlias = PhasesObserved | ClockAsked | ClockTold
+"""What agent and controller say outside of any packet, and nothing is decided by."""
+
+AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | Aside
 
 
 def text(value: object, limit: int = 4000) -> str:

@@ -31,13 +31,17 @@ class Journal:
             while data:
                 data = data[self._file.write(data) :]
 
+    def close(self) -> None:
+        """Ends the journal."""
+        self._file.close()
+
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()
 
 
 def read(path: Path) -> list[JournalEntry]:
@@ -46,18 +50,41 @@ def read(path: Path) -> list[JournalEntry]:
     Raises:
         ConfigurationError: a line cannot be read, or the file cannot; naming file and line.
     """
-    try:
-        *lines, _torn = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigurationError(f"journal {path}: {error.strerror}") from error
-    decoder = msgspec.json.Decoder(JournalEntry)
-    entries = []
-    for number, line in enumerate(lines, start=1):
+    return JournalTail(path).read()
+
+
+class JournalTail:
+    """Reads a journal to its present end, and goes on from there when asked again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._decoder = msgspec.json.Decoder(JournalEntry)
+        self._offset = 0
+        self._num_lines = 0
+
+    def read(self) -> list[JournalEntry]:
+        """The whole lines that have been written since the last call.
+
+        Raises:
+            ConfigurationError: a line cannot be read, or the file cannot; naming file and line.
+        """
         try:
-            entries.append(decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"journal {path}, line {number}: not an entry of a journal: {error}") from error
-    return entries
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                *lines, torn = file.read().split(b"\n")
+                self._offset = file.tell() - len(torn)
+        except OSError as error:
+            raise ConfigurationError(f"journal {self.path}: {error.strerror}") from error
+        entries = []
+        for line in lines:
+            self._num_lines += 1
+            try:
+                entries.append(self._decoder.decode(line))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise ConfigurationError(
+                    f"journal {self.path}, line {self._num_lines}: not an entry of a journal: {error}"
+                ) from error
+        return entries
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import SCRIPTS
 
-from keepstep.controller.journal import Journal, read
 from keepstep.drill.drill import OBSERVER
 from keepstep.drill.faults import parse, write_plan
 from keepstep.errors import ConfigurationError
@@ -19,6 +18,7 @@ from keepstep.protocol.controller import ControllerMachine, DeadlineCame, Heard,
 from keepstep.protocol.messages import Cause, FenceWorker, NodeJoined, Stop, Tag, WorkerLost
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
+from keepstep.trace.record.journal import Journal, read
 
 LOST = WorkerLost(1, Cause.SIGNAL, "killed by SIGKILL\u00e9\n", True, Tag(1, 7, Phase.SYNCED), 12.000000000000002)
 ENTRIES = [

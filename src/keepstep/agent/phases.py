@@ -1,0 +1,72 @@
+"""What an agent tells of its workers' phases: gathered from their tag pages, put on the controller's clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from keepstep.protocol.clocks import ASK_EVERY_S, ClockEstimate
+from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
+from keepstep.tagpage import TagReader
+from keepstep.trace.record.phaselog import from_ring
+from keepstep.transports.memory import MemoryChannel
+
+GATHER_S = 0.2
+"""Phases are for the eye, which is content with five pictures a second; a ring holds far more than that."""
+FIRST_ASKS_S = 0.2
+"""The controller's clock is asked for so often until it has answered."""
+
+
+class Watched(Protocol):
+    """A worker whose page is read."""
+
+    worker: int
+    rank: int | None
+    page: TagReader
+    phases_read: int
+
+
+class PhaseReporter:
+    """Reads what is new in the rings, and sends it."""
+
+    def __init__(self, node: str, channel: MemoryChannel) -> None:
+        self._node = node
+        self._channel = channel
+        self._clock = ClockEstimate()
+        self._has_answer = False
+        self._ask_s = 0.0
+        self._gather_s = 0.0
+
+    def told(self, answer: ClockTold) -> None:
+        """The controller has said what time it is."""
+        self._clock.told(answer.asked_ns, answer.told_ns, time.monotonic_ns())
+        self._has_answer = True
+
+    def tick(self, workers: Iterable[Watched], now_s: float) -> None:
+        """The regular look: asks for the time, and gathers, when either is due."""
+        if now_s >= self._ask_s:
+            self._ask_s = now_s + (ASK_EVERY_S if self._has_answer else FIRST_ASKS_S)
+            self._channel.send(ClockAsked(self._node, time.monotonic_ns()))
+        if now_s >= self._gather_s:
+            self._gather_s = now_s + GATHER_S
+            self.gather(workers)
+
+    def gather(self, workers: Iterable[Watched]) -> None:
+        """Sends what the workers' rings have that was not sent yet; they keep it until the controller's clock is known.
+
+        A worker that is about to be forgotten is gathered from once more, dead or alive.
+        """
+        alignment = self._clock.alignment(time.monotonic_ns())
+        if alignment is None:
+            return
+        found = []
+        for worker in workers:
+            ring, end = worker.page.copy_since(worker.phases_read)
+            worker.phases_read = end
+            if ring:
+                found.append(from_ring(ring, worker.worker, worker.rank, alignment.offset_ns))
+        if found:
+            self._channel.send(PhasesObserved(self._node, alignment.error_ns, np.concatenate(found).tobytes()))

@@ -1,0 +1,60 @@
+"""What a controller writes into its run's folder while the job runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from keepstep.protocol.controller import JournalEntry
+from keepstep.protocol.messages import PhasesObserved, Stop
+from keepstep.trace.record import runfolder
+from keepstep.trace.record.journal import Journal
+from keepstep.trace.record.phaselog import PhaseLog, records_of
+
+
+class Recorder:
+    """The journal, without which nothing goes on, and the log of phases, without which everything does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._journal = Journal(folder / runfolder.JOURNAL)
+        self._phases: PhaseLog | None = None
+        try:
+            self._phases = PhaseLog(folder / runfolder.PHASES)
+        except OSError as error:
+            self._give_up_phases(error)
+
+    def decided(self, entries: list[JournalEntry]) -> None:
+        """Entries of the journal; when this returns they are with the operating system."""
+        self._journal.write(entries)
+        if self._phases is not None and any(isinstance(order, Stop) for e in entries for _, order, _ in e.orders):
+            self._phases.mark()
+
+    def observed(self, phases: PhasesObserved) -> None:
+        """What the workers of a node went through.
+
+        Raises:
+            RemoteProtocolError: it holds something else.
+        """
+        records_of(phases)
+        if self._phases is not None:
+            try:
+                self._phases.write(phases)
+            except OSError as error:
+                self._give_up_phases(error)
+
+    def _give_up_phases(self, error: OSError) -> None:
+        print(f"keepstep: phases are recorded no more, training goes on: {error}", file=sys.stderr, flush=True)
+        if self._phases is not None:
+            self._phases.close()
+            self._phases = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._journal.close()
+        if self._phases is not None:
+            self._phases.close()

@@ -1,0 +1,149 @@
+"""A run's folder: its files, who runs in it, and where earlier runs of the same folder went."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from keepstep.errors import ConfigurationError
+from keepstep.protocol.recovery import RecoverySettings
+
+INFO = "run.json"
+JOURNAL = "journal.jsonl"
+PHASES = "phases"
+_LOCK = "run.lock"
+_EARLIER = "earlier-{}"
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a run ended. ``at_ns`` is on the controller's monotonic clock."""
+
+    exit_code: int
+    reason: str
+    at_ns: int
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run from its start on; `run.json`."""
+
+    run: str
+    """Random: two runs in one folder, one after the other, are told apart by it."""
+    command: tuple[str, ...]
+    version: str
+    node: str
+    pid: int
+    settings: RecoverySettings
+    started_ns: int
+    """On the controller's monotonic clock, as all times of the journal and of the log of phases."""
+    started_unix_ns: int
+    """The same moment on the clock on the wall."""
+    ended: Ended | None = None
+
+
+def new_run(command: tuple[str, ...], version: str, node: str, settings: RecoverySettings) -> RunInfo:
+    """What is to be known of a run that starts now."""
+    return RunInfo(
+        run=secrets.token_hex(6),
+        command=command,
+        version=version,
+        node=node,
+        pid=os.getpid(),
+        settings=settings,
+        started_ns=time.monotonic_ns(),
+        started_unix_ns=time.time_ns(),
+    )
+
+
+@contextlib.contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Holds a folder for one job, for as long as its process lives.
+
+    Raises:
+        ConfigurationError: another job runs there.
+    """
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(f"--run-dir {folder}: another job is running there; name another folder") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_occupied(folder: Path) -> bool:
+    """Whether a job runs in a folder."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def begin(folder: Path, info: RunInfo) -> None:
+    """A run begins in a folder that is occupied for it. What an earlier one left there is moved aside."""
+    if (folder / INFO).exists() or (folder / JOURNAL).exists():
+        number = next(n for n in range(1, 1 << 30) if not (folder / _EARLIER.format(n)).exists())
+        aside = folder / _EARLIER.format(number)
+        aside.mkdir(0o700)
+        for name in (INFO, JOURNAL, PHASES):
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).rename(aside / name)
+    write(folder, info)
+
+
+def write(folder: Path, info: RunInfo) -> None:
+    """Writes `run.json`, whole or not at all."""
+    draft = folder / f"{INFO}.draft"
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+    draft.replace(folder / INFO)
+
+
+def end(folder: Path, info: RunInfo, exit_code: int, reason: str) -> None:
+    """The run has ended."""
+    write(folder, msgspec.structs.replace(info, ended=Ended(exit_code, reason, time.monotonic_ns())))
+
+
+def read_info(folder: Path) -> RunInfo:
+    """What is known of the run in a folder.
+
+    Raises:
+        ConfigurationError: there is none, or it cannot be read.
+    """
+    path = folder / INFO
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
+    except OSError as error:
+        raise ConfigurationError(f"{folder}: no run is recorded there ({INFO}: {error.strerror})") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: not what keepstep writes: {error}") from error
+
+
+def newest_run(folder: Path) -> Path:
+    """The folder itself if a run is recorded in it, else of its sub-folders the one whose run began last.
+
+    A drill has two runs in one folder, one after the other.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if (folder / INFO).exists():
+        return folder
+    below = [path.parent for path in folder.glob(f"*/{INFO}")] if folder.is_dir() else []
+    if not below:
+        raise ConfigurationError(f"{folder}: no run is recorded there (no {INFO})")
+    return max(below, key=lambda path: read_info(path).started_ns)

@@ -1,0 +1,124 @@
+"""What the controller learned and decided, in the words it gave as its reasons: for the eye, and for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.controller import Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.protocol.recovery.records import RecoveryRecord
+
+
+class ControlEvent(NamedTuple):
+    """One event. ``at_s`` is on the controller's monotonic clock; rank, step and node are None where there is none."""
+
+    at_s: float
+    kind: str
+    level: str
+    """``info``, ``warning`` or ``error``."""
+    text: str
+    generation: int
+    rank: int | None = None
+    step: int | None = None
+    node: str | None = None
+
+
+_ORDERS: dict[type[msg.AgentOrder], tuple[str, str]] = {
+    msg.StartWorker: ("worker started", "info"),
+    msg.FenceWorker: ("worker fenced", "warning"),
+    msg.Assign: ("rank assigned", "info"),
+    msg.Stop: ("recovery begun", "warning"),
+    msg.Recover: ("recovery decided", "info"),
+    msg.Resume: ("training resumed", "info"),
+    msg.Complete: ("training completed", "info"),
+    msg.Abandon: ("abandoned", "error"),
+    msg.Rescue: ("rescue", "error"),
+    msg.EndJob: ("job ended", "info"),
+}
+
+
+class Teller:
+    """Tells what entries of a journal mean, one after the other."""
+
+    def __init__(self, job: RecoveryMachine) -> None:
+        """Args:
+        job: the machine that lives through the entries; each is told after it has.
+        """
+        self._job = job
+        self._num_records = 0
+        self._num_failures = 0
+        self._has_resumed = True
+
+    def tell(self, entry: JournalEntry) -> list[ControlEvent]:
+        """What came with one entry, in the order of cause and effect."""
+        return [*self._seen(entry), *self._failed(entry), *self._decided(entry), *self._recovered(entry)]
+
+    def _seen(self, entry: JournalEntry) -> Iterator[ControlEvent]:
+        match entry.event:
+            case LeaseExpired(node, why):
+                yield ControlEvent(entry.at_s, "node lost", "error", f"{node}: {why}", entry.generation, node=node)
+            case Restarted():
+                yield ControlEvent(entry.at_s, "controller restarted", "warning", "from its journal", entry.generation)
+            case Heard(node, _, reports):
+                for report in reports:
+                    if isinstance(report, msg.NodeJoined):
+                        text = f"{node}, with room for {report.slots} workers"
+                        yield ControlEvent(entry.at_s, "node joined", "info", text, entry.generation, node=node)
+                    elif isinstance(report, msg.WorkerFailed):
+                        worker = self._job.roster.workers.get(report.worker)
+                        rank = worker.rank if worker else None
+                        yield ControlEvent(
+                            entry.at_s, "script raised", "error", report.error, entry.generation, rank=rank, node=node
+                        )
+            case _:
+                pass
+
+    def _failed(self, entry: JournalEntry) -> Iterator[ControlEvent]:
+        """Ranks that were lost; a recovery may have more of them as it goes on."""
+        records = self._job.records
+        if len(records) > self._num_records:
+            self._num_records, self._num_failures, self._has_resumed = len(records), 0, False
+        if records:
+            for failure in records[-1].failures[self._num_failures :]:
+                where = self._job.roster.node_of(failure.rank)
+                text = f"rank {failure.rank}: {failure.detail}"
+                generation = records[-1].generation - 1
+                yield ControlEvent(
+                    failure.since_s, "rank lost", "error", text, generation, failure.rank, failure.step, where
+                )
+            self._num_failures = len(records[-1].failures)
+
+    def _decided(self, entry: JournalEntry) -> Iterator[ControlEvent]:
+        """Orders; those of one kind that were given for one reason are one event."""
+        together: dict[tuple[str, str, str], list[tuple[str | None, msg.AgentOrder]]] = {}
+        for node, order, reason in entry.orders:
+            if type(order) in _ORDERS:
+                kind, level = _ORDERS[type(order)]
+                together.setdefault((kind, level, reason), []).append((node, order))
+        for (kind, level, reason), given in together.items():
+            node, order = given[0]
+            text = reason if len(given) == 1 else f"{reason} ({len(given)} of them)"
+            rank = getattr(order, "rank", None) if len(given) == 1 else None
+            step = getattr(order, "resume_step", None)
+            if isinstance(order, msg.EndJob):
+                text, level = order.reason, "error" if order.exit_code else "info"
+            yield ControlEvent(
+                entry.at_s, kind, level, text, entry.generation, rank, step, node if len(given) == 1 else None
+            )
+
+    def _recovered(self, entry: JournalEntry) -> Iterator[ControlEvent]:
+        if not self._has_resumed and (record := self._job.records[-1]).resumed_s is not None:
+            self._has_resumed = True
+            yield ControlEvent(
+                record.resumed_s, "recovered", "info", recovery_text(record), entry.generation, step=record.resume_step
+            )
+
+
+def recovery_text(record: RecoveryRecord) -> str:
+    """One recovery in a sentence."""
+    gap_ms = record.milliseconds()["gap"]
+    if gap_ms is None:
+        return f"{record.detail}; another failure came before this one was repaired"
+    return f"{record.detail}; training goes on from step {record.resume_step} after {gap_ms:.0f} ms"

@@ -1,0 +1,125 @@
+"""A run as its folder tells it, up to now: the one thing that every view looks at."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import numpy as np
+
+from keepstep.protocol.controller import JournalEntry, relive
+from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.trace.record import runfolder
+from keepstep.trace.record.journal import JournalTail
+from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
+from keepstep.trace.timeline.events import ControlEvent, Teller
+from keepstep.trace.timeline.goodput import goodput
+from keepstep.trace.timeline.history import PhaseHistory
+from keepstep.trace.timeline.pace import DURATION_DTYPE, DurationArray, Durations, Pace
+from keepstep.trace.timeline.scene import Scene, Stage
+from keepstep.trace.timeline.stragglers import StragglerWatch
+
+
+@dataclasses.dataclass(slots=True)
+class News:
+    """What is new since the last look."""
+
+    changes: PhaseArray
+    durations: DurationArray
+    events: list[ControlEvent]
+    scenes: dict[int, Scene]
+    """By number: those that have changed."""
+    has_decided: bool
+    """Whether the journal has new entries."""
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is new."""
+        return bool(len(self.changes)) or self.has_decided
+
+
+class Run:
+    """Follows the folder of a run, while it is written and afterwards.
+
+    The controller's decisions are not read but lived through once more, by the machine that made them: what is shown
+    is what was, by construction.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the run in ``folder``, or in the sub-folder whose run began last; `poll` reads it.
+
+        Raises:
+            ConfigurationError: no run is recorded there.
+        """
+        self.folder = runfolder.newest_run(folder)
+        self.info = runfolder.read_info(self.folder)
+        self.job = RecoveryMachine(self.info.settings)
+        self.history = PhaseHistory(self.folder / runfolder.PHASES)
+        self.pace = Pace()
+        self.stragglers = StragglerWatch(self.info.settings.world_size)
+        self.events: list[ControlEvent] = []
+        self._journal = JournalTail(self.folder / runfolder.JOURNAL)
+        self._durations = Durations()
+        self._stage = Stage(self.job)
+        self._teller = Teller(self.job)
+        self._last_s = 0.0
+
+    @property
+    def scenes(self) -> list[Scene]:
+        """Every recovery, oldest first."""
+        return self._stage.scenes
+
+    def poll(self) -> News:
+        """Reads what has been written since the last call.
+
+        Raises:
+            ConfigurationError: the journal cannot be read.
+            RemoteProtocolError: the log of phases cannot.
+        """
+        if self.info.ended is None:
+            self.info = runfolder.read_info(self.folder)
+        news = News(np.empty(0, PHASE_DTYPE), np.empty(0, DURATION_DTYPE), [], {}, False)
+        if self._journal.path.exists():
+            for entry in self._journal.read():
+                self._live_through(entry, news)
+        news.changes = self.history.poll()
+        if len(news.changes):
+            news.durations = self._durations.take(news.changes)
+            self.pace.take(news.changes, self.info.started_ns)
+            self.stragglers.take(news.durations)
+        self.events += news.events
+        return news
+
+    def _live_through(self, entry: JournalEntry, news: News) -> None:
+        self._stage.before()
+        relive(self.job, entry.event, entry.at_s)
+        if self._stage.after(entry) and self.scenes:
+            for scene in self.scenes[-2:]:  # the one before it may just have been overtaken
+                news.scenes[scene.number] = scene
+        news.events += self._teller.tell(entry)
+        news.has_decided = True
+        self._last_s = max(self._last_s, entry.at_s)
+
+    @property
+    def now_s(self) -> float:
+        """The present, on the controller's clock: that of the last event, where nobody runs any more."""
+        if self.info.ended is not None:
+            return self.info.ended.at_ns / 1e9
+        if self.is_alive:
+            return time.monotonic()
+        return max(self._last_s, self.history.end_ns / 1e9)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the job's launcher still runs."""
+        return self.info.ended is None and runfolder.is_occupied(self.folder)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of its time that went into steps that count; None before training began."""
+        return goodput(self.scenes, self.pace, self.now_s)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self.history.close()

@@ -1,0 +1,193 @@
+"""One recovery as it is drawn: who was lost, who stopped when, who was reset, who received state from whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.controller import Heard, JournalEntry
+from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.protocol.resume import Action
+
+
+class SpanKind(enum.StrEnum):
+    """What a rank is at in a recovery, in this order."""
+
+    STOP = "stop"
+    """It goes to a safe point, breaks its communicators and drops what the broken step left."""
+    DECIDE = "decide"
+    """It stands, and waits for the decision or for a replacement of another rank."""
+    RESET = "reset"
+    """Its process groups are connected anew."""
+    RESTORE = "restore"
+    """It receives the state of its shard, and goes back to the resume step."""
+    SEND = "send"
+    """It sends the state to others."""
+    ADVANCE = "advance"
+    """It runs the update it was synced for."""
+    REWIND = "rewind"
+    """It loads a snapshot or checkpoint."""
+    ROLLBACK = "rollback"
+    """It stays; the step that broke off is undone."""
+    WAIT = "wait"
+    """It stands at the resume step, and waits for the others."""
+
+
+LABELS = {
+    SpanKind.STOP: "Stop + Clean",
+    SpanKind.DECIDE: "Decide",
+    SpanKind.RESET: "Reset",
+    SpanKind.RESTORE: "Restoration + Rollback",
+    SpanKind.SEND: "Send state",
+    SpanKind.ADVANCE: "Advance",
+    SpanKind.REWIND: "Rewind",
+    SpanKind.ROLLBACK: "Rollback",
+    SpanKind.WAIT: "Wait",
+}
+"""The words for people."""
+
+_BY_ACTION = {
+    Action.STAY: SpanKind.ROLLBACK,
+    Action.ADVANCE: SpanKind.ADVANCE,
+    Action.REWIND: SpanKind.REWIND,
+    Action.RESTORE: SpanKind.RESTORE,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """What one rank is at for a while. Seconds on the controller's clock; ``end_s`` is None while it lasts."""
+
+    rank: int
+    kind: SpanKind
+    begin_s: float
+    end_s: float | None
+
+
+@dataclasses.dataclass(slots=True)
+class Scene:
+    """One recovery."""
+
+    number: int
+    """From 1 on."""
+    record: RecoveryRecord
+    survivors: dict[int, int]
+    """rank -> worker, of those that lived when it began."""
+    places: dict[int, tuple[int, str]]
+    """rank -> worker and node, as they were when it began: the lost ones too."""
+    transfers: tuple[msg.Transfer, ...] = ()
+    replacements: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    """rank -> worker and node that took it."""
+    safe_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    reset_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    restored_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    """By rank: when the controller heard of it."""
+    overtaken_s: float | None = None
+    """When the next failure began another recovery, if that was before the end of this one."""
+
+    @property
+    def since_s(self) -> float:
+        """The moment of the first failure, as well as it is known."""
+        return min([self.record.begun_s, *(failure.since_s for failure in self.record.failures)])
+
+    @property
+    def end_s(self) -> float | None:
+        """When training had resumed, or the next recovery began; None before."""
+        return self.record.resumed_s or self.overtaken_s
+
+    def spans(self) -> list[Span]:
+        """What each rank was at, by rank and time."""
+        ranks = sorted({*self.survivors, *self.replacements, *self.reset_s})
+        return [span for rank in ranks for span in self._spans_of(rank)]
+
+    def _spans_of(self, rank: int) -> list[Span]:
+        record = self.record
+        marks: list[tuple[SpanKind, float | None]] = []
+        begin_s: float | None = record.decided_s
+        if rank in self.survivors and rank not in self.replacements:
+            begin_s = record.begun_s
+            marks = [(SpanKind.STOP, self.safe_s.get(rank)), (SpanKind.DECIDE, record.decided_s)]
+        marks += [
+            (SpanKind.RESET, self.reset_s.get(rank)),
+            (self._deed_of(rank), self.restored_s.get(rank)),
+            (SpanKind.WAIT, record.restored_s),
+        ]
+        spans = []
+        for kind, end_s in marks:
+            if begin_s is None:
+                break
+            spans.append(Span(rank, kind, begin_s, end_s if end_s is not None else self.overtaken_s))
+            begin_s = end_s
+        return spans
+
+    def _deed_of(self, rank: int) -> SpanKind:
+        action = Action(self.record.actions.get(rank, Action.STAY))
+        if action is Action.STAY and any(rank in transfer.sources for transfer in self.transfers):
+            return SpanKind.SEND
+        return _BY_ACTION[action]
+
+
+class Stage:
+    """Puts the scenes together from the entries of a journal."""
+
+    def __init__(self, job: RecoveryMachine) -> None:
+        """Args:
+        job: the machine that lives through the entries; each is watched before and after it has.
+        """
+        self._job = job
+        self.scenes: list[Scene] = []
+        self._places: dict[int, tuple[int, str]] = {}
+
+    def before(self) -> None:
+        """The next entry is about to be lived through."""
+        if self._job.stage == "training":
+            return
+        self._places |= {w.rank: (w.worker, w.node) for w in self._job.roster.holders() if w.rank is not None}
+
+    def after(self, entry: JournalEntry) -> bool:
+        """An entry has been lived through; returns whether a scene has changed."""
+        job, num = self._job, len(self.scenes)
+        for record in job.records[num:]:
+            if self.scenes and self.scenes[-1].end_s is None:
+                self.scenes[-1].overtaken_s = record.begun_s
+            lost = {failure.rank for failure in record.failures}
+            living = {w.rank: w.worker for w in job.roster.holders() if w.rank is not None and w.rank not in lost}
+            self.scenes.append(Scene(len(self.scenes) + 1, record, living, dict(self._places)))
+        if not self.scenes:
+            return False
+        scene = self.scenes[-1]
+        for _, order, _ in entry.orders:
+            if isinstance(order, msg.Recover):
+                scene.transfers = order.transfers
+        for rank, number in scene.record.replacements.items():
+            scene.replacements[rank] = (number, job.roster.workers[number].node)
+        if isinstance(entry.event, Heard):
+            for report in entry.event.reports:
+                self._heard(scene, report, entry.at_s)
+        return scene.end_s is None or num < len(self.scenes) or scene.record.resumed_s == _observed_s(entry)
+
+    def _heard(self, scene: Scene, report: object, at_s: float) -> None:
+        match report:
+            case msg.SafePointReached():
+                times = scene.safe_s
+            case msg.GroupsReset():
+                times = scene.reset_s
+            case msg.StateRecovered():
+                times = scene.restored_s
+            case _:
+                return
+        if report.generation == scene.record.generation:
+            for number in report.workers:
+                worker = self._job.roster.workers.get(number)
+                if worker is not None and worker.rank is not None:
+                    times[worker.rank] = at_s
+
+
+def _observed_s(entry: JournalEntry) -> float | None:
+    """When the first step of a generation was completed, if the entry tells of one."""
+    if isinstance(entry.event, Heard):
+        times = [report.at_s for report in entry.event.reports if isinstance(report, msg.StepObserved)]
+        return max(times, default=None)
+    return None

@@ -1,0 +1,105 @@
+"""Ranks that are slow although they do not fail: whose phases take longer, over and over, than those of the others.
+
+In synchronous training everybody waits for the slowest, so what a rank *waits* says nothing of it. What counts is the
+time a phase takes the rank itself: for a backward, up to the moment at which it has begun its last collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from keepstep.protocol.phases import Phase
+from keepstep.tagpage import PHASES
+from keepstep.trace.timeline.pace import DurationArray
+
+WINDOW = 32
+"""Steps that are compared; a single slow one is no straggler."""
+MIN_STEPS = 8
+RATIO = 1.25
+"""A rank is marked from a quarter above the others on: then so much of everybody's time is lost."""
+DEVIATIONS = 4.0
+"""... and only where that is far outside of what the others differ by. For normally distributed times one in 16,000."""
+MAD_TO_SIGMA = 1.4826
+"""The standard deviation of a normal distribution is so many times its median absolute deviation."""
+MIN_NS = 500_000
+"""Less than half a millisecond is not worth a mark."""
+
+_JUDGED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.UPDATED)
+_COLUMN = {PHASES.index(phase): column for column, phase in enumerate(_JUDGED)}
+NAMES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.OPTIMIZER: "optimizer",
+    Phase.UPDATED: "between steps",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that stands out in one phase. Medians over the window, in milliseconds."""
+
+    rank: int
+    phase: str
+    own_ms: float
+    typical_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long as the others it takes."""
+        return self.own_ms / self.typical_ms if self.typical_ms else float("inf")
+
+
+class StragglerWatch:
+    """Keeps the window."""
+
+    def __init__(self, world_size: int) -> None:
+        shape = (world_size, len(_JUDGED))
+        self._own_ns = np.full((*shape, WINDOW), np.nan)
+        self._counts = np.zeros(shape, np.int64)
+        self._worker = np.full(world_size, -1)
+
+    def take(self, durations: DurationArray) -> None:
+        """Phases that have ended."""
+        columns = np.array([_COLUMN.get(phase, -1) for phase in range(len(PHASES))])[durations["phase"]]
+        judged = (columns >= 0) & (durations["rank"] < len(self._worker))
+        durations, columns = durations[judged], columns[judged]
+        ranks = durations["rank"]
+        self._forget_predecessors(ranks, durations["worker"])
+        places = ranks * len(_JUDGED) + columns
+        order = np.argsort(places, kind="stable")
+        sorted_places = places[order]
+        firsts = np.searchsorted(sorted_places, sorted_places)  # where the same rank and phase begin
+        turns = np.arange(len(order)) - firsts
+        counts = self._counts.reshape(-1)
+        slots = (counts[sorted_places] + turns) % WINDOW
+        self._own_ns.reshape(-1, WINDOW)[sorted_places, slots] = durations["own_ns"][order]
+        np.add.at(counts, places, 1)
+
+    def _forget_predecessors(self, ranks: np.ndarray, workers: np.ndarray) -> None:
+        """What a rank's former worker did says nothing of the one that holds it now."""
+        changed = np.unique(ranks[self._worker[ranks] != workers])
+        self._own_ns[changed] = np.nan
+        self._counts[changed] = 0
+        self._worker[ranks] = workers
+
+    def found(self) -> list[Straggler]:
+        """Who stands out now, the worst first."""
+        enough = self._counts >= MIN_STEPS
+        if len(self._worker) < 2 or not enough.any():
+            return []
+        stragglers = []
+        for column, phase in enumerate(_JUDGED):
+            ranks = np.flatnonzero(enough[:, column])
+            if len(ranks) < 2:
+                continue
+            medians = np.nanmedian(self._own_ns[ranks, column], axis=1)
+            # Of two, either may be the one that is out of line; slow is the one that takes longer.
+            typical = float(medians.min() if len(ranks) == 2 else np.median(medians))
+            spread = 0.0 if len(ranks) == 2 else float(np.median(np.abs(medians - typical))) * MAD_TO_SIGMA
+            least = typical + max(DEVIATIONS * spread, (RATIO - 1) * typical, MIN_NS)
+            for at in np.flatnonzero(medians > least):
+                own_ms = round(float(medians[at]) / 1e6, 3)
+                stragglers.append(Straggler(int(ranks[at]), NAMES[phase], own_ms, round(typical / 1e6, 3)))
+        return sorted(stragglers, key=lambda each: each.typical_ms - each.own_ms)
