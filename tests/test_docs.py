@@ -23,7 +23,7 @@ import pytest
 import keepstep
 from keepstep.cli import simulate
 from keepstep.drill import faults
-from keepstep.launcher import flags, report
+from keepstep.launcher import flags
 from keepstep.protocol import messages, recovery
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
@@ -31,6 +31,7 @@ from keepstep.protocol.recovery import records
 from keepstep.sim import faults as simulated_faults
 from keepstep.sim import scenario
 from keepstep.sim.oracle import Check
+from keepstep.trace.timeline.describe import describe, describe_recovery
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -307,7 +308,7 @@ def test_report_fields_are_all_described() -> None:
     machine = recovery.RecoveryMachine(recovery.RecoverySettings(world_size=2, num_spares=1))
     record = records.RecoveryRecord(2, Cause.SIGNAL, "rank 1 lost", 0.0)
     described = section(USAGE, "Reports")
-    fields = {*report.describe(machine, []), *report.describe_recovery(record), *record.milliseconds()}
+    fields = {*describe(machine, []), *describe_recovery(record), *record.milliseconds()}
     assert [field for field in fields if f"`{field}`" not in described] == []
     causes = {str(cause) for cause in Cause}
     assert [word for word in {*causes, *map(str, recovery.Stage)} if f"`{word}`" not in described] == []

@@ -7,8 +7,11 @@ import contextlib
 import os
 import select
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+
+import numpy as np
 
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
@@ -16,6 +19,8 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
+from keepstep.tagpage import PHASES
+from keepstep.trace.record.phaselog import records_of
 from keepstep.transports.memory import MemoryChannel, channel_pair
 
 DEADLINE_S = 60.0
@@ -189,3 +194,65 @@ def test_the_end_of_the_job_ends_the_agent_and_its_workers(tmp_path: Path) -> No
         os.close(descriptor)
 
     play(tmp_path, "signal.pause()", scene)
+
+
+def test_phases_are_told_on_the_controllers_clock(tmp_path: Path) -> None:
+    """The controller's clock is a thousand seconds ahead; the agent asks for it, and sends nothing before it knows."""
+    ahead_ns = 1_000_000_000_000
+    told: list[msg.PhasesObserved] = []
+
+    async def scene(controller: Controller, agent: Agent, _running: asyncio.Task[None]) -> None:
+        controller.order(START)
+        await controller.hear(1)
+        begun_ns = time.monotonic_ns()
+        async with asyncio.timeout(DEADLINE_S):
+            while sum(len(records_of(each)) for each in told) < 3:
+                match aside := await controller.channel.receive():
+                    case msg.ClockAsked():
+                        assert aside.node == NODE
+                        assert told == []
+                        answer = msg.ClockTold(aside.asked_ns, time.monotonic_ns() + ahead_ns)
+                        controller.channel.send(answer)
+                    case msg.PhasesObserved():
+                        told.append(aside)
+                    case _:
+                        pass
+        records = np.concatenate([records_of(each) for each in told])
+        assert [PHASES[phase] for phase in records["phase"]] == [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED]
+        assert records[["generation", "step", "worker"]].tolist() == [(2, 7, 0)] * 3
+        error_ns = told[0].error_ns
+        assert 0 <= error_ns < 10**10
+        now_ns = time.monotonic_ns()
+        assert all(begun_ns - error_ns - 10**10 < at - ahead_ns < now_ns + error_ns for at in records["at_ns"])
+        assert records["entered_ns"][:2].tolist() == [0, 0]
+        assert records["at_ns"][1] <= records["entered_ns"][2] <= records["at_ns"][2]
+        assert agent.workers[0].phases_read == 3
+
+    script = "from keepstep.tagpage import TagWriter\nfrom keepstep.protocol.phases import Phase\n"
+    script += "from keepstep.transports.spawning import PAGE_FD\nimport time\n"
+    script += "page = TagWriter(PAGE_FD)\npage.write(2, 7, Phase.FORWARD)\npage.write(2, 7, Phase.BACKWARD)\n"
+    script += "page.collective_entered()\npage.write(2, 7, Phase.SYNCED)\norders(1)\n"
+    play(tmp_path, script, scene)
+
+
+def test_the_last_phases_of_a_dead_worker_come_before_the_news_of_its_death(tmp_path: Path) -> None:
+    async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
+        while not any(isinstance(aside, msg.ClockAsked) for aside in controller.asides):
+            controller.asides.append(await controller.channel.receive())  # type: ignore[arg-type]
+        asked = next(aside for aside in controller.asides if isinstance(aside, msg.ClockAsked))
+        controller.channel.send(msg.ClockTold(asked.asked_ns, time.monotonic_ns()))
+        controller.order(START)
+        await controller.hear(2)
+        phases = [
+            PHASES[p]
+            for each in controller.asides
+            if isinstance(each, msg.PhasesObserved)
+            for p in records_of(each)["phase"]
+        ]
+        assert phases == [Phase.FORWARD, Phase.BACKWARD]
+
+    script = "from keepstep.tagpage import TagWriter\nfrom keepstep.protocol.phases import Phase\n"
+    script += "from keepstep.transports.spawning import PAGE_FD\n"
+    script += "page = TagWriter(PAGE_FD)\npage.write(1, 0, Phase.FORWARD)\npage.write(1, 0, Phase.BACKWARD)\n"
+    script += "os.kill(os.getpid(), signal.SIGKILL)\n"
+    play(tmp_path, script, scene)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from keepstep.cli.dashboard import showing
+from keepstep.cli.pictures import opened
 from keepstep.drill import display
-from keepstep.drill.drill import run_drill
+from keepstep.drill.drill import STRUCK, run_drill
 from keepstep.drill.faults import default_faults, parse
-from keepstep.launcher import report
-from keepstep.launcher.flags import job_options, make_parser
+from keepstep.launcher.flags import job_options, make_parser, parse_flags
+from keepstep.launcher.job import make_folder
+from keepstep.trace.pictures.page import html_report
+from keepstep.trace.targets import check_target, write_whole
+from keepstep.trace.timeline.describe import as_json
 
 
 def main(arguments: list[str]) -> int:
@@ -22,14 +29,31 @@ def main(arguments: list[str]) -> int:
         help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...' (default: one kill in each phase)",
     )
     own.add_argument("--json", help="write the result to this file")
-    chosen = parser.parse_args(arguments)
+    own.add_argument("--html", help="write a page about the run with failures to this file")
+    chosen = parse_flags(parser, arguments)
     # Each of the two runs gets a folder of its own later on, below the drill's.
     options = job_options(chosen, Path(tempfile.gettempdir()))
     world_size = options.recovery.world_size
     faults = parse(chosen.faults, world_size) if chosen.faults is not None else default_faults(world_size)
-    display.introduce(len(faults))
-    result = run_drill(options, faults, display.follow)
-    display.show(result)
-    if chosen.json:
-        report.write(Path(chosen.json), result)
+    json = check_target("--json", Path(chosen.json)) if chosen.json else None
+    html = check_target("--html", Path(chosen.html)) if chosen.html else None
+    with _folder(chosen.run_dir) as folder, showing(folder, chosen.dashboard):
+        display.introduce(len(faults))
+        result = run_drill(options, faults, display.follow, folder)
+        display.show(result)
+        if json is not None:
+            write_whole(json, as_json(result))
+        if html is not None:
+            with opened(folder / STRUCK) as run:
+                write_whole(html, html_report(run).encode())
     return 0 if result["identical"] and not result["missed"] else 1
+
+
+@contextlib.contextmanager
+def _folder(name: str | None) -> Iterator[Path]:
+    """The folder for both runs: the one that was named, or one that goes with the drill."""
+    if name is not None:
+        yield make_folder("--run-dir", Path(name), 0o700)
+        return
+    with tempfile.TemporaryDirectory(prefix="keepstep-drill-") as folder:
+        yield Path(folder)

@@ -20,7 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
     for name, text in (
         ("run", "run a training script; takes torchrun's flags"),
         ("drill", "run it without and with failures, and compare the weights"),
+        ("dashboard", "show a run in the browser, while it goes on or afterwards"),
+        ("top", "show a run in the terminal, while it goes on"),
         ("status", "show the workers of a running job"),
+        ("trace", "draw a recovery of a run, or export the run to Perfetto"),
+        ("report", "write a page about a run: what happened, and what it cost"),
         ("simulate", "run whole jobs in virtual time, with faults, and check what came of it"),
     ):
         commands.add_parser(name, help=text, add_help=False)
@@ -46,6 +50,22 @@ def _run(command: str, arguments: list[str]) -> int:
             from keepstep.cli import drill
 
             return drill.main(arguments)
+        case "dashboard":
+            from keepstep.cli import dashboard
+
+            return dashboard.main(arguments)
+        case "top":
+            from keepstep.cli import top
+
+            return top.main(arguments)
+        case "trace":
+            from keepstep.cli import pictures
+
+            return pictures.trace(arguments)
+        case "report":
+            from keepstep.cli import pictures
+
+            return pictures.report(arguments)
         case "simulate":
             from keepstep.cli import simulate
 

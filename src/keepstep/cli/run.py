@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from keepstep.cli.dashboard import showing
+from keepstep.errors import ConfigurationError
 from keepstep.launcher.console import follow
-from keepstep.launcher.flags import job_options, make_parser
-from keepstep.launcher.job import announce, run_job
+from keepstep.launcher.flags import job_options, make_parser, parse_flags
+from keepstep.launcher.job import Companion, Job, announce, clear_up, run_job
 
 
 def main(arguments: list[str]) -> int:
     """Runs a job and returns its exit code."""
-    options = job_options(make_parser("keepstep run").parse_args(arguments))
-    return announce(run_job(options, follow), options)
+    parser = make_parser("keepstep run")
+    own = parser.add_argument_group("exporting")
+    own.add_argument(
+        "--otel", action="store_true", help="send each recovery as a trace to where the OTEL_* variables say"
+    )
+    chosen = parse_flags(parser, arguments)
+    exporting = _otel() if chosen.otel else None
+    options = job_options(chosen)
+    with contextlib.ExitStack() as stack:
+        stack.callback(clear_up, options)  # after the page was told how the run ended, which it reads in the folder
+        stack.enter_context(showing(options.agent.run_dir, chosen.dashboard))
+        companions: list[Companion] = [follow]
+        if exporting is not None:
+            companions.append(stack.enter_context(exporting(options.agent.run_dir)))
+        result = run_job(dataclasses.replace(options, keep_run_dir=True), together(companions))
+    return announce(result, options)
+
+
+def together(companions: Sequence[Companion]) -> Companion:
+    """Several companions as one; an error in any of them ends the job."""
+
+    async def accompany(job: Job) -> None:
+        await asyncio.gather(*(companion(job) for companion in companions))
+
+    return accompany
+
+
+def _otel() -> Callable[[Path], AbstractContextManager[Companion]]:
+    try:
+        from keepstep.integrations.opentelemetry import exporting
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--otel: OpenTelemetry is not installed ({error}); install it with: pip install 'keepstep[otel]'"
+        ) from error
+    return exporting

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     if chosen.exhaustive is not None:
         return _explore(console, chosen.exhaustive)
     if chosen.seed is not None:
-        return _replay(console, chosen.seed, chosen.faults, chosen.shrink)
+        return _replay(console, chosen)
     end = None if chosen.seeds is None and chosen.seconds else chosen.first + (chosen.seeds or DEFAULT_SEEDS)
     if chosen.json_lines:
         for tally in batch.run_seeds(chosen.first, end, chosen.stride, chosen.seconds):
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     one = parser.add_argument_group("one seed")
     one.add_argument("--seed", type=int, help="run this one and print its story")
     one.add_argument("--faults", help="only these faults of its plan, by number: 0,2")
+    one.add_argument("--record", type=Path, metavar="DIR", help="write it into a folder, for 'keepstep dashboard DIR'")
     one.add_argument("--shrink", action="store_true", help="find the smallest set of its faults that still fails")
     studies = parser.add_argument_group("studies")
     studies.add_argument(
@@ -78,16 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _replay(console: Console, seed: int, faults: str | None, shrinks: bool) -> int:
-    case, kept = case_of(seed), None
-    if faults is not None:
-        kept = _numbers(faults, len(case.plan))
+def _replay(console: Console, chosen: argparse.Namespace) -> int:
+    seed, kept = chosen.seed, None
+    case = case_of(seed)
+    if chosen.faults is not None:
+        kept = _numbers(chosen.faults, len(case.plan))
         case = with_faults(case, kept)
     outcome = run(case)
-    if shrinks and outcome.check is not None:
+    if chosen.shrink and outcome.check is not None:
         case, kept = shrink(outcome)
         console.print(f"replay: {replay_command(seed, kept)}\n", highlight=False, markup=False)
-    outcome = run(case, tell=True)
+    outcome = run(case, tell=True, record=chosen.record)
     console.print("\n".join(outcome.story), highlight=False, markup=False)
     return int(outcome.check is not None)
 

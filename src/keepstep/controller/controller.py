@@ -11,20 +11,23 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import ClockAsked, ClockTold, EndJob, Packet, PhasesObserved, StoreRequested
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
-from keepstep.trace.record.recorder import Recorder
+from keepstep.trace.record.recorder import Listener, Recorder
 from keepstep.transports.memory import MemoryChannel
 
 
 class Controller:
     """Runs a `ControllerMachine` over the channel to an agent until the job has ended."""
 
-    def __init__(self, settings: RecoverySettings, channel: MemoryChannel, run_dir: Path) -> None:
+    def __init__(
+        self, settings: RecoverySettings, channel: MemoryChannel, run_dir: Path, listener: Listener | None = None
+    ) -> None:
         # No lease: the agent lives in this very process, so it can only seem lost when the process itself has stood
         # still (SIGSTOP, a laptop that slept), and then giving up the only node would end a healthy job.
         self.machine = ControllerMachine(settings, lease_s=None)
         self._channel = channel
         self._rendezvous = Rendezvous()
         self._run_dir = run_dir
+        self._listener = listener
 
     @property
     def job(self) -> RecoveryMachine:
@@ -33,7 +36,7 @@ class Controller:
 
     async def run(self) -> EndJob:
         """Runs until the job has ended and returns how."""
-        with Recorder(self._run_dir) as recorder:
+        with Recorder(self._run_dir, self._listener) as recorder:
             while self.job.ended is None:
                 match message := await self._next():
                     case StoreRequested():

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import statistics
-import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from keepstep.drill.faults import Fault, fired_at, write_plan
 from keepstep.drill.injector import OutsideInjector
-from keepstep.errors import KeepstepError
-from keepstep.launcher import report
+from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.job import Job, JobOptions, run_job
 from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.trace.record import runfolder
+from keepstep.trace.timeline.describe import describe_recovery
 
 OBSERVER = "keepstep.drill.inject:install"
+REFERENCE, STRUCK = "reference", "with-faults"
+"""The folders of the two runs."""
 OnProgress = Callable[[str, Job], Awaitable[None]]
 
 
@@ -42,20 +44,28 @@ class Run:
         return kinds[0] if len(kinds) == 1 else " ".join(f"rank{rank}:{digest}" for rank, digest in found.items())
 
 
-def run_drill(options: JobOptions, faults: list[Fault], on_progress: OnProgress) -> dict[str, Any]:
+def run_drill(options: JobOptions, faults: list[Fault], on_progress: OnProgress, folder: Path) -> dict[str, Any]:
     """Runs the job twice and returns the drill's result, as ``--json`` writes it.
+
+    Args:
+        options: the job.
+        faults: what happens to it the second time.
+        on_progress: accompanies each of the runs.
+        folder: below it each of them gets its own, `REFERENCE` and `STRUCK`; those of an earlier drill are moved aside.
 
     Raises:
         DrillFailed: the run without failures failed by itself.
         ConfigurationError: the job cannot be run as asked.
     """
-    with tempfile.TemporaryDirectory(prefix="keepstep-drill-") as folder:
-        reference = _run(options, Path(folder) / "reference", [], on_progress)
-        if reference.report["exit_code"] != 0 or not reference.report["digests"]:
-            raise DrillFailed(f"the run without failures did not come to its end: {reference.report['reason']}")
-        directory = Path(folder) / "with-faults"
-        struck = _run(options, directory, faults, on_progress)
-        return _compare(reference, struck, faults, directory)
+    for name in (REFERENCE, STRUCK):
+        if runfolder.is_occupied(folder / name):
+            raise ConfigurationError(f"--run-dir {folder}: another drill is running there; name another folder")
+    runfolder.move_aside(folder, (REFERENCE, STRUCK))
+    reference = _run(options, folder / REFERENCE, [], on_progress)
+    if reference.report["exit_code"] != 0 or not reference.report["digests"]:
+        raise DrillFailed(f"the run without failures did not come to its end: {reference.report['reason']}")
+    struck = _run(options, folder / STRUCK, faults, on_progress)
+    return _compare(reference, struck, faults, folder / STRUCK)
 
 
 def _run(options: JobOptions, directory: Path, faults: list[Fault], on_progress: OnProgress) -> Run:
@@ -72,7 +82,8 @@ def _run(options: JobOptions, directory: Path, faults: list[Fault], on_progress:
         seen.append(job)
         await asyncio.gather(injector.accompany(job), on_progress(title, job))
 
-    result = run_job(dataclasses.replace(options, agent=agent, report=None, keep_run_dir=True), accompany)
+    trace = options.trace if faults else None
+    result = run_job(dataclasses.replace(options, agent=agent, report=None, trace=trace, keep_run_dir=True), accompany)
     if not seen:
         raise DrillFailed(f"the run {title} did not begin: {result['reason']}")
     durations = seen[0].agent.step_durations_s
@@ -125,7 +136,7 @@ def _row(fault: Fault, at_s: float, rank: int | None, records: list[RecoveryReco
         "resume_step": None,
         "steps_recomputed": None,
     }
-    parts = report.describe_recovery(record)["milliseconds"] if record else {}
+    parts = describe_recovery(record)["milliseconds"] if record else {}
     row |= {f"{name}_ms": parts.get(name) for name in ("stop", "decide", "reset", "restore", "resume")}
     row |= {"detect_ms": None, "gap_ms": None, "first_step_ms": None}
     if record is not None:

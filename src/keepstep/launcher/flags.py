@@ -6,7 +6,9 @@ The parser is torchrun's own, so every habit of its users holds; what keepstep d
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +21,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.launcher.job import JobOptions, fresh_run_dir, make_folder
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.trace.targets import check_target
 
 DEADLINES = LivenessSettings()
 
@@ -33,6 +36,14 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     own.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
     own.add_argument("--run-dir", help="folder for the journal and the status socket (default: a fresh temporary one)")
     own.add_argument("--report", help="write a JSON report of the run to this file")
+    own.add_argument("--trace", help="write a trace of the run to this file, for Perfetto or chrome://tracing")
+    own.add_argument(
+        "--log-json", metavar="FILE", help="append a line of JSON for each event of the job; - is the standard error"
+    )
+    own.add_argument(
+        "--dashboard", nargs="?", const="", type=_address, metavar="HOST:PORT",
+        help="serve a page that shows the run (default: on this machine only, at 127.0.0.1:7117 or any free port)",
+    )  # fmt: skip
     own.add_argument(
         "--hang-floor", type=float, default=DEADLINES.floor_s, metavar="SECONDS",
         help="a rank without progress is left alone for this long at least (default: %(default)s)",
@@ -46,6 +57,28 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="how long a script may evaluate or save between two steps (default: %(default)s)",
     )  # fmt: skip
     return parser
+
+
+class _NoAddress(Exception):
+    """``--dashboard`` was followed by something that is no address, so by the script."""
+
+
+def _address(text: str) -> str:
+    if text and not re.fullmatch(r"[\w.:\-\[\]]*:\d+", text):
+        raise _NoAddress(text)
+    return text
+
+
+def parse_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Parses a command line, on which ``--dashboard`` may stand without its address right before the script."""
+    try:
+        return parser.parse_args(arguments)
+    except _NoAddress as error:
+        pair = ("--dashboard", str(error))
+        at = next((at for at, each in enumerate(itertools.pairwise(arguments)) if each == pair), None)
+        if at is None:
+            raise ConfigurationError(f"--dashboard={error}: must be HOST:PORT, or nothing") from None
+        return parser.parse_args([*arguments[:at], "--dashboard=", *arguments[at + 1 :]])
 
 
 def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> JobOptions:
@@ -62,7 +95,9 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
     _refuse_what_is_not_done_yet(arguments)
     world_size = _world_size(arguments)
     environment = _environment(arguments, world_size)
-    report = _report(arguments)
+    report = _file("--report", arguments.report)
+    trace = _file("--trace", arguments.trace)
+    log_json = _log(arguments.log_json)
     # Folders are made last of all, so that a job that is refused leaves none behind.
     output = _output(arguments, range(world_size + arguments.spares))
     named = arguments.run_dir is not None
@@ -86,7 +121,7 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
     recovery = RecoverySettings(
         world_size, arguments.spares, ranks_per_node=world_size, max_restarts=arguments.max_restarts
     )
-    return JobOptions(agent, recovery, report, keep_run_dir=named)
+    return JobOptions(agent, recovery, report, log_json, trace, keep_run_dir=named)
 
 
 def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
@@ -105,18 +140,18 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")
 
 
-def _report(arguments: argparse.Namespace) -> Path | None:
-    if not arguments.report:
+def _file(flag: str, name: str | None) -> Path | None:
+    """A file that is to be written, which need not exist yet."""
+    if not name:
         return None
-    path = Path(arguments.report)
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigurationError(f"--report {path}: the folder {folder} does not exist")
-    if path.is_dir():
-        raise ConfigurationError(f"--report {path}: is a folder; name a file")
-    if not os.access(folder, os.W_OK):
-        raise ConfigurationError(f"--report {path}: the folder {folder} is not writable")
-    return path
+    return check_target(flag, Path(name))
+
+
+def _log(name: str | None) -> Path | None:
+    """``-``, or a file that is appended to: one that is there needs no folder that could be written."""
+    if name == "-" or (name and Path(name).exists() and not Path(name).is_dir()):
+        return Path(name)
+    return _file("--log-json", name)
 
 
 def _world_size(arguments: argparse.Namespace) -> int:

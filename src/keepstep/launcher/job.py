@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepstep import __version__
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.controller.controller import Controller
-from keepstep.errors import ConfigurationError
+from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.freememory import free_bytes
-from keepstep.launcher import control, report
+from keepstep.launcher import control
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
 from keepstep.trace.record import runfolder
+from keepstep.trace.record.recorder import Listener
+from keepstep.trace.targets import replacing, write_whole
+from keepstep.trace.timeline.describe import as_json, describe
+from keepstep.trace.timeline.run import Run
 from keepstep.transports.memory import channel_pair
+
+if TYPE_CHECKING:
+    from keepstep.launcher.log import EventLog
 
 LOGS = "logs"
 """Folder of the workers' streams in the run folder, unless another one is named."""
@@ -36,6 +45,10 @@ class JobOptions:
     agent: AgentSettings
     recovery: RecoverySettings
     report: Path | None = None
+    log_json: Path | None = None
+    """Events are appended to it as lines of JSON; ``-`` is the standard error."""
+    trace: Path | None = None
+    """Where a trace of the run goes, for Perfetto."""
     keep_run_dir: bool = True
     """False for a folder that was made for this job alone; `clear_up` removes it."""
 
@@ -54,7 +67,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """The report so far, with every worker's place."""
-        return report.describe(self.controller.job, self.agent.status())
+        return describe(self.controller.job, self.agent.status())
 
 
 Companion = Callable[[Job], Awaitable[None]]
@@ -91,15 +104,43 @@ def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str
     run_dir = options.agent.run_dir
     info = runfolder.new_run(options.agent.command, __version__, options.agent.node, options.recovery)
     try:
-        with runfolder.occupied(run_dir):
+        with runfolder.occupied(run_dir), _event_log(options.log_json, info) as log:
             runfolder.begin(run_dir, info)
-            result = asyncio.run(_run(options, companion))
-            runfolder.end(run_dir, info, result["exit_code"], result["reason"])
+            result = asyncio.run(_run(options, companion, log.decided if log else None))
+            runfolder.end(run_dir, info, result["exit_code"], result["reason"], time.monotonic_ns())
+            if log is not None:
+                log.ended(result["exit_code"], result["reason"], time.monotonic_ns())
+            if options.trace is not None:
+                write_trace(run_dir, options.trace)
     finally:
         clear_up(options)
     if options.report is not None:
-        report.write(options.report, result)
+        write_whole(options.report, as_json(result))
     return result
+
+
+def write_trace(run_dir: Path, target: Path) -> None:
+    """Writes the trace of the run in a folder. What goes wrong is said, and changes nothing of how the job ended."""
+    from keepstep.trace.pictures import chrome  # here, for most jobs do without
+
+    try:
+        run = Run(run_dir)
+        try:
+            run.poll()
+            with replacing(target) as file:
+                chrome.write_trace(run, file)
+        finally:
+            run.close()
+    except (OSError, KeepstepError) as error:
+        print(f"keepstep: no trace was written: {error}", file=sys.stderr, flush=True)
+
+
+def _event_log(path: Path | None, info: runfolder.RunInfo) -> contextlib.AbstractContextManager[EventLog | None]:
+    if path is None:
+        return contextlib.nullcontext()
+    from keepstep.launcher.log import EventLog  # here, for most jobs do without what it needs
+
+    return EventLog(path, info)
 
 
 def clear_up(options: JobOptions) -> None:
@@ -109,10 +150,10 @@ def clear_up(options: JobOptions) -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-async def _run(options: JobOptions, companion: Companion | None) -> dict[str, Any]:
+async def _run(options: JobOptions, companion: Companion | None, listener: Listener | None) -> dict[str, Any]:
     ours, theirs = channel_pair()
     run_dir = options.agent.run_dir
-    controller = Controller(options.recovery, ours, run_dir)
+    controller = Controller(options.recovery, ours, run_dir, listener)
     output = dataclasses.replace(options.agent.output, log_dir=options.log_dir)
     agent = Agent(dataclasses.replace(options.agent, output=output), theirs)
     job = Job(controller, agent)
@@ -134,7 +175,7 @@ async def _run(options: JobOptions, companion: Companion | None) -> dict[str, An
             loop.remove_signal_handler(number)
     if controller.job.ended is None:
         controller.job.ended = _unfinished(agent, stopped)
-    return report.describe(controller.job)
+    return describe(controller.job)
 
 
 async def _accompany(

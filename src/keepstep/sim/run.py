@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+from pathlib import Path
 
 from keepstep.errors import KeepstepError
 from keepstep.sim.cluster.layout import Layout, draw_layout
 from keepstep.sim.faults import Fault, Injector, draw_plan
 from keepstep.sim.oracle import Check, ViolationError
+from keepstep.sim.recording import Recording
 from keepstep.sim.story import Story
 from keepstep.sim.world import World
 
@@ -47,12 +50,13 @@ def case_of(seed: int) -> Case:
     return Case(seed, layout, draw_plan(rng, layout))
 
 
-def run(case: Case, *, tell: bool = False) -> Outcome:
+def run(case: Case, *, tell: bool = False, record: Path | None = None) -> Outcome:
     """Runs one case. The same case gives the same outcome, event by event.
 
     Args:
         case: what to run.
         tell: write the story down; it takes time.
+        record: a folder to write the run into, as a real job does.
     """
     story = Story() if tell else None
     if story is not None:
@@ -60,24 +64,15 @@ def run(case: Case, *, tell: bool = False) -> Outcome:
     world = World(case.layout, case.seed, story)
     injector = Injector(world, case.plan)
     world.add_part("injector", injector)
-    check, detail = None, ""
-    try:
-        world.boot()
-        while world.ended is None and world.schedule.now_s < injector.over_s + PATIENCE_S:
-            event = world.schedule.next()
-            if event is None:
-                break
-            world.happen(event)
-        if world.ended is None:
-            raise ViolationError(Check.STUCK, f"{PATIENCE_S:g} s after the last fault was over the job goes on")
-    except ViolationError as violation:
-        check, detail = violation.check, violation.detail
-    except (KeepstepError, AssertionError) as error:
-        check, detail = Check.RAISED, f"{type(error).__name__}: {error}"
+    with Recording(record, str(case.layout), case.layout.settings) if record else contextlib.nullcontext() as recording:
+        world.recording = recording
+        check, detail = _live(world, injector)
+        if recording is not None:
+            recording.ended(
+                0 if world.ended is None else world.ended.exit_code, _ending(world, check, detail), world.schedule.now_s
+            )
     if story is not None:
-        story.add(
-            world.schedule.now_s, "END", f"{check}: {detail}" if check else str(world.ended and world.ended.reason)
-        )
+        story.add(world.schedule.now_s, "END", _ending(world, check, detail))
     return Outcome(
         case,
         check,
@@ -88,3 +83,25 @@ def run(case: Case, *, tell: bool = False) -> Outcome:
         world.schedule.now_s,
         tuple(story.lines) if story is not None else (),
     )
+
+
+def _live(world: World, injector: Injector) -> tuple[Check | None, str]:
+    """Lives until the job has ended, or a check fails; returns which, and what was wrong."""
+    try:
+        world.boot()
+        while world.ended is None and world.schedule.now_s < injector.over_s + PATIENCE_S:
+            event = world.schedule.next()
+            if event is None:
+                break
+            world.happen(event)
+        if world.ended is None:
+            raise ViolationError(Check.STUCK, f"{PATIENCE_S:g} s after the last fault was over the job goes on")
+    except ViolationError as violation:
+        return violation.check, violation.detail
+    except (KeepstepError, AssertionError) as error:
+        return Check.RAISED, f"{type(error).__name__}: {error}"
+    return None, ""
+
+
+def _ending(world: World, check: Check | None, detail: str) -> str:
+    return f"{check}: {detail}" if check else str(world.ended and world.ended.reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import EndJob
@@ -19,6 +19,9 @@ from keepstep.sim.cluster.transfers import Transfers
 from keepstep.sim.cluster.worker import History, SimulatedWorker
 from keepstep.sim.oracle import Oracle
 from keepstep.sim.story import Story
+
+if TYPE_CHECKING:
+    from keepstep.sim.recording import Recording
 
 
 class World:
@@ -41,6 +44,7 @@ class World:
         self.ended: EndJob | None = None
         self.watch: Callable[[SimulatedWorker], None] | None = None
         """Told of each new tag of a worker: a scenario watches, and a plan once a fault waits for its phase."""
+        self.recording: Recording | None = None
         self.num_recoveries = 0
         self.waiting_for_recovery: list[tuple[int, float, Event]] = []
         """(number of the recovery, seconds after its beginning, what happens then)."""
@@ -157,8 +161,17 @@ class World:
         """What a checkpoint holds of a shard."""
         return self._checkpoints[step][shard]
 
+    def tag_shown(self, worker: SimulatedWorker) -> None:
+        """A worker's page shows something new."""
+        if self.watch is not None:
+            self.watch(worker)
+        if self.recording is not None:
+            self.recording.shown(worker)
+
     def orders_given(self, entry: JournalEntry) -> None:
         """The controller has decided something."""
+        if self.recording is not None:
+            self.recording.decided(entry)
         if self.story is not None:
             self.story.decide(self, entry)
         if any(type(order).__name__ == "Stop" for _, order, _ in entry.orders):

@@ -89,16 +89,12 @@ class RecoveryRecord(msgspec.Struct):
         furthest = max(steps, default=self.stopped_at_step)
         return None if furthest is None else max(0, furthest + 1 - self.resume_step)
 
-    def milliseconds(self) -> dict[str, float | None]:
-        """The parts of the recovery: detect, stop, decide, reset, restore, resume, and the whole gap.
-
-        ``gap`` runs from the failure to the first step completed by all; ``resume`` is its last part, in which that
-        step is computed.
-        """
+    def parts(self) -> list[tuple[str, float | None, float | None]]:
+        """What the recovery consists of, each part with its beginning and end; ``gap`` is the whole of it."""
         since = min(
             (failure.since_s for failure in self.failures if failure.since_s < self.begun_s), default=self.begun_s
         )
-        marks = [
+        return [
             ("detect", since, self.begun_s),
             ("stop", self.begun_s, self.stopped_s),
             ("decide", self.stopped_s, self.decided_s),
@@ -107,6 +103,14 @@ class RecoveryRecord(msgspec.Struct):
             ("resume", self.restored_s, self.resumed_s),
             ("gap", since, self.resumed_s),
         ]
+
+    def milliseconds(self) -> dict[str, float | None]:
+        """The parts of the recovery: detect, stop, decide, reset, restore, resume, and the whole gap.
+
+        ``gap`` runs from the failure to the first step completed by all; ``resume`` is its last part, in which that
+        step is computed.
+        """
         return {
-            name: None if begin is None or end is None else round((end - begin) * 1000, 3) for name, begin, end in marks
+            name: None if begin is None or end is None else round((end - begin) * 1000, 3)
+            for name, begin, end in self.parts()
         }

@@ -70,6 +70,8 @@ class SimulatedWorker:
         self.exit: tuple[Cause, str] = (Cause.EXIT, "")
         self.tag = Tag(0, -1, Phase.STARTING)
         self.in_collective: Key | None = None
+        self.entered_s = 0.0
+        """When it had last begun a collective; 0: never."""
         self._connecting = 0
         """The generation in which it connects, or did last."""
         self._loading_step = 0
@@ -379,6 +381,7 @@ class SimulatedWorker:
     def _enter(self, step: int, what: str) -> None:
         assert self.cohort is not None
         self.in_collective = key = (self.cohort.number, step, what)
+        self.entered_s = self.world.schedule.now_s
         self._activity += 1
         self._progress += 1
         self.is_idle = False
@@ -474,5 +477,4 @@ class SimulatedWorker:
         machine = self.machine
         self._is_waiting = False
         self.tag = Tag(machine.generation, machine.steps.step, machine.steps.phase)
-        if self.world.watch is not None:
-            self.world.watch(self)
+        self.world.tag_shown(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -12,11 +13,15 @@ from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import Journal
 from keepstep.trace.record.phaselog import PhaseLog, records_of
 
+Listener = Callable[[list[JournalEntry]], None]
+"""Told of entries right after they were written into the journal."""
+
 
 class Recorder:
     """The journal, without which nothing goes on, and the log of phases, without which everything does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, listener: Listener | None = None) -> None:
+        self._listener = listener
         self._journal = Journal(folder / runfolder.JOURNAL)
         self._phases: PhaseLog | None = None
         try:
@@ -29,6 +34,12 @@ class Recorder:
         self._journal.write(entries)
         if self._phases is not None and any(isinstance(order, Stop) for e in entries for _, order, _ in e.orders):
             self._phases.mark()
+        if self._listener is not None:
+            try:
+                self._listener(entries)
+            except Exception as error:  # who only listens must not end the job, whatever is wrong with him
+                self._listener = None
+                print(f"keepstep: a listener failed and is told no more: {error!r}", file=sys.stderr, flush=True)
 
     def observed(self, phases: PhasesObserved) -> None:
         """What the workers of a node went through.

@@ -7,7 +7,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,6 +45,10 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_ns: int
     """The same moment on the clock on the wall."""
     ended: Ended | None = None
+
+    def unix_ns(self, at_s: float) -> int:
+        """A time of the journal or of the log of phases, on the clock on the wall as it went when the run began."""
+        return self.started_unix_ns + round(at_s * 1e9) - self.started_ns
 
 
 def new_run(command: tuple[str, ...], version: str, node: str, settings: RecoverySettings) -> RunInfo:
@@ -97,13 +101,19 @@ def is_occupied(folder: Path) -> bool:
 def begin(folder: Path, info: RunInfo) -> None:
     """A run begins in a folder that is occupied for it. What an earlier one left there is moved aside."""
     if (folder / INFO).exists() or (folder / JOURNAL).exists():
+        move_aside(folder, (INFO, JOURNAL, PHASES))
+    write(folder, info)
+
+
+def move_aside(folder: Path, names: Sequence[str]) -> None:
+    """Moves what an earlier run left under some names into a fresh folder next to it; nothing if nothing is there."""
+    there = [name for name in names if (folder / name).exists()]
+    if there:
         number = next(n for n in range(1, 1 << 30) if not (folder / _EARLIER.format(n)).exists())
         aside = folder / _EARLIER.format(number)
         aside.mkdir(0o700)
-        for name in (INFO, JOURNAL, PHASES):
-            with contextlib.suppress(FileNotFoundError):
-                (folder / name).rename(aside / name)
-    write(folder, info)
+        for name in there:
+            (folder / name).rename(aside / name)
 
 
 def write(folder: Path, info: RunInfo) -> None:
@@ -113,9 +123,9 @@ def write(folder: Path, info: RunInfo) -> None:
     draft.replace(folder / INFO)
 
 
-def end(folder: Path, info: RunInfo, exit_code: int, reason: str) -> None:
-    """The run has ended."""
-    write(folder, msgspec.structs.replace(info, ended=Ended(exit_code, reason, time.monotonic_ns())))
+def end(folder: Path, info: RunInfo, exit_code: int, reason: str, at_ns: int) -> None:
+    """The run has ended, at a time of the controller's monotonic clock."""
+    write(folder, msgspec.structs.replace(info, ended=Ended(exit_code, reason, at_ns)))
 
 
 def read_info(folder: Path) -> RunInfo:

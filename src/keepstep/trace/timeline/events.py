@@ -27,7 +27,7 @@ class ControlEvent(NamedTuple):
 
 _ORDERS: dict[type[msg.AgentOrder], tuple[str, str]] = {
     msg.StartWorker: ("worker started", "info"),
-    msg.FenceWorker: ("worker fenced", "warning"),
+    msg.FenceWorker: ("worker fenced", "info"),
     msg.Assign: ("rank assigned", "info"),
     msg.Stop: ("recovery begun", "warning"),
     msg.Recover: ("recovery decided", "info"),
@@ -86,7 +86,14 @@ class Teller:
                 text = f"rank {failure.rank}: {failure.detail}"
                 generation = records[-1].generation - 1
                 yield ControlEvent(
-                    failure.since_s, "rank lost", "error", text, generation, failure.rank, failure.step, where
+                    min(failure.since_s, entry.at_s),
+                    "rank lost",
+                    "error",
+                    text,
+                    generation,
+                    failure.rank,
+                    failure.step,
+                    where,
                 )
             self._num_failures = len(records[-1].failures)
 

@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 
 from keepstep.trace.timeline.pace import Pace
 from keepstep.trace.timeline.scene import Scene
 
+Stretch = tuple[float, float]
+"""Beginning and end, in seconds on the controller's clock."""
 
-def lost_intervals(scenes: Iterable[Scene], pace: Pace, now_s: float) -> Iterator[tuple[float, float]]:
-    """The stretches of time that recoveries cost, one for each that was not overtaken by another one.
+
+class Ledger:
+    """What recoveries have cost: one stretch of time for each that was not overtaken by the next one.
 
     A stretch begins with the step that was computed for nothing, or with the failure where no step was. It ends where
-    the first step afterwards begins; the step itself counts as training.
+    the first step afterwards begins; that step itself counts as training.
     """
-    begin_s: float | None = None
-    for scene in scenes:
+
+    def __init__(self, scenes: Sequence[Scene], pace: Pace) -> None:
+        """Args:
+        scenes: every recovery, oldest first; may grow, and change as long as they have no end.
+        pace: of the same run.
+        """
+        self._scenes = scenes
+        self._pace = pace
+        self._closed: list[Stretch] = []
+        """Kept, because ``pace`` forgets when old steps began."""
+        self._num_closed = 0
+        """How many scenes they are of."""
+        self._closed_s = 0.0
+
+    def lost(self, now_s: float) -> list[Stretch]:
+        """All stretches; one that is not over ends now."""
+        open_since_s: float | None = None
+        for number in range(self._num_closed, len(self._scenes)):
+            scene = self._scenes[number]
+            begin_s = self._begin_s(scene) if open_since_s is None else open_since_s
+            if scene.overtaken_s is not None:
+                open_since_s = begin_s
+            elif scene.record.resumed_s is None:
+                return [*self._closed, (begin_s, max(begin_s, now_s))]
+            else:
+                end_s = max(begin_s, scene.record.resumed_s - (scene.record.first_step_s or 0.0))
+                self._closed.append((begin_s, end_s))
+                self._closed_s += end_s - begin_s
+                self._num_closed, open_since_s = number + 1, None
+        return [*self._closed, *([(open_since_s, max(open_since_s, now_s))] if open_since_s is not None else [])]
+
+    def _begin_s(self, scene: Scene) -> float:
         record = scene.record
-        if begin_s is None:
-            begin_s = scene.since_s
-            for (generation, step), begun_ns in pace.begun_ns.items():
-                if record.steps_recomputed and step == record.resume_step and generation < record.generation:
-                    begin_s = min(begin_s, max(begun_ns / 1e9, scene.since_s - (record.first_step_s or 0.0) * 10))
-        if scene.overtaken_s is not None:
-            continue
-        end_s = now_s if record.resumed_s is None else record.resumed_s - (record.first_step_s or 0.0)
-        yield begin_s, max(begin_s, end_s)
-        begin_s = None
+        if record.steps_recomputed and record.resume_step is not None:
+            begun_ns = self._pace.begun_ns.get((record.generation - 1, record.resume_step))
+            if begun_ns is not None:
+                return min(scene.since_s, begun_ns / 1e9)
+        return scene.since_s
 
-
-def goodput(scenes: Iterable[Scene], pace: Pace, now_s: float) -> float | None:
-    """The share of the time since training began that was not lost; None before."""
-    if pace.first_forward_ns is None or now_s <= pace.first_forward_ns / 1e9:
-        return None
-    lost_s = sum(end_s - begin_s for begin_s, end_s in lost_intervals(scenes, pace, now_s))
-    return max(0.0, 1.0 - lost_s / (now_s - pace.first_forward_ns / 1e9))
+    def goodput(self, now_s: float) -> float | None:
+        """The share of the time since training began that was not lost; None before."""
+        begun_ns = self._pace.first_forward_ns
+        if begun_ns is None or now_s <= begun_ns / 1e9:
+            return None
+        stretches = self.lost(now_s)
+        lost_s = self._closed_s + sum(end_s - begin_s for begin_s, end_s in stretches[len(self._closed) :])
+        return min(1.0, max(0.0, 1.0 - lost_s / (now_s - begun_ns / 1e9)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,16 @@ class PhaseHistory:
         first = int(np.searchsorted(found["at_ns"], begin_ns))
         _, from_the_end = np.unique(found["worker"][:first][::-1], return_index=True)
         return np.concatenate([found[np.sort(first - 1 - from_the_end)], found[first:]])
+
+    def in_turn(self, num: int = 500_000) -> Iterator[PhaseArray]:
+        """All changes, stretch of time by stretch of time, each by time and with about ``num`` of them."""
+        chunks = [chunk for chunk in self._chunks if chunk.num]
+        if not chunks:
+            return
+        begin_ns, end_ns = min(chunk.begin_ns for chunk in chunks), self.end_ns + 1
+        step_ns = -(-(end_ns - begin_ns) * num // max(num, sum(chunk.num for chunk in chunks)))
+        for at_ns in range(begin_ns, end_ns, step_ns):
+            yield self.window(at_ns, min(at_ns + step_ns, end_ns), lead=False)
 
     def newest(self, num: int) -> PhaseArray:
         """About so many of the newest changes, by time."""

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import JournalEntry, relive
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import JournalTail
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline.events import ControlEvent, Teller
-from keepstep.trace.timeline.goodput import goodput
+from keepstep.trace.timeline.goodput import Ledger
 from keepstep.trace.timeline.history import PhaseHistory
+from keepstep.trace.timeline.lives import Lives
 from keepstep.trace.timeline.pace import DURATION_DTYPE, DurationArray, Durations, Pace
 from keepstep.trace.timeline.scene import Scene, Stage
 from keepstep.trace.timeline.stragglers import StragglerWatch
@@ -63,7 +65,11 @@ class Run:
         self._durations = Durations()
         self._stage = Stage(self.job)
         self._teller = Teller(self.job)
+        self.lives = Lives()
+        self.ledger = Ledger(self._stage.scenes, self.pace)
         self._last_s = 0.0
+        self.is_replaced = False
+        """Whether another run has begun in the folder since: this one's files were moved aside, and nothing follows."""
 
     @property
     def scenes(self) -> list[Scene]:
@@ -77,10 +83,9 @@ class Run:
             ConfigurationError: the journal cannot be read.
             RemoteProtocolError: the log of phases cannot.
         """
-        if self.info.ended is None:
-            self.info = runfolder.read_info(self.folder)
+        self._look_at_info()
         news = News(np.empty(0, PHASE_DTYPE), np.empty(0, DURATION_DTYPE), [], {}, False)
-        if self._journal.path.exists():
+        if self._journal.path.exists() and not self.is_replaced:
             for entry in self._journal.read():
                 self._live_through(entry, news)
         news.changes = self.history.poll()
@@ -91,6 +96,16 @@ class Run:
         self.events += news.events
         return news
 
+    def _look_at_info(self) -> None:
+        try:
+            info = runfolder.read_info(self.folder)
+        except ConfigurationError:
+            return  # it is being replaced just now
+        if info.run == self.info.run:
+            self.info = info
+        else:
+            self.is_replaced = True
+
     def _live_through(self, entry: JournalEntry, news: News) -> None:
         self._stage.before()
         relive(self.job, entry.event, entry.at_s)
@@ -98,6 +113,7 @@ class Run:
             for scene in self.scenes[-2:]:  # the one before it may just have been overtaken
                 news.scenes[scene.number] = scene
         news.events += self._teller.tell(entry)
+        self.lives.take(entry)
         news.has_decided = True
         self._last_s = max(self._last_s, entry.at_s)
 
@@ -118,7 +134,7 @@ class Run:
     @property
     def goodput(self) -> float | None:
         """The share of its time that went into steps that count; None before training began."""
-        return goodput(self.scenes, self.pace, self.now_s)
+        return self.ledger.goodput(self.now_s)
 
     def close(self) -> None:
         """Closes the files."""

@@ -8,7 +8,7 @@ import enum
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import Heard, JournalEntry
 from keepstep.protocol.recovery import RecoveryMachine
-from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.protocol.recovery.records import Failure, RecoveryRecord
 from keepstep.protocol.resume import Action
 
 
@@ -84,13 +84,20 @@ class Scene:
     reset_s: dict[int, float] = dataclasses.field(default_factory=dict)
     restored_s: dict[int, float] = dataclasses.field(default_factory=dict)
     """By rank: when the controller heard of it."""
+    told_s: list[float] = dataclasses.field(default_factory=list)
+    """When the controller heard of each failure of the record."""
     overtaken_s: float | None = None
     """When the next failure began another recovery, if that was before the end of this one."""
 
     @property
     def since_s(self) -> float:
         """The moment of the first failure, as well as it is known."""
-        return min([self.record.begun_s, *(failure.since_s for failure in self.record.failures)])
+        return min([self.record.begun_s, *(at_s for _, at_s in self.failures())])
+
+    def failures(self) -> list[tuple[Failure, float]]:
+        """The lost ranks, each with the moment of its failure: not later than when the controller heard of it."""
+        pairs = zip(self.record.failures, self.told_s, strict=False)  # the record may be ahead by those just added
+        return [(failure, min(failure.since_s, told_s)) for failure, told_s in pairs]
 
     @property
     def end_s(self) -> float | None:
@@ -118,9 +125,24 @@ class Scene:
         for kind, end_s in marks:
             if begin_s is None:
                 break
-            spans.append(Span(rank, kind, begin_s, end_s if end_s is not None else self.overtaken_s))
+            if end_s is None:
+                spans.append(Span(rank, kind, begin_s, self._cut_s(rank, kind, begin_s)))
+            else:
+                spans.append(Span(rank, kind, begin_s, end_s := max(begin_s, end_s)))
             begin_s = end_s
         return spans
+
+    def _cut_s(self, rank: int, kind: SpanKind, begin_s: float) -> float | None:
+        """When a span that never came to its end was cut off: by the rank's own failure, or with the recovery.
+
+        Who fails on the way to a safe point fails after the recovery has begun, whatever its node's clock says; later
+        on the rank may have been started anew after its failure.
+        """
+        cuts = [self.end_s] if self.end_s is not None else []
+        for failure, at_s in self.failures():
+            if failure.rank == rank and (kind is SpanKind.STOP or at_s > begin_s):
+                cuts.append(at_s)
+        return max(begin_s, min(cuts)) if cuts else None
 
     def _deed_of(self, rank: int) -> SpanKind:
         action = Action(self.record.actions.get(rank, Action.STAY))
@@ -158,6 +180,7 @@ class Stage:
         if not self.scenes:
             return False
         scene = self.scenes[-1]
+        scene.told_s += [entry.at_s] * (len(scene.record.failures) - len(scene.told_s))
         for _, order, _ in entry.orders:
             if isinstance(order, msg.Recover):
                 scene.transfers = order.transfers

@@ -7,8 +7,10 @@ time a phase takes the rank itself: for a backward, up to the moment at which it
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keepstep.protocol.phases import Phase
 from keepstep.tagpage import PHASES
@@ -23,8 +25,8 @@ DEVIATIONS = 4.0
 """... and only where that is far outside of what the others differ by. For normally distributed times one in 16,000."""
 MAD_TO_SIGMA = 1.4826
 """The standard deviation of a normal distribution is so many times its median absolute deviation."""
-MIN_NS = 500_000
-"""Less than half a millisecond is not worth a mark."""
+STEP_SHARE = 0.05
+"""... and only where it holds everybody up by so much of a step: twice as long as nothing is nothing."""
 
 _JUDGED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.UPDATED)
 _COLUMN = {PHASES.index(phase): column for column, phase in enumerate(_JUDGED)}
@@ -84,22 +86,35 @@ class StragglerWatch:
         self._counts[changed] = 0
         self._worker[ranks] = workers
 
+    def medians_ms(self, ranks: Sequence[int]) -> NDArray[np.float64]:
+        """The time that phases take ranks themselves: medians over the window, nan where a rank has not been in one.
+
+        Returns:
+            For each rank one row; its columns are the phases in the order of `NAMES`.
+        """
+        own_ns = self._own_ns[np.array(ranks, np.intp)]
+        is_empty = np.isnan(own_ns).all(axis=2)
+        own_ns[is_empty] = 0.0
+        medians = np.nanmedian(own_ns, axis=2) / 1e6
+        medians[is_empty] = np.nan
+        return np.asarray(medians, np.float64)
+
     def found(self) -> list[Straggler]:
         """Who stands out now, the worst first."""
-        enough = self._counts >= MIN_STEPS
-        if len(self._worker) < 2 or not enough.any():
+        enough = (self._counts >= MIN_STEPS).all(axis=1)
+        ranks = np.flatnonzero(enough)
+        if len(ranks) < 2:
             return []
+        medians = np.nanmedian(self._own_ns[ranks], axis=2)  # by rank and phase
+        # Of two, either may be the one that is out of line; slow is the one that takes longer.
+        typical = medians.min(axis=0) if len(ranks) == 2 else np.median(medians, axis=0)
+        spread = np.zeros(len(_JUDGED))
+        if len(ranks) > 2:
+            spread = np.median(np.abs(medians - typical), axis=0) * MAD_TO_SIGMA
+        least = np.maximum((RATIO - 1) * typical, DEVIATIONS * spread)
+        least = typical + np.maximum(least, STEP_SHARE * typical.sum())
         stragglers = []
-        for column, phase in enumerate(_JUDGED):
-            ranks = np.flatnonzero(enough[:, column])
-            if len(ranks) < 2:
-                continue
-            medians = np.nanmedian(self._own_ns[ranks, column], axis=1)
-            # Of two, either may be the one that is out of line; slow is the one that takes longer.
-            typical = float(medians.min() if len(ranks) == 2 else np.median(medians))
-            spread = 0.0 if len(ranks) == 2 else float(np.median(np.abs(medians - typical))) * MAD_TO_SIGMA
-            least = typical + max(DEVIATIONS * spread, (RATIO - 1) * typical, MIN_NS)
-            for at in np.flatnonzero(medians > least):
-                own_ms = round(float(medians[at]) / 1e6, 3)
-                stragglers.append(Straggler(int(ranks[at]), NAMES[phase], own_ms, round(typical / 1e6, 3)))
+        for at, column in np.argwhere(medians > least):
+            own_ms, typical_ms = (round(float(ns) / 1e6, 3) for ns in (medians[at, column], typical[column]))
+            stragglers.append(Straggler(int(ranks[at]), NAMES[_JUDGED[column]], own_ms, typical_ms))
         return sorted(stragglers, key=lambda each: each.typical_ms - each.own_ms)

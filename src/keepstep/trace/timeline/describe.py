@@ -1,8 +1,7 @@
-"""The report of a run: what failed, what was done about it, and how long each part took."""
+"""The report of a run as plain data: what failed, what was done about it, and how long each part took."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -48,8 +47,6 @@ def describe_recovery(record: RecoveryRecord) -> dict[str, Any]:
     }
 
 
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Writes a report as JSON, whole or not at all."""
-    draft = path.with_name(path.name + ".draft")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
-    draft.replace(path)
+def as_json(report: dict[str, Any]) -> bytes:
+    """A report as people and programs read it."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2)

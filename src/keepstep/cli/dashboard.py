@@ -1,0 +1,49 @@
+"""``keepstep dashboard``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from keepstep.dashboard.process import DEFAULT, serving
+from keepstep.trace.record.runfolder import newest_run
+
+
+def main(arguments: list[str]) -> int:
+    """Serves a run's page until it is interrupted: of a run that goes on, or of one that has ended."""
+    parser = argparse.ArgumentParser(
+        prog="keepstep dashboard", description="Shows a run in the browser, while it goes on or afterwards."
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (--run-dir)")
+    parser.add_argument("--listen", default=DEFAULT, metavar="HOST:PORT", help="where (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    newest_run(chosen.run)
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with _shown(chosen.run, chosen.listen, "--listen"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # only now: the server's process would inherit it
+        signal.sigwait(asked)
+    return 0
+
+
+def showing(folder: Path, address: str | None) -> AbstractContextManager[None]:
+    """Serves a folder while a job runs, if ``--dashboard`` asks for it.
+
+    Args:
+        folder: of the run, or of both runs of a drill.
+        address: the flag's value: None where it was not given, empty where it names no address.
+    """
+    if address is None:
+        return contextlib.nullcontext()
+    return _shown(folder, address or DEFAULT, "--dashboard")
+
+
+@contextlib.contextmanager
+def _shown(folder: Path, address: str, flag: str) -> Iterator[None]:
+    with serving(folder, address, flag) as link:
+        print(f"keepstep: dashboard: {link}", file=sys.stderr, flush=True)
+        yield

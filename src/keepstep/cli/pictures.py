@@ -1,0 +1,92 @@
+"""``keepstep trace`` and ``keepstep report``: what a run's folder tells afterwards, or while the run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from keepstep.errors import ConfigurationError
+from keepstep.trace.pictures.chrome import write_trace
+from keepstep.trace.pictures.page import html_report
+from keepstep.trace.pictures.png import require_pillow
+from keepstep.trace.pictures.recovery import draw_recovery
+from keepstep.trace.targets import check_target, replacing, write_whole
+from keepstep.trace.timeline.run import Run
+
+SUFFIXES = (".svg", ".png")
+
+
+def trace(arguments: list[str]) -> int:
+    """Draws a recovery, or writes a trace of the whole run."""
+    parser = argparse.ArgumentParser(prog="keepstep trace", description="Pictures and traces of a run.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    draw = commands.add_parser("draw", help="draw one recovery, to scale")
+    _add_run(draw)
+    draw.add_argument("--recovery", type=int, metavar="N", help="its number, from 1 on (default: the last one)")
+    draw.add_argument("-o", "--output", default="recovery.svg", help="an .svg or .png file (default: %(default)s)")
+    export = commands.add_parser("export", help="write a trace for Perfetto or chrome://tracing")
+    _add_run(export)
+    export.add_argument("-o", "--output", default="trace.json", help="the file to write (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    target = check_target("--output", Path(chosen.output))
+    if chosen.command == "draw":
+        _draw(Path(chosen.run), chosen.recovery, target)
+    else:
+        with opened(Path(chosen.run)) as run, replacing(target) as file:
+            write_trace(run, file)
+    print(target)
+    return 0
+
+
+def report(arguments: list[str]) -> int:
+    """Writes the report of a run."""
+    parser = argparse.ArgumentParser(
+        prog="keepstep report", description="Writes a page about a run: one file that needs nothing else."
+    )
+    _add_run(parser)
+    parser.add_argument("-o", "--output", default="report.html", help="the file to write (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    target = check_target("--output", Path(chosen.output))
+    with opened(Path(chosen.run)) as run:
+        write_whole(target, html_report(run).encode())
+    print(target)
+    return 0
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Run]:
+    """The run in a folder, read to its present end.
+
+    Raises:
+        ConfigurationError: none is recorded there.
+    """
+    run = Run(folder)
+    try:
+        run.poll()
+        yield run
+    finally:
+        run.close()
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", help="the folder given as --run-dir to 'keepstep run' or 'keepstep drill'"
+    )
+
+
+def _draw(folder: Path, number: int | None, target: Path) -> None:
+    if target.suffix not in SUFFIXES:
+        raise ConfigurationError(f"--output {target}: the name must end with .svg or .png")
+    if target.suffix == ".png":
+        require_pillow()
+    with opened(folder) as run:
+        num = len(run.scenes)
+        if not num:
+            raise ConfigurationError(f"{run.folder}: nothing failed in this run, so there is no recovery to draw")
+        number = num if number is None else number
+        if not 1 <= number <= num:
+            raise ConfigurationError(f"--recovery {number}: the run has {num}, so 1 to {num} are allowed")
+        picture = draw_recovery(run, number)
+    write_whole(target, picture.svg().encode() if target.suffix == ".svg" else picture.png())

@@ -1,0 +1,1 @@
+"""What `keepstep top` shows."""

@@ -1,0 +1,123 @@
+"""Where every rank of a run is at present: the lines of `keepstep top`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import Stage
+from keepstep.protocol.recovery.roster import Worker
+from keepstep.tagpage import PHASES
+from keepstep.trace.record.phaselog import PhaseArray
+from keepstep.trace.timeline.run import News, Run
+from keepstep.trace.timeline.scene import Span
+from keepstep.trace.timeline.stragglers import Straggler
+
+WORDS = {Phase.UPDATED: "between steps"}
+"""Phases that go by another name for people; the others by their own."""
+LOST, DONE = "lost", "done"
+BEHIND_STEPS = 2
+"""Ranks of one job are in the same step or in two that follow each other; who is further behind stands still."""
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """Where one rank is."""
+
+    rank: int
+    state: str
+    """A phase, what it does in a recovery, or that it is lost or done."""
+    step: int | None
+    worker: Worker | None
+    stragglings: list[Straggler] = dataclasses.field(default_factory=list)
+    is_behind: bool = False
+    is_fresh: bool = False
+    """Whether it took its rank in the recovery that is under way."""
+
+    @property
+    def node(self) -> str:
+        """The node that it is on, or was."""
+        return "-" if self.worker is None else self.worker.node
+
+    @property
+    def trouble(self) -> int:
+        """How much it asks to be looked at; 0: it does what it should."""
+        if self.state == LOST:
+            return 4
+        if self.is_behind:
+            return 3
+        return 2 if self.stragglings else int(self.is_fresh)
+
+
+class Places:
+    """Follows the news of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._last: dict[int, tuple[str, int]] = {}
+        """worker -> its phase and step."""
+        self._workers: dict[int, Worker] = {}
+        """rank -> who holds it, or held it last."""
+
+    def take(self, news: News) -> None:
+        """What a poll has brought."""
+        if len(news.changes):
+            self._note(news.changes)
+        if news.has_decided:
+            self._workers = {}
+            for worker in self._run.job.roster.workers.values():
+                if worker.rank is not None:
+                    before = self._workers.get(worker.rank)
+                    if before is None or before.lost or not worker.lost:
+                        self._workers[worker.rank] = worker
+
+    def _note(self, changes: PhaseArray) -> None:
+        newest = changes[np.argsort(changes["at_ns"], kind="stable")][::-1]
+        workers, first = np.unique(newest["worker"], return_index=True)
+        rows = newest[first]
+        for worker, phase, step in zip(workers.tolist(), rows["phase"].tolist(), rows["step"].tolist(), strict=True):
+            name = PHASES[phase]
+            self._last[worker] = (WORDS.get(name, str(name)), step)
+
+    def phase_of(self, worker: int) -> str:
+        """The phase that a worker is in, a spare too."""
+        return self._last.get(worker, (str(Phase.STARTING), -1))[0]
+
+    def all(self) -> list[Place]:
+        """Every rank, by number."""
+        job = self._run.job
+        spans = self._open_spans()
+        stragglings: dict[int, list[Straggler]] = {}
+        for each in self._run.stragglers.found():
+            stragglings.setdefault(each.rank, []).append(each)
+        places = []
+        for rank in range(job.settings.world_size):
+            worker = self._workers.get(rank)
+            phase, step = self._last.get(-1 if worker is None else worker.worker, (str(Phase.STARTING), -1))
+            place = Place(rank, phase, step if step >= 0 else None, worker, stragglings.get(rank, []))
+            if worker is not None and worker.lost:
+                place.state = LOST
+            elif worker is not None and worker.done:
+                place.state = DONE
+            elif rank in spans:
+                place.state = str(spans[rank].kind)
+            place.is_fresh = rank in spans and rank in self._run.scenes[-1].replacements
+            places.append(place)
+        _mark_those_behind(places)
+        return places
+
+    def _open_spans(self) -> dict[int, Span]:
+        """What ranks are at in the recovery that is under way."""
+        scenes = self._run.scenes
+        if not scenes or self._run.job.stage not in (Stage.STOPPING, Stage.RECOVERING):
+            return {}
+        return {span.rank: span for span in scenes[-1].spans() if span.end_s is None}
+
+
+def _mark_those_behind(places: Iterable[Place]) -> None:
+    steps = [place.step for place in places if place.step is not None]
+    for place in places:
+        place.is_behind = place.step is not None and place.state != DONE and place.step <= max(steps) - BEHIND_STEPS

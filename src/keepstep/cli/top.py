@@ -1,0 +1,106 @@
+"""``keepstep top``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from keepstep.cli.terminal.screen import Screen
+from keepstep.trace.timeline.run import Run
+
+REFRESH_S = 0.2
+WITHOUT_TERMINAL = (120, 60)
+"""Columns and lines of a frame that goes into a file or a pipe; lines that are not needed are not used."""
+
+
+def main(arguments: list[str]) -> int:
+    """Shows a run in the terminal until its job has ended, or until whoever looks leaves."""
+    parser = argparse.ArgumentParser(
+        prog="keepstep top", description="Shows a run in the terminal, while it goes on: where every rank is, and why."
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (--run-dir)")
+    parser.add_argument("--once", action="store_true", help="print one frame and end (so it is without a terminal)")
+    chosen = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    run = Run(chosen.run)
+    with contextlib.closing(run):
+        screen = Screen(run)
+        screen.take(run.poll())
+        if not chosen.once and console.is_terminal and not is_over(run):
+            follow(run, screen, console)
+        print_frame(screen, console)
+        if run.is_replaced:
+            print(f"keepstep top: another run has begun in {run.folder}", file=sys.stderr)
+    return 0
+
+
+def is_over(run: Run) -> bool:
+    """Whether nothing more is to come of a run."""
+    return not run.is_alive or run.is_replaced
+
+
+def print_frame(screen: Screen, console: Console) -> None:
+    """Prints one frame below what stands there."""
+    width, height = (console.width, console.height - 1) if console.is_terminal else WITHOUT_TERMINAL
+    if not console.is_terminal:
+        console.width = width
+    console.print(screen.draw(width, height))
+
+
+def follow(run: Run, screen: Screen, console: Console) -> None:
+    """Draws a run over the whole terminal until it is over, or until q or Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, _leave)  # so that the terminal is left as it was found
+    try:
+        with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                was_over = is_over(run)  # what was written before that is read by this poll
+                screen.take(run.poll())
+                live.update(screen.draw(console.width, console.height), refresh=True)
+                if was_over or _is_asked_to_leave(keys):
+                    return
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[list[int]]:
+    """Where keys come from, each as it is pressed; nowhere, if the input is no terminal."""
+    if not sys.stdin.isatty():
+        yield []
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield [descriptor]
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _is_asked_to_leave(keys: list[int]) -> bool:
+    """Waits until the next frame is due, or for a key."""
+    ready, _, _ = select.select(keys, [], [], REFRESH_S)
+    if not ready:
+        return False
+    pressed = os.read(ready[0], 64)
+    if not pressed:
+        keys.clear()  # the terminal has hung up
+    return b"q" in pressed.lower()

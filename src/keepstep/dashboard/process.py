@@ -1,0 +1,162 @@
+"""Starts the dashboard's process, and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import ipaddress
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from keepstep.dashboard.settings import ServerSettings
+from keepstep.errors import ConfigurationError, PeerLost
+
+DEFAULT = "127.0.0.1:7117"
+TOKEN = "viewer.token"
+START_DEADLINE_S = 30.0
+END_DEADLINE_S = 5.0
+UNREAD_MS = 20_000
+"""The kernel ends a connection whose other side takes nothing for so long."""
+BACKLOG = 1024
+"""Connections that wait to be accepted: a browser with all its tabs, many times over."""
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+def listen(address: str, flag: str) -> socket.socket:
+    """A listening socket at HOST:PORT; of the default, at any other port if that one is taken.
+
+    Args:
+        address: as the user gave it; a missing host is 127.0.0.1, port 0 is any free one.
+        flag: that named it, for the error.
+
+    Raises:
+        ConfigurationError: it cannot be listened at, or what a dashboard needs is not installed.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"{flag}: {', '.join(missing)} is missing: pip install 'keepstep[dashboard]'")
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigurationError(f"{flag} {address}: must be HOST:PORT, for example {DEFAULT}")
+    try:
+        return _bound(host, int(port))
+    except OSError as error:
+        if address != DEFAULT:
+            raise ConfigurationError(f"{flag} {address}: {error.strerror}") from error
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+        listening.bind(where)
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+@contextlib.contextmanager
+def serving(folder: Path, address: str, flag: str) -> Iterator[str]:
+    """Serves the run in ``folder`` until the block is left; yields the link to open, token included.
+
+    The process lives apart from the job: it leads a session of its own, and ends when this one does, however that is.
+
+    Raises:
+        ConfigurationError: it cannot listen there.
+        PeerLost: it did not come up.
+    """
+    listening = listen(address, flag)
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    token = _token(folder)
+    settings = ServerSettings(
+        folder=str(folder.absolute()), descriptor=listening.fileno(), token=token, cookie=f"keepstep-{port}"
+    )
+    with listening:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "keepstep.dashboard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listening.fileno()],
+            start_new_session=True,
+        )
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            process.stdin.flush()
+        _await_ready(process, f"http://{_reachable(host)}:{port}/healthz")
+        if not _is_loopback(host):
+            print(
+                f"keepstep: the dashboard listens at {shown}:{port}, beyond this machine and without TLS: who can "
+                "overhear the network can read the link's token and what the page shows",
+                file=sys.stderr,
+                flush=True,
+            )
+        yield f"http://{shown}:{port}/?token={token}"
+    finally:
+        _end(process)
+
+
+def _await_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    """Connections wait in the socket's queue until the process serves, so one answer is awaited, nothing polled."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=START_DEADLINE_S):
+            return
+    except (OSError, urllib.error.URLError) as error:
+        status = process.poll()
+        how = f"ended with exit code {status}" if status is not None else f"did not answer: {error}"
+        raise PeerLost(f"the dashboard's process {how}") from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(END_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _token(folder: Path) -> str:
+    """The viewer's token of a folder: the one that lies there, so that a page left open stays let in, or a new one."""
+    path = folder / TOKEN
+    with contextlib.suppress(OSError):
+        if (token := path.read_text(encoding="ascii").strip()) and path.stat().st_mode & 0o077 == 0:
+            return token
+    token = secrets.token_urlsafe(24)
+    draft = path.with_name(TOKEN + ".draft")
+    with contextlib.suppress(OSError):  # a folder that can only be read: the token is in the link alone
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(token + "\n")
+        draft.replace(path)
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _reachable(host: str) -> str:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        return "[::1]" if address.version == 6 else "127.0.0.1"
+    return f"[{host}]" if address.version == 6 else host

@@ -1,0 +1,299 @@
+/** Starts the page: keeps the connection to the server, draws the frames, and says which key does what. */
+
+import { Overview, Tooltip, View, hitTest, listenToTimeline } from "./gestures.js";
+import { Lanes } from "./lanes.js";
+import { Model } from "./model.js";
+import { Panels } from "./panels.js";
+import { Timeline } from "./timeline.js";
+
+const SILENT_AFTER = 3000; // milliseconds without any news: the server sends some every second
+const RECONNECT_AFTER = 10000;
+const RETRY = [300, 1000, 2000, 4000];
+const $ = (id) => document.getElementById(id);
+
+/** The connection to the server. It comes back by itself, and what is known stays on the page meanwhile. */
+class Feed {
+  constructor(model, onNewRun) {
+    Object.assign(this, {
+      model,
+      onNewRun,
+      state: "connecting",
+      tries: 0,
+      heard: performance.now(),
+      offset: 0,
+      isAsking: false,
+    });
+    this.connect();
+    setInterval(() => this.watch(), 500);
+    setInterval(() => this.askOverview(), 2000);
+  }
+
+  connect() {
+    this.source?.close();
+    this.heard = performance.now();
+    this.source = new EventSource("api/stream");
+    this.source.addEventListener("snapshot", (event) => {
+      if (this.model.snapshot(this.parse(event))) this.onNewRun();
+      this.askOverview();
+    });
+    this.source.addEventListener("update", (event) => this.model.update(this.parse(event)));
+    this.source.addEventListener("error", () => this.lose());
+  }
+
+  parse(event) {
+    const message = JSON.parse(event.data);
+    const offset = message.now - performance.now() * 1000;
+    // Messages come a little sooner or later. The clock on the page follows their average, so that it does not stutter.
+    const isFar = this.state !== "live" || Math.abs(offset - this.offset) > 1e6;
+    this.offset = isFar ? offset : this.offset + (offset - this.offset) * 0.1;
+    this.heard = performance.now();
+    this.tries = 0;
+    this.state = "live";
+    return message;
+  }
+
+  async lose() {
+    this.source.close();
+    if (this.state !== "denied") this.state = this.model.run ? "reconnecting" : "connecting";
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.connect(), RETRY[Math.min(this.tries++, RETRY.length - 1)]);
+    // EventSource does not tell why it failed; another request does.
+    const answer = await fetch("api/overview").catch(() => null);
+    if (answer?.status === 401) this.state = "denied";
+    else if (this.state === "denied") this.state = "reconnecting";
+  }
+
+  watch() {
+    if (this.state === "live" && performance.now() - this.heard > RECONNECT_AFTER) this.lose();
+  }
+
+  /** @returns {{state: string, silentFor: number}} */
+  get shown() {
+    const silent = performance.now() - this.heard;
+    if (this.state !== "denied" && this.model.run?.ended) return { state: "over", silentFor: 0 };
+    if (this.state === "live" && silent > SILENT_AFTER)
+      return { state: "silent", silentFor: Math.round(silent / 1000) };
+    return { state: this.state, silentFor: 0 };
+  }
+
+  /** @returns {number} the run's time now, a little late, so that what is drawn at its end has arrived */
+  now() {
+    const { ended } = this.model.run ?? {};
+    if (ended) return ended.at;
+    // Without contact time stands still: nobody knows how long the last phases took.
+    const most = this.model.now + (this.state === "live" ? 1e6 : 0);
+    const ahead = Math.min(most, performance.now() * 1000 + this.offset);
+    this.last = Math.max(0, ahead - 120e3, Math.min(this.last ?? 0, ahead));
+    return this.last;
+  }
+
+  async askOverview() {
+    if (document.hidden || !this.model.run) return;
+    const answer = await fetch("api/overview").catch(() => null);
+    if (answer?.ok) this.model.overview = await answer.json();
+  }
+
+  /** Asks for phases of older time, one request at a time. */
+  async askPhases([begin, end]) {
+    if (this.isAsking || this.state !== "live") return;
+    this.isAsking = true;
+    const run = this.model.run.id;
+    const most = this.model.mostAtOnce;
+    const margin = Math.min(Math.max(1e6, (end - begin) / 2), Math.max(0, (most - (end - begin)) / 2));
+    const from = Math.floor(Math.max(0, begin - margin, end - most));
+    const answer = await fetch(`api/phases?begin=${from}&end=${Math.ceil(end + margin)}`).catch(() => null);
+    if (answer?.ok && this.model.run.id === run) this.model.addWindow(await answer.json());
+    // A server that has nothing to give is not asked again at once.
+    setTimeout(() => (this.isAsking = false), answer?.ok ? 100 : 2000);
+  }
+}
+
+/** Light or dark: as the system has it, until the viewer chooses. */
+function setUpTheme(onChange) {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const apply = () => {
+    const theme = localStorage.getItem("keepstep-theme") ?? (system.matches ? "dark" : "light");
+    document.documentElement.dataset.theme = theme;
+    const style = getComputedStyle(document.documentElement);
+    onChange(
+      new Proxy(
+        {},
+        {
+          get: (known, name) =>
+            (known[name] ??=
+              style.getPropertyValue(`--c-${String(name).replace(/[A-Z]/g, (c) => `-${c.toLowerCase()}`)}`).trim() ||
+              undefined),
+        },
+      ),
+    );
+  };
+  system.addEventListener("change", apply);
+  apply();
+  return () => {
+    localStorage.setItem("keepstep-theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+    apply();
+  };
+}
+
+/** Draws frames, and fewer of them where the machine is slow. */
+class Frames {
+  constructor(paint) {
+    this.times = [];
+    this.cost = 0;
+    let skip = 0;
+    const frame = (time) => {
+      requestAnimationFrame(frame);
+      if (skip-- > 0) return;
+      const begin = performance.now();
+      paint(time);
+      this.cost += (performance.now() - begin - this.cost) * 0.1;
+      skip = this.cost > 14 ? 1 : 0;
+      this.times.push(time);
+      if (this.times.length > 120) this.times.shift();
+    };
+    requestAnimationFrame(frame);
+  }
+
+  /** @returns {{fps: number, draw_ms: number}} */
+  measured() {
+    const seconds = (this.times.at(-1) - this.times[0]) / 1000;
+    return { fps: seconds ? (this.times.length - 1) / seconds : 0, draw_ms: this.cost };
+  }
+}
+
+const model = new Model();
+const view = new View();
+const lanes = new Lanes(model);
+const timeline = new Timeline($("timeline"), model, lanes, view);
+const overview = new Overview($("overview"), model, view);
+const tooltip = new Tooltip($("tooltip"), model);
+const panels = new Panels(model, view, lanes, { jump, find });
+const switchTheme = setUpTheme((colors) => {
+  timeline.recolor(colors);
+  overview.colors = colors;
+});
+const feed = new Feed(model, () => {
+  lanes.restart();
+  view.restart();
+  feed.last = undefined;
+  panels.note("Another run has started in this place. Showing it from its beginning.");
+});
+
+/** Shows a recovery: from a bit before the failure until a bit after training went on. */
+function jump(recovery) {
+  if (!recovery) return panels.note("There has been no recovery so far.");
+  const end = recovery.until ?? feed.now();
+  const length = end - recovery.since;
+  const margin = Math.max(0.5 * length, Math.min(1.3 * model.stepTime, 3 * length), 1000);
+  view.show(recovery.since - margin, end + margin);
+  lanes.focus = recovery;
+  lanes.refresh(feed.now());
+  const first = recovery.failures.map(({ rank }) => lanes.indexOfRank(rank)).filter((index) => index >= 0);
+  if (first.length) lanes.reveal(Math.min(...first));
+}
+
+function jumpBy(step) {
+  const { recoveries } = model;
+  const at = lanes.focus ? recoveries.findIndex(({ number }) => number === lanes.focus.number) : recoveries.length;
+  jump(recoveries[Math.max(0, Math.min(recoveries.length - 1, at + step))]);
+}
+
+function find(text) {
+  if (!lanes.find(text, feed.now())) panels.note(`There is no rank or node “${text}”.`);
+}
+
+function goLive() {
+  view.follow();
+  lanes.focus = null;
+}
+
+const COMMANDS = {
+  " ": () => (view.following ? view.pause() : goLive()),
+  l: goLive,
+  End: goLive,
+  Home: () => view.whole(),
+  "+": () => view.zoom(0.7),
+  "=": () => view.zoom(0.7),
+  "-": () => view.zoom(1 / 0.7),
+  ArrowLeft: () => view.pan(-0.12 * view.length),
+  ArrowRight: () => view.pan(0.12 * view.length),
+  ArrowUp: () => lanes.select(-1),
+  ArrowDown: () => lanes.select(1),
+  Enter: () => lanes.toggle(lanes.selectedLane),
+  n: () => jumpBy(1),
+  p: () => jumpBy(-1),
+  f: () => lanes.toggleFolding(),
+  t: switchTheme,
+  "/": () => $("find").focus(),
+  "?": () => $("help").showModal(),
+  Escape: () => (lanes.selected = null),
+};
+
+document.addEventListener("keydown", (event) => {
+  const { target } = event;
+  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+  if (target.matches("input")) {
+    if (event.key === "Escape") target.blur();
+    return;
+  }
+  const isControl = target.matches("button, a, summary") && [" ", "Enter"].includes(event.key);
+  const scrolls = target.matches(".scroll") && /^(Arrow|Home|End)/.test(event.key);
+  const command = COMMANDS[event.key] ?? COMMANDS[event.key.toLowerCase()];
+  if (isControl || scrolls || !command) return;
+  event.preventDefault();
+  command();
+});
+$("find").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  find(event.target.value);
+  $("timeline").focus();
+});
+const BUTTONS = {
+  live: " ",
+  "zoom-in": "+",
+  "zoom-out": "-",
+  whole: "Home",
+  previous: "p",
+  next: "n",
+  fold: "f",
+  theme: "t",
+  "help-button": "?",
+};
+for (const [id, key] of Object.entries(BUTTONS)) $(id).addEventListener("click", COMMANDS[key]);
+listenToTimeline($("timeline"), timeline, lanes, view, (hit) => {
+  if (hit?.lane.kind === "node" && hit.isName) lanes.toggle(hit.lane);
+  else if (hit) lanes.selected = hit.lane.key;
+});
+
+/** Gives the timeline the height it can use, and the panels below it the rest. */
+function resize() {
+  lanes.highest = Math.max(54, Math.min(76, Math.round(window.innerHeight * 0.068)));
+  const most = Math.max(240, window.innerHeight - $("timeline").getBoundingClientRect().top - window.scrollY - 250);
+  const height = `${Math.round(timeline.wantedHeight(most))}px`;
+  if ($("timeline").style.height !== height) $("timeline").style.height = height;
+}
+
+let drawn = 0;
+const frames = new Frames((time) => {
+  const now = feed.now();
+  view.tick(now, model.stepTime);
+  if (time - drawn > 200) {
+    drawn = time;
+    panels.drawConnection(feed.shown);
+    panels.draw(now);
+    resize();
+    overview.draw();
+  }
+  timeline.isStale = !["live", "over"].includes(feed.shown.state);
+  timeline.draw(now);
+  if (timeline.missing && !view.target) feed.askPhases(timeline.missing);
+  const { hover } = timeline;
+  tooltip.draw(hover ? hitTest(timeline, hover.x, hover.y) : null, hover, timeline.width);
+});
+
+window.keepstep = {
+  view: () => ({ begin: view.target?.[0] ?? view.begin, end: view.target?.[1] ?? view.end, following: view.following }),
+  lanes: () => lanes.list.map(({ name, rank, kind, folded }) => ({ name, rank, kind, folded })),
+  frames: () => frames.measured(),
+  model,
+};

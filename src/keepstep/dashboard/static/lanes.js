@@ -1,0 +1,289 @@
+/**
+ * Which lanes there are, in which order, how high: a lane per rank and per spare, or, in a large job, a lane per node.
+ *
+ * Nodes that somebody should look at (a rank failed there a short while ago, or is a straggler) come first and are
+ * unfolded. What the viewer folds or unfolds by hand stays as it is.
+ */
+
+import { UPDATED } from "./model.js";
+
+const FOLD_ABOVE = 40; // ranks
+const RECENT = 60e6; // a failure is recent for a minute
+const MAX_UNFOLDED = 4; // nodes that are unfolded by themselves
+const LOW = 22; // the least height of a lane, in pixels
+
+/** The lanes, their order and the vertical scroll position. */
+export class Lanes {
+  constructor(model) {
+    this.model = model;
+    this.list = [];
+    this.index = new Map(); // key -> place in the list
+    this.scroll = 0;
+    this.height = 0;
+    this.laneHeight = LOW;
+    this.highest = 54; // the height that a lane likes best
+    this.focus = null; // the recovery that the viewer jumped to
+    this.selected = null; // key of the lane that the keyboard is on
+    this.flash = { key: null, until: 0 };
+    this.restart();
+  }
+
+  /** Forgets what was folded by hand: another run has other nodes. */
+  restart() {
+    this.wantsFolding = null;
+    this.byHand = new Map();
+    this.stamp = "";
+    this.focus = null;
+    this.scroll = 0;
+  }
+
+  get isFolding() {
+    const { world_size: worldSize } = this.model.run ?? { world_size: 0 };
+    return this.wantsFolding ?? worldSize > FOLD_ABOVE;
+  }
+
+  /** Brings the list up to date; cheap when nothing has changed. */
+  refresh(now) {
+    const { changed } = this.model;
+    const second = Math.floor(now / 1e6);
+    const hand = [...this.byHand].join();
+    const stamp = [
+      changed.run,
+      changed.workers,
+      changed.recoveries,
+      changed.stragglers,
+      second,
+      this.isFolding,
+      hand,
+      this.focus?.number,
+    ].join("|");
+    if (stamp === this.stamp) return;
+    this.stamp = stamp;
+    this.list = this.isFolding ? this.folded(now) : [...this.ranks(this.allRanks()), ...this.spares()];
+    this.index = new Map(this.list.map((lane, i) => [lane.key, i]));
+  }
+
+  allRanks() {
+    return Array.from({ length: this.model.run?.world_size ?? 0 }, (_, rank) => rank);
+  }
+
+  ranks(ranks, indent = 0) {
+    return ranks.map((rank) => {
+      const node = this.model.holders.get(rank)?.node ?? null;
+      return { kind: "rank", key: `rank ${rank}`, name: `rank ${rank}`, rank, node, folded: false, indent };
+    });
+  }
+
+  spares() {
+    const slots = Math.max(this.model.run?.num_spares ?? 0, this.model.spares.size ? 1 : 0);
+    assignSlots([...this.model.spares.values()], slots);
+    return Array.from({ length: slots }, (_, slot) => {
+      const name = slots > 1 ? `spare ${slot + 1}` : "spare";
+      return { kind: "spare", key: name, name, rank: null, node: null, folded: false, slot, indent: 0 };
+    });
+  }
+
+  folded(now) {
+    const groups = new Map();
+    for (const rank of this.allRanks()) {
+      const node = this.model.holders.get(rank)?.node ?? "no node yet";
+      if (!groups.has(node)) groups.set(node, []);
+      groups.get(node).push(rank);
+    }
+    const attention = this.attention(now);
+    const first = [...attention.keys()].filter((node) => groups.has(node));
+    const others = [...groups.keys()].filter((node) => !attention.has(node));
+    const lanesOf = (node, isFolded) => {
+      const ranks = groups.get(node);
+      const folded = this.byHand.get(node) ?? isFolded;
+      const header = { kind: "node", key: node, name: node, rank: null, node, ranks, folded, indent: 0 };
+      header.reason = attention.get(node) ?? null;
+      return [header, ...(folded ? [] : this.ranks(ranks, 1))];
+    };
+    return [
+      ...first.flatMap((node, i) => lanesOf(node, i >= MAX_UNFOLDED)),
+      ...this.spares(),
+      ...others.flatMap((node) => lanesOf(node, true)),
+    ];
+  }
+
+  /** Nodes to look at, most urgent first, each with why. */
+  attention(now) {
+    const nodes = new Map();
+    const mark = (rank, why) => {
+      const node = this.model.holders.get(rank)?.node;
+      if (node && !nodes.has(node)) nodes.set(node, why);
+    };
+    if (this.focus) for (const rank of this.focus.ranks) mark(rank, `recovery ${this.focus.number}`);
+    for (const recovery of [...this.model.recoveries].reverse()) {
+      if ((recovery.until ?? now) < now - RECENT) break;
+      for (const rank of recovery.ranks) mark(rank, recovery.until === null ? "recovering" : "failed recently");
+    }
+    for (const { rank } of this.model.stragglers) mark(rank, "straggler");
+    return nodes;
+  }
+
+  /**
+   * What stands beside a lane's name.
+   * @param {number} moment the state of then, not of now, if the viewer looks at older time
+   * @returns {{state: string, tone: string, detail: string, warning: string}}
+   */
+  words(lane, moment, isLive) {
+    const { model } = this;
+    if (lane.kind === "spare") {
+      const spare = [...model.spares.values()].find(
+        ({ slot, shownFrom, until }) => slot === lane.slot && shownFrom <= moment && until > moment,
+      );
+      if (!spare) return { state: "", tone: "quiet", detail: "none", warning: "" };
+      const detail = `${model.byWorker.get(spare.worker)?.node ?? "?"} · worker ${spare.worker}`;
+      return { state: spare.warm <= moment ? "warm" : "starts", tone: "quiet", detail, warning: "" };
+    }
+    const ranks = lane.kind === "node" ? lane.ranks : [lane.rank];
+    const entries = ranks.map((rank) => this.entryOf(rank, moment)).filter(Boolean);
+    const holder = model.byWorker.get(entries[0]?.worker) ?? model.holders.get(lane.rank);
+    const slow = model.stragglers.find(({ rank }) => rank === lane.rank);
+    const words = {
+      state: entries.length ? `at step ${Math.min(...entries.map(({ step }) => step))}` : "",
+      tone: "quiet",
+      detail: holder && lane.kind === "rank" ? `${holder.node} · worker ${holder.worker}` : "",
+      warning: slow ? `▲ slow ${slow.phase} ${slow.ratio.toFixed(1)}×` : "",
+    };
+    const active = isLive ? model.activeRecovery : null;
+    if (!active) return words;
+    const isLost = active.failures.some(({ rank }) => ranks.includes(rank));
+    return { ...words, state: isLost ? "⚡ lost" : "recovering", tone: isLost ? "failure" : "takes" };
+  }
+
+  /** Which worker held a rank at this moment, and the step of its parameters. */
+  entryOf(rank, moment) {
+    if (this.partsOf !== moment) [this.partsOf, this.parts] = [moment, this.model.parts(moment - 1, moment).parts];
+    for (const { store, to } of this.parts) {
+      const ring = store.ranks.get(rank);
+      const at = ring ? ring.before(Math.min(moment, to)) : -1;
+      if (at < 0) continue;
+      const i = ring.slot(at);
+      return { worker: ring.w[i], step: ring.s[i] + (ring.p[i] === UPDATED ? 1 : 0) };
+    }
+    return null;
+  }
+
+  /** Shares the height out among the lanes. */
+  layout(height) {
+    this.height = height;
+    const fits = Math.floor(height / Math.max(1, this.list.length));
+    this.laneHeight = Math.max(LOW, Math.min(this.highest, fits));
+    this.scrollBy(0);
+  }
+
+  /** @returns {number} the height at which no lane would have to be smaller than it likes, at most `most` */
+  wanted(most) {
+    return Math.min(most, Math.max(3, this.list.length) * this.highest);
+  }
+
+  scrollBy(pixels) {
+    const most = Math.max(0, this.list.length * this.laneHeight - this.height);
+    this.scroll = Math.max(0, Math.min(most, this.scroll + pixels));
+  }
+
+  /** @returns {number} the upper edge of the i-th lane */
+  top(i) {
+    return i * this.laneHeight - this.scroll;
+  }
+
+  /** @returns {[number, number]} the first and the last lane of which something is visible */
+  visible() {
+    const first = Math.floor(this.scroll / this.laneHeight);
+    const last = Math.ceil((this.scroll + this.height) / this.laneHeight);
+    return [first, Math.min(last, this.list.length) - 1];
+  }
+
+  /** @returns {object|null} the lane at this height */
+  at(y) {
+    if (y < 0 || y >= this.height) return null;
+    return this.list[Math.floor((y + this.scroll) / this.laneHeight)] ?? null;
+  }
+
+  /** @returns {number} where a rank is drawn: its own lane, or that of its node; -1 if there is none */
+  indexOfRank(rank) {
+    return this.index.get(`rank ${rank}`) ?? this.index.get(this.model.holders.get(rank)?.node) ?? -1;
+  }
+
+  indexOfSpare(worker) {
+    const slot = this.model.spares.get(worker)?.slot;
+    return this.list.findIndex((lane) => lane.kind === "spare" && lane.slot === slot);
+  }
+
+  /** Folds or unfolds one node. */
+  toggle(lane) {
+    if (lane?.kind === "node") this.byHand.set(lane.key, !lane.folded);
+    else if (lane?.kind === "rank" && this.isFolding && lane.node) this.byHand.set(lane.node, true);
+  }
+
+  /** Lanes by node, or a lane per rank. */
+  toggleFolding() {
+    this.wantsFolding = !this.isFolding;
+    this.byHand.clear();
+    this.scroll = 0;
+  }
+
+  /** Moves the keyboard's lane up or down and scrolls it into view. */
+  select(step) {
+    const at = this.list.findIndex((lane) => lane.key === this.selected);
+    const next =
+      at < 0 ? (step > 0 ? 0 : this.list.length - 1) : Math.max(0, Math.min(this.list.length - 1, at + step));
+    this.selected = this.list[next]?.key ?? null;
+    this.reveal(next);
+    return this.list[next] ?? null;
+  }
+
+  get selectedLane() {
+    return this.list.find((lane) => lane.key === this.selected) ?? null;
+  }
+
+  reveal(index) {
+    const top = this.top(index);
+    if (top < 0) this.scrollBy(top);
+    else if (top + this.laneHeight > this.height) this.scrollBy(top + this.laneHeight - this.height);
+  }
+
+  /**
+   * Looks for a rank by its number, or a node by its name, and shows it.
+   * @returns {boolean} whether it was found
+   */
+  find(text, now) {
+    const number = /^\s*(?:rank\s*)?(\d+)\s*$/i.exec(text);
+    const rank = number ? Number(number[1]) : null;
+    if (rank !== null && this.isFolding) {
+      const node = this.model.holders.get(rank)?.node;
+      if (node) this.byHand.set(node, false);
+    }
+    this.refresh(now);
+    const wanted = text.trim().toLowerCase();
+    const index =
+      rank !== null
+        ? this.list.findIndex((lane) => lane.rank === rank)
+        : this.list.findIndex((lane) => wanted && lane.name.toLowerCase().includes(wanted));
+    if (index < 0) return false;
+    this.selected = this.list[index].key;
+    this.flash = { key: this.selected, until: performance.now() + 2000 };
+    this.reveal(index);
+    return true;
+  }
+}
+
+/**
+ * Gives each spare process one of the spares' lanes, so that a lane shows one after the other. A process that comes when
+ * all lanes are taken gets the one that becomes free first.
+ */
+function assignSlots(spares, slots) {
+  const freeFrom = new Array(slots).fill(-1);
+  spares.sort((a, b) => (a.until === b.until ? a.from - b.from || a.worker - b.worker : a.until - b.until));
+  for (const spare of spares) {
+    let slot = freeFrom.findIndex((free) => free <= spare.from);
+    if (slot < 0) slot = freeFrom.indexOf(Math.min(...freeFrom));
+    spare.slot = slot;
+    // When a process of long ago was started is not known; it is shown from when its lane was free.
+    spare.shownFrom = Math.max(spare.from, freeFrom[slot]);
+    freeFrom[slot] = spare.until;
+  }
+}

@@ -1,0 +1,428 @@
+/**
+ * What the page knows of the run: the newest state, and who was in which phase when.
+ *
+ * All times are microseconds since the run's start. Phases live in rings of typed arrays, so that a page that stays open
+ * for days keeps the memory it had after a minute; older time is fetched again when somebody looks at it.
+ */
+
+export const PHASES = ["starting", "forward", "backward", "synced", "optimizer", "updated"];
+export const [STARTING, FORWARD, BACKWARD, SYNCED, OPTIMIZER, UPDATED] = [0, 1, 2, 3, 4, 5];
+const NUM_PHASES = PHASES.length;
+const NUM_EVENTS = 400;
+const NUM_WINDOWS = 6;
+
+/** The entries of one lane in order of time; the oldest fall out when it is full. */
+export class Ring {
+  /** @param {number} capacity a power of two */
+  constructor(capacity) {
+    this.capacity = capacity;
+    this.start = 0;
+    this.length = 0;
+    this.allocate(Math.min(64, capacity));
+  }
+
+  allocate(room) {
+    const old = this.t && { t: this.t, s: this.s, g: this.g, w: this.w, p: this.p };
+    const index = (i) => (this.start + i) & this.mask;
+    const order = old ? Array.from({ length: this.length }, (_, i) => index(i)) : [];
+    this.t = new Float64Array(room);
+    this.s = new Int32Array(room);
+    this.g = new Int32Array(room);
+    this.w = new Int32Array(room);
+    this.p = new Uint8Array(room);
+    order.forEach((from, to) => this.set(to, old.t[from], old.s[from], old.g[from], old.w[from], old.p[from]));
+    this.start = 0;
+    this.mask = room - 1;
+  }
+
+  set(slot, t, s, g, w, p) {
+    this.t[slot] = t;
+    this.s[slot] = s;
+    this.g[slot] = g;
+    this.w[slot] = w;
+    this.p[slot] = p;
+  }
+
+  /** @returns {number} the slot of the i-th oldest entry */
+  slot(i) {
+    return (this.start + i) & this.mask;
+  }
+
+  /** Adds an entry where its time belongs; an entry of a slow agent may come after newer ones of another worker. */
+  push(t, s, g, w, p) {
+    if (this.length > this.mask) {
+      if (this.mask + 1 < this.capacity) this.allocate(2 * (this.mask + 1));
+      else {
+        this.start = (this.start + 1) & this.mask;
+        this.length--;
+      }
+    }
+    let i = this.length++;
+    for (; i > 0 && this.t[this.slot(i - 1)] > t; i--) {
+      const from = this.slot(i - 1);
+      this.set(this.slot(i), this.t[from], this.s[from], this.g[from], this.w[from], this.p[from]);
+    }
+    this.set(this.slot(i), t, s, g, w, p);
+  }
+
+  /** @returns {number} the index of the last entry at or before t, or -1 */
+  before(t) {
+    let [low, high] = [0, this.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.t[this.slot(middle)] <= t) low = middle + 1;
+      else high = middle;
+    }
+    return low - 1;
+  }
+}
+
+/**
+ * Many ranks folded into one line: per (generation, step) and phase, when the first and the last of them entered it.
+ * It does not depend on the order in which the ranks' entries arrive, so a slow agent does no harm.
+ */
+export class StepFold {
+  constructor(capacity) {
+    this.capacity = capacity;
+    this.newest = -1;
+    this.g = new Int32Array(capacity);
+    this.s = new Int32Array(capacity);
+    this.first = new Float64Array(capacity * NUM_PHASES);
+    this.last = new Float64Array(capacity * NUM_PHASES);
+    this.count = new Uint16Array(capacity * NUM_PHASES);
+  }
+
+  get oldest() {
+    return Math.max(0, this.newest - this.capacity + 1);
+  }
+
+  record(g, s) {
+    for (let n = this.newest; n >= Math.max(this.oldest, this.newest - 32); n--) {
+      const i = n % this.capacity;
+      if (this.s[i] === s && this.g[i] === g) return i;
+      if (this.g[i] < g) break;
+    }
+    this.newest++;
+    const i = this.newest % this.capacity;
+    this.g[i] = g;
+    this.s[i] = s;
+    this.count.fill(0, i * NUM_PHASES, (i + 1) * NUM_PHASES);
+    return i;
+  }
+
+  add(t, g, s, p) {
+    const at = this.record(g, s) * NUM_PHASES + p;
+    if (this.count[at]++ === 0) this.first[at] = this.last[at] = t;
+    else if (t < this.first[at]) this.first[at] = t;
+    else if (t > this.last[at]) this.last[at] = t;
+  }
+
+  /** @returns {number} how many ranks belong to the n-th record: the most that were seen in one phase of it */
+  needed(n) {
+    let most = 0;
+    for (let m = n; m >= Math.max(this.oldest, n - 1); m--) {
+      const i = m % this.capacity;
+      if (this.g[i] !== this.g[n % this.capacity]) break;
+      for (let p = 0; p < NUM_PHASES; p++) most = Math.max(most, this.count[i * NUM_PHASES + p]);
+    }
+    return most;
+  }
+
+  /** @returns {number} a record number from which on everything at or after t is found */
+  from(t) {
+    let [low, high] = [this.oldest, this.newest + 1];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      const at = (middle % this.capacity) * NUM_PHASES;
+      let begin = Infinity;
+      for (let p = 0; p < NUM_PHASES; p++) if (this.count[at + p]) begin = Math.min(begin, this.first[at + p]);
+      if (begin <= t) low = middle + 1;
+      else high = middle;
+    }
+    return Math.max(this.oldest, low - 2);
+  }
+}
+
+/** The phases of all lanes over one piece of time: a ring per rank and per spare, a fold per node and one for the job. */
+export class PhaseStore {
+  constructor(knownFrom, laneCapacity, foldCapacity, nodeOf) {
+    Object.assign(this, { knownFrom, laneCapacity, foldCapacity, nodeOf });
+    this.ranks = new Map();
+    this.spares = new Map();
+    this.nodes = new Map();
+    this.job = new StepFold(foldCapacity);
+  }
+
+  /** Appends a columnar batch; `after` leaves out what is already known of each lane. */
+  append({ t, r, w, g, s, p }, after = false) {
+    const order = Uint32Array.from(t, (_, i) => i);
+    if (t.some((time, i) => i > 0 && time < t[i - 1])) order.sort((a, b) => t[a] - t[b]);
+    for (const i of order) {
+      const ring = this.ring(r[i], w[i]);
+      const newest = ring.length ? ring.slot(ring.length - 1) : -1;
+      if (after && newest >= 0 && t[i] <= ring.t[newest]) continue;
+      // A rank whose step was undone shows `updated` of the step before. That is no progress, so it is not folded.
+      const undone = newest >= 0 && p[i] === UPDATED && ring.s[newest] > s[i];
+      if (ring.length >= this.laneCapacity) this.knownFrom = Math.max(this.knownFrom, ring.t[ring.slot(1)]);
+      ring.push(t[i], s[i], g[i], w[i], p[i]);
+      if (r[i] < 0 || undone) continue;
+      this.job.add(t[i], g[i], s[i], p[i]);
+      this.node(this.nodeOf(w[i])).add(t[i], g[i], s[i], p[i]);
+    }
+  }
+
+  ring(rank, worker) {
+    const [lanes, key] = rank < 0 ? [this.spares, worker] : [this.ranks, rank];
+    let ring = lanes.get(key);
+    if (!ring) lanes.set(key, (ring = new Ring(this.laneCapacity)));
+    return ring;
+  }
+
+  node(name) {
+    let fold = this.nodes.get(name);
+    if (!fold) this.nodes.set(name, (fold = new StepFold(this.foldCapacity)));
+    return fold;
+  }
+}
+
+/** Everything the page knows. `changed` counts the changes of each part, so that a panel can see whether to draw again. */
+export class Model {
+  constructor() {
+    this.changed = { run: 0, job: 0, workers: 0, recoveries: 0, events: 0, stragglers: 0 };
+    this.reset(null);
+  }
+
+  reset(run) {
+    this.run = run;
+    this.job = null;
+    this.now = 0;
+    this.workers = [];
+    this.recoveries = [];
+    this.stragglers = [];
+    this.events = [];
+    this.overview = null;
+    this.windows = []; // older time that was asked for: {begin, end, store}
+    this.mostAtOnce = Infinity; // microseconds of phases that one request can bring
+    this.holders = new Map(); // rank -> worker's row
+    this.byWorker = new Map();
+    this.spares = new Map(); // worker -> {worker, from, until, slot}
+    this.deaths = new Map(); // worker -> when it was lost
+    this.undoneFrom = new Map(); // generation -> the first step of it that was undone
+    this.begun = []; // when each recovery began, sorted
+    this.live = this.store(0);
+    for (const part of Object.keys(this.changed)) this.changed[part]++;
+  }
+
+  store(knownFrom, laneCapacity = null) {
+    const worldSize = this.run?.world_size ?? 1;
+    const lane = laneCapacity ?? (worldSize <= 64 ? 4096 : worldSize <= 256 ? 2048 : 1024);
+    return new PhaseStore(knownFrom, lane, lane / 4, (worker) => this.byWorker.get(worker)?.node ?? "?");
+  }
+
+  /**
+   * Takes a snapshot: the whole state. What is known of the same run is kept.
+   * @returns {boolean} whether it is another run than the one shown so far
+   */
+  snapshot(message) {
+    const isOther = this.run !== null && this.run.id !== message.run.id;
+    const isSame = this.run !== null && !isOther;
+    if (!isSame) this.reset(message.run);
+    const joins = isSame && message.phases_from <= this.now;
+    if (!joins) this.live = null;
+    this.events = [];
+    this.recoveries = [];
+    const { phases, ...rest } = message;
+    this.update(rest);
+    if (!joins) this.live = this.store(message.phases_from);
+    this.live.append(phases, joins);
+    return isOther;
+  }
+
+  /** Takes an update: only what changed. */
+  update(message) {
+    this.now = Math.max(this.now, message.now);
+    for (const part of ["run", "job", "stragglers"]) {
+      if (message[part] !== undefined) {
+        this[part] = message[part];
+        this.changed[part]++;
+      }
+    }
+    if (message.workers) this.takeWorkers(message.workers);
+    if (message.recoveries) this.takeRecoveries(message.recoveries);
+    if (message.events?.length) {
+      this.events = this.events.concat(message.events).slice(-NUM_EVENTS);
+      this.changed.events++;
+    }
+    if (message.phases) {
+      this.live.append(message.phases);
+    }
+  }
+
+  takeWorkers(rows) {
+    this.workers = rows;
+    this.changed.workers++;
+    this.holders.clear();
+    for (const row of rows) {
+      this.byWorker.set(row.worker, row);
+      if (row.rank !== null && row.state !== "lost") this.holders.set(row.rank, row);
+      if (row.rank === null) {
+        const spare = this.spare(row.worker, row.started ?? this.now);
+        spare.from = row.started ?? spare.from;
+        spare.warm = row.warm ?? spare.warm;
+        spare.until = row.ended ?? spare.until;
+      }
+    }
+  }
+
+  takeRecoveries(changes) {
+    for (const recovery of changes) {
+      const at = this.recoveries.findIndex((known) => known.number === recovery.number);
+      if (at >= 0) this.recoveries[at] = recovery;
+      else this.recoveries.push(recovery);
+      recovery.spans = recovery.spans.flatMap(({ ranks, ...span }) => ranks.map((rank) => ({ rank, ...span })));
+      for (const failure of recovery.failures) this.deaths.set(failure.worker, failure.at);
+      for (const { rank, worker } of recovery.replacements) {
+        const first = recovery.spans.find((span) => span.rank === rank);
+        const row = this.byWorker.get(worker);
+        const spare = this.spare(worker, row?.started ?? 0);
+        spare.until = first ? first.begin : recovery.begun;
+        spare.warm = row?.warm ?? spare.warm ?? spare.from;
+      }
+      recovery.ranks = new Set([...recovery.failures, ...recovery.replacements].map((row) => row.rank));
+      recovery.byRank = Map.groupBy ? Map.groupBy(recovery.spans, (span) => span.rank) : groupByRank(recovery.spans);
+    }
+    this.undoneFrom.clear();
+    this.recoveries.sort((a, b) => a.number - b.number);
+    // A recovery that a newer one took over from was over when that one began.
+    this.recoveries.forEach((recovery, i) => {
+      const next = this.recoveries[i + 1];
+      recovery.until = recovery.resumed ?? (recovery.superseded ? (next?.begun ?? null) : null);
+    });
+    this.begun = this.recoveries.map((recovery) => recovery.begun).sort((a, b) => a - b);
+    this.changed.recoveries++;
+  }
+
+  spare(worker, from) {
+    let spare = this.spares.get(worker);
+    if (!spare) {
+      spare = { worker, from, until: Infinity, warm: undefined, slot: 0 };
+      this.spares.set(worker, spare);
+    }
+    return spare;
+  }
+
+  /** Adds phases of older time that were asked for. */
+  addWindow({ begin, end, truncated, phases }) {
+    const from =
+      truncated && phases.t.length
+        ? Math.max(
+            begin,
+            phases.t.reduce((a, b) => Math.min(a, b), end),
+          )
+        : begin;
+    const counts = new Map();
+    phases.r.forEach((rank) => rank >= 0 && counts.set(rank, (counts.get(rank) ?? 0) + 1));
+    const perLane = 2 ** Math.ceil(Math.log2(64 + Math.max(0, ...counts.values())));
+    const store = this.store(from, perLane);
+    store.append(phases);
+    store.knownFrom = from;
+    this.changed.workers++;
+    // An answer that was cut short says how much time one request can bring.
+    if (truncated) this.mostAtOnce = Math.max(1e5, 0.8 * (end - from));
+    this.windows = this.windows.filter((known) => known.begin < from || known.end > end);
+    this.windows.push({ begin: from, end, store });
+    if (this.windows.length > NUM_WINDOWS) this.windows.shift();
+  }
+
+  /**
+   * Which store answers for which piece of a stretch of time, in order of time.
+   * @returns {{parts: {store: PhaseStore, from: number, to: number}[], missing: number[]|null}} `missing`: the first gap
+   */
+  parts(begin, end) {
+    const parts = [];
+    let cursor = Math.max(0, begin);
+    let missing = null;
+    const liveFrom = this.live.knownFrom;
+    for (const known of [...this.windows].sort((a, b) => a.begin - b.begin)) {
+      const to = Math.min(known.end, end, liveFrom);
+      if (to <= cursor) continue;
+      if (known.begin > cursor && !missing) missing = [cursor, Math.min(known.begin, end, liveFrom)];
+      const from = Math.max(cursor, known.begin);
+      if (from < to) parts.push({ store: known.store, from, to });
+      cursor = Math.max(cursor, to);
+    }
+    if (cursor < liveFrom && cursor < end && !missing) missing = [cursor, Math.min(end, liveFrom)];
+    if (end > liveFrom) parts.push({ store: this.live, from: Math.max(cursor, liveFrom), to: end });
+    return { parts, missing: missing && missing[1] > missing[0] ? missing : null };
+  }
+
+  /** @returns {number} when a phase entered at t by this worker was cut off at the latest: its death, or a recovery */
+  cutAfter(t, worker) {
+    let [low, high] = [0, this.begun.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.begun[middle] <= t) low = middle + 1;
+      else high = middle;
+    }
+    const begun = low < this.begun.length ? this.begun[low] : Infinity;
+    const death = this.deaths.get(worker) ?? Infinity;
+    return Math.min(begun, death >= t ? death : Infinity);
+  }
+
+  /** @returns {boolean} whether what a rank did in this step of this generation was thrown away by a recovery */
+  isUndone(generation, step) {
+    if (!this.undoneFrom.has(generation)) {
+      const next = this.recoveries.find(
+        (recovery) => recovery.generation > generation && recovery.resume_step !== null,
+      );
+      this.undoneFrom.set(generation, next?.resume_step ?? Infinity);
+    }
+    return step >= this.undoneFrom.get(generation);
+  }
+
+  /** @returns {object|null} the recovery that is going on */
+  get activeRecovery() {
+    const last = this.recoveries.at(-1);
+    return last && last.resumed === null && !last.superseded && !this.run?.ended ? last : null;
+  }
+
+  /** @returns {number} how long a step takes of late, in microseconds, or 0 */
+  get stepTime() {
+    const rate = this.job?.steps_per_s;
+    if (rate) return 1e6 / rate;
+    const fold = this.live.job;
+    if (fold.newest < 2) return 0;
+    const at = (n) => fold.first[(n % fold.capacity) * NUM_PHASES + FORWARD];
+    return Math.max(0, at(fold.newest) - at(fold.newest - 1));
+  }
+}
+
+function groupByRank(spans) {
+  const groups = new Map();
+  for (const span of spans) {
+    if (!groups.has(span.rank)) groups.set(span.rank, []);
+    groups.get(span.rank).push(span);
+  }
+  return groups;
+}
+
+/** @returns {string} a moment of the run, like 1:02:03.450, with as many digits as `unit` (microseconds) asks for */
+export function clock(time, unit = 1000) {
+  const digits = unit >= 1e6 ? 0 : Math.min(6, Math.ceil(-Math.log10(unit / 1e6) - 1e-9));
+  const total = Math.max(0, Math.round(time / 10 ** (6 - digits))) / 10 ** digits;
+  const hours = Math.floor(total / 3600);
+  const minutes = Math.floor((total % 3600) / 60);
+  const seconds = (total % 60).toFixed(digits).padStart(digits ? digits + 3 : 2, "0");
+  return `${hours ? `${hours}:${String(minutes).padStart(2, "0")}` : minutes}:${seconds}`;
+}
+
+/** @returns {string} a duration with a unit that suits it */
+export function duration(time) {
+  if (time < 1000) return `${Math.round(time)} µs`;
+  if (time < 99950) return `${(time / 1000).toFixed(1)} ms`;
+  if (time < 1e6) return `${Math.round(time / 1000)} ms`;
+  if (time < 100e6) return `${(time / 1e6).toFixed(2)} s`;
+  const seconds = Math.round(time / 1e6);
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+}

@@ -1,0 +1,438 @@
+/** Everything around the canvas: header, cards, the sentence about the last incident, the lists, tooltip and help. */
+
+import { SPAN_LABELS } from "./bars.js";
+import { clock, duration } from "./model.js";
+
+const PARTS = ["detect", "stop", "decide", "reset", "restore", "resume"];
+const LEVELS = { info: 0, warning: 1, error: 2 };
+const SIGNS = { info: "·", warning: "▲", error: "✕" };
+const NUM_ROWS = 300;
+
+const $ = (id) => document.getElementById(id);
+
+/** Makes an element; texts are always set as text, never as markup. */
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "onclick") made.addEventListener("click", value);
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+/** Sets a text only if it is another one, so that screen readers and the layout are left alone. */
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
+const milliseconds = (value) =>
+  value === null || value === undefined
+    ? "–"
+    : value >= 1000
+      ? Math.round(value).toLocaleString("en")
+      : value.toFixed(1);
+
+/** Who was lost, in a few words: "rank 3", "ranks 8 to 15", "ranks 1, 5". */
+export function whoWasLost({ failures, cause }) {
+  const ranks = failures.map(({ rank }) => rank).sort((a, b) => a - b);
+  if (ranks.length === 0) return cause;
+  if (ranks.length === 1) return `rank ${ranks[0]}`;
+  const isRun = ranks.at(-1) - ranks[0] === ranks.length - 1;
+  return isRun
+    ? `ranks ${ranks[0]} to ${ranks.at(-1)}`
+    : `ranks ${ranks.slice(0, 4).join(", ")}${ranks.length > 4 ? " …" : ""}`;
+}
+
+/** All panels. `actions` has: jump(recovery), find(text). */
+export class Panels {
+  constructor(model, view, lanes, actions) {
+    Object.assign(this, { model, view, lanes, actions });
+    this.drawn = {};
+    this.rows = new Map();
+    this.level = "info";
+    this.cards = new Map();
+    this.makeCards();
+    for (const button of document.querySelectorAll(".filter")) {
+      button.addEventListener("click", () => {
+        this.level = button.dataset.level;
+        document.querySelectorAll(".filter").forEach((one) => one.setAttribute("aria-pressed", String(one === button)));
+        this.drawEvents();
+      });
+    }
+    $("incident-show").addEventListener("click", () => actions.jump(model.recoveries.at(-1)));
+  }
+
+  makeCards() {
+    const kinds = [
+      ["step", "Step", "The step that the ranks compute, or compute next"],
+      ["steps-per-s", "Steps per second", "Completed steps per second, of late"],
+      [
+        "goodput",
+        "Goodput so far",
+        "The share of the time since the first step in which steps were computed that stayed",
+      ],
+      ["failures", "Failures", "Ranks that were lost"],
+      ["recoveries", "Recoveries", "Failures together may need one recovery"],
+      ["spares", "Spares ready", "Warm processes that can take a rank at once, of those wanted"],
+      ["gap", "Last gap", "From the last failure until the first step after it was completed"],
+    ];
+    for (const [id, name, title] of kinds) {
+      const value = element("span", {}, "–");
+      const unit = element("span", { class: "unit" });
+      const card = element(
+        "div",
+        { class: "card", "data-testid": `card-${id}`, title },
+        element("div", { class: "name" }, name),
+        element("div", { class: "value" }, value, unit),
+      );
+      $("cards").append(card);
+      this.cards.set(id, { card, value, unit });
+    }
+  }
+
+  setCard(id, text, unit = "", tone = "") {
+    const { card, value, unit: unitNode } = this.cards.get(id);
+    setText(value, text);
+    setText(unitNode, unit);
+    card.className = `card ${tone}`;
+  }
+
+  /** Draws what has changed; called a few times a second. */
+  draw(now) {
+    const { changed } = this.model;
+    this.drawHead();
+    this.drawCards();
+    this.drawIncident(now);
+    const parts = { recoveries: this.drawRecoveries, events: this.drawEvents, stragglers: this.drawStragglers };
+    for (const [part, paint] of Object.entries(parts)) {
+      if (this.drawn[part] === changed[part]) continue;
+      this.drawn[part] = changed[part];
+      paint.call(this);
+    }
+    for (const [number, row] of this.rows) row.node.classList.toggle("shown", this.lanes.focus?.number === number);
+    this.drawLive(now);
+  }
+
+  drawHead() {
+    const { run, job } = this.model;
+    if (!run) return;
+    setText($("command"), run.command);
+    $("command").title = `${run.command} (keepstep ${run.version}, ${plural(run.world_size, "rank")})`;
+    setText($("run-id"), `run ${run.id.slice(0, 12)}`);
+    const stage = run.ended
+      ? run.ended.exit_code === 0
+        ? "finished"
+        : `ended, exit code ${run.ended.exit_code}`
+      : (job?.stage ?? "starting");
+    setText($("stage"), run.ended ? stage : `${stage} · generation ${job?.generation ?? 1}`);
+    $("stage").className = `pill ${run.ended ? (run.ended.exit_code ? "failed" : "training") : stage}`;
+    document.title = `${this.model.activeRecovery ? "⚡ " : ""}step ${job?.step ?? 0} · ${run.command.split(" ")[0]} · keepstep`;
+  }
+
+  drawCards() {
+    const { job, recoveries } = this.model;
+    if (!job) return;
+    this.setCard("step", job.step.toLocaleString("en"));
+    this.setCard("steps-per-s", job.steps_per_s === null ? "–" : job.steps_per_s.toFixed(job.steps_per_s < 10 ? 2 : 1));
+    this.setCard(
+      "goodput",
+      job.goodput === null ? "–" : (100 * job.goodput).toFixed(1),
+      job.goodput === null ? "" : "%",
+    );
+    this.setCard("failures", job.failures.toLocaleString("en"));
+    this.setCard("recoveries", job.recoveries.toLocaleString("en"));
+    this.setCard(
+      "spares",
+      `${job.spares_ready}/${job.spares_wanted}`,
+      "",
+      job.spares_ready < job.spares_wanted ? "warn" : "",
+    );
+    const gap = recoveries.findLast((recovery) => recovery.milliseconds.gap !== null)?.milliseconds.gap;
+    this.setCard("gap", gap === undefined ? "–" : milliseconds(gap), gap === undefined ? "" : "ms");
+  }
+
+  /** One sentence that says what happened last, for somebody who has never seen this page. */
+  drawIncident(now) {
+    const { model } = this;
+    const last = model.recoveries.at(-1);
+    let [kind, sign, text] = ["", "…", "Waiting for the run's state."];
+    if (model.activeRecovery) [kind, sign, text] = ["active", "⚡", this.sentenceOfActive(last, now)];
+    else if (model.run?.ended) [kind, sign, text] = ["", "■", this.sentenceOfEnd()];
+    else if (last) [kind, sign, text] = ["recovered", "✓", this.sentenceOf(last)];
+    else if (model.job?.stage === "training") {
+      const helper = model.job.spares_ready ? "a warm spare" : "a fresh process (no spare is warm)";
+      [kind, sign, text] = [
+        "calm",
+        "✓",
+        `No failure so far. If a rank is lost now, ${helper} takes over and training goes on from the same step.`,
+      ];
+    } else if (model.run) {
+      const { world_size: ranks, num_spares: spares } = model.run;
+      text = `The job is starting with ${plural(ranks, "rank")} and ${plural(spares, "spare")}. Its first step has not begun.`;
+    }
+    $("incident").className = `incident ${kind}`;
+    setText($("incident-sign"), sign);
+    // The age changes every second, so it stands outside of what screen readers announce.
+    setText($("incident-ago"), kind === "recovered" ? `${this.agoOf(last, now)}: ` : "");
+    setText($("incident-text"), text);
+    $("incident-show").hidden = !last;
+    setText($("incident-show"), model.run?.ended ? "Show the last recovery" : "Show it");
+  }
+
+  sentenceOfActive(recovery, now) {
+    const kinds = recovery.spans.filter((span) => span.end === null).map((span) => span.kind);
+    const doing = SPAN_LABELS[kinds.at(-1)]?.[0].toLowerCase() ?? "recovering";
+    const so = `${capital(whoWasLost(recovery))} lost${where(recovery)}: ${causeOf(recovery)}.`;
+    return `${so} The others keep their weights. Recovering for ${duration(Math.max(0, now - recovery.since))}: ${doing}.`;
+  }
+
+  sentenceOf(recovery) {
+    const { replacements, steps_recomputed: again, resume_step: step } = recovery;
+    const verb = recovery.failures.length > 1 ? "were" : "was";
+    const who = `${whoWasLost(recovery)} ${verb} lost${where(recovery)} (${causeOf(recovery)}).`;
+    const took =
+      replacements.length === 0
+        ? "Nobody had to be replaced"
+        : replacements.length === 1
+          ? `Worker ${replacements[0].worker} took over`
+          : `${replacements.length} workers took over`;
+    const after =
+      recovery.milliseconds.gap === null
+        ? duration(recovery.resumed - recovery.since)
+        : `${milliseconds(recovery.milliseconds.gap)} ms`;
+    const cost = `${after}, ${again ? plural(again, "step") : "no step"} again`;
+    return `${who} ${took}; training went on from step ${step}. Cost: ${cost}.`;
+  }
+
+  sentenceOfEnd() {
+    const { run, job, recoveries } = this.model;
+    const told = recoveries.length
+      ? ` ${plural(recoveries.length, "recovery").replace("recoverys", "recoveries")} on the way.`
+      : " Nothing failed on the way.";
+    const { at, reason, exit_code: code } = run.ended;
+    return `The job ended after ${duration(at)} at step ${job?.step ?? 0}: ${reason} (exit code ${code}).${told}`;
+  }
+
+  agoOf(recovery, now) {
+    const seconds = Math.max(0, Math.floor((now - (recovery.resumed ?? recovery.begun)) / 1e6));
+    return seconds < 2
+      ? "Just now"
+      : seconds < 90
+        ? `${seconds} s ago`
+        : seconds < 5400
+          ? `${Math.round(seconds / 60)} min ago`
+          : `${(seconds / 3600).toFixed(1)} h ago`;
+  }
+
+  drawRecoveries() {
+    const shown = this.model.recoveries.slice(-NUM_ROWS);
+    const kept = new Set(shown.map(({ number }) => number));
+    for (const [number, row] of this.rows) {
+      if (!kept.has(number)) {
+        row.node.remove();
+        this.rows.delete(number);
+      }
+    }
+    for (const recovery of shown) {
+      const row = this.rows.get(recovery.number);
+      if (row?.recovery === recovery) continue;
+      const node = this.recoveryRow(recovery);
+      if (row) {
+        const hadFocus = row.node.contains(document.activeElement);
+        row.node.replaceWith(node);
+        if (hadFocus) node.querySelector("button").focus();
+      } else $("recoveries").prepend(node);
+      this.rows.set(recovery.number, { recovery, node });
+    }
+    $("no-recovery").hidden = shown.length > 0;
+    $("recoveries").parentElement.hidden = shown.length === 0;
+    setText($("recoveries-note"), shown.length ? "parts in milliseconds · click a row to see it" : "");
+  }
+
+  recoveryRow(recovery) {
+    const { number, milliseconds: parts, steps_recomputed: again } = recovery;
+    const step = recovery.failures[0]?.step;
+    const phase = recovery.failures[0]?.phase;
+    const wall = new Date(this.model.run.started_unix_ms + recovery.since / 1000).toLocaleTimeString([], {
+      hour12: false,
+    });
+    const what = [whoWasLost(recovery), [phase, step].filter((x) => x !== undefined && x !== null).join(" ")]
+      .filter(Boolean)
+      .join(" · ");
+    const state = recovery.superseded
+      ? "superseded"
+      : recovery.resumed === null
+        ? "going on"
+        : recovery.resume_step === null
+          ? ""
+          : `step ${recovery.resume_step}`;
+    const jump = () => this.actions.jump(recovery);
+    const row = element(
+      "tr",
+      { "data-testid": "recovery-row", "data-number": number, onclick: jump },
+      element("td", {}, element("button", { type: "button", "aria-label": `Show recovery ${number}` }, String(number))),
+      element("td", {}, clock(recovery.since, 1e5), element("br"), element("small", {}, wall)),
+      element(
+        "td",
+        { class: "what", title: recovery.detail },
+        element("div", {}, what),
+        element("div", {}, element("small", {}, causeOf(recovery))),
+      ),
+      element(
+        "td",
+        {},
+        state,
+        element("br"),
+        element("small", {}, recovery.resumed === null ? "" : again ? `${plural(again, "step")} again` : "none again"),
+      ),
+      element("td", { class: "parts" }, stack(parts)),
+      ...[...PARTS, "gap"].map((part) =>
+        element("td", { class: `ms ${part}`, "data-testid": `recovery-ms-${part}` }, milliseconds(parts[part])),
+      ),
+    );
+    const picture = element(
+      "a",
+      {
+        href: `recovery/${number}.svg`,
+        target: "_blank",
+        rel: "noopener",
+        title: `Picture of recovery ${number}`,
+        class: "picture",
+        "aria-label": `Picture of recovery ${number}`,
+      },
+      "▤",
+    );
+    picture.addEventListener("click", (event) => event.stopPropagation());
+    row.append(element("td", {}, picture));
+    if (recovery.superseded) row.classList.add("superseded");
+    return row;
+  }
+
+  drawStragglers() {
+    const rows = this.model.stragglers.map((one) => {
+      const find = element(
+        "button",
+        { type: "button", onclick: () => this.actions.find(String(one.rank)) },
+        `▲ rank ${one.rank}`,
+      );
+      const text = `${one.phase} ${one.ratio.toFixed(1)}×: ${one.own_ms.toFixed(1)} ms, others ${one.typical_ms.toFixed(1)}`;
+      return element("li", { "data-testid": "straggler-row" }, find, element("span", {}, text));
+    });
+    $("stragglers").replaceChildren(
+      ...(rows.length ? rows : [element("li", { class: "quiet" }, "No rank is slower than the others.")]),
+    );
+  }
+
+  drawEvents() {
+    const least = LEVELS[this.level];
+    const shown = this.model.events
+      .filter((event) => LEVELS[event.level] >= least)
+      .slice(-200)
+      .reverse();
+    const rows = shown.map((event) =>
+      element(
+        "li",
+        { class: event.level, "data-testid": "event-row", title: `${event.kind}, generation ${event.generation}` },
+        element("time", {}, clock(event.at, 1e5)),
+        element("b", { "aria-label": event.level }, SIGNS[event.level]),
+        element("span", {}, event.text),
+      ),
+    );
+    $("events").replaceChildren(
+      ...(rows.length
+        ? rows
+        : [
+            element(
+              "li",
+              { class: "quiet" },
+              element("span"),
+              element("b"),
+              element("span", {}, "Nothing of this kind."),
+            ),
+          ]),
+    );
+  }
+
+  drawLive(now) {
+    const { view } = this;
+    const isOver = Boolean(this.model.run?.ended);
+    const behind = Math.max(0, now - view.end);
+    const text = view.following ? (isOver ? "■ End" : "● Live") : `▶ Go ${isOver ? "to end" : "live"}`;
+    setText($("live"), text);
+    $("live").title = view.following
+      ? "Following. Pause (space)"
+      : `Paused, ${duration(behind)} behind. Follow again (L)`;
+    $("live").classList.toggle("away", !view.following);
+    $("live").setAttribute("aria-pressed", String(view.following));
+    $("fold").hidden = new Set(this.model.workers.map(({ node }) => node)).size < 2;
+    $("fold").setAttribute("aria-pressed", String(this.lanes.isFolding));
+  }
+
+  /** Shows how the page is connected. */
+  drawConnection({ state, silentFor }) {
+    const texts = {
+      connecting: "connecting …",
+      live: "live",
+      reconnecting: "reconnecting …",
+      silent: `no contact for ${silentFor} s`,
+      over: "job ended",
+      denied: "not allowed",
+    };
+    setText($("connection"), texts[state]);
+    $("connection").className =
+      `connection ${{ live: "live", over: "over", reconnecting: "lost", silent: "lost", denied: "lost" }[state] ?? ""}`;
+    if (state === "denied") {
+      setText($("gate-title"), "This page needs the run's key");
+      setText(
+        $("gate-text"),
+        "The server answered 401: this browser has not shown the key, or the key is that of an earlier run.\n\n" +
+          "Open the address that keepstep printed when the job started; it ends in ?token=… " +
+          "Once it was opened, this page works without it.",
+      );
+    }
+    $("gate").hidden = state !== "denied";
+  }
+
+  /** A short note over the timeline. */
+  note(text) {
+    setText($("note"), text);
+    $("note").hidden = false;
+    clearTimeout(this.noteTimer);
+    this.noteTimer = setTimeout(() => ($("note").hidden = true), 4000);
+  }
+}
+
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+const causeOf = ({ failures, detail }) => failures[0]?.detail ?? detail;
+
+function where({ failures }) {
+  const [first] = failures;
+  if (!first || first.phase === null || first.phase === undefined) return "";
+  const places = {
+    forward: "in forward",
+    backward: "in backward",
+    synced: "at the gradient barrier",
+    optimizer: "in the optimizer",
+    updated: "after the update",
+    starting: "while starting",
+  };
+  return ` ${places[first.phase] ?? `in ${first.phase}`} of step ${first.step}`;
+}
+
+function stack(parts) {
+  const total = PARTS.reduce((sum, part) => sum + (parts[part] ?? 0), 0);
+  const box = element("div", {
+    class: "stack",
+    role: "img",
+    "aria-label": PARTS.map((part) => `${part} ${milliseconds(parts[part])} ms`).join(", "),
+  });
+  for (const part of PARTS) {
+    if (!parts[part]) continue;
+    const piece = element("div", { class: `part ${part}`, title: `${part}: ${milliseconds(parts[part])} ms` });
+    piece.style.width = `${(100 * parts[part]) / total}%`;
+    box.append(piece);
+  }
+  return box;
+}

@@ -1,0 +1,176 @@
+"""What the page is told: a run as plain data. All times are whole microseconds since the run's start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from keepstep.protocol.recovery.roster import Worker
+from keepstep.trace.record.phaselog import PhaseArray
+from keepstep.trace.timeline.events import ControlEvent
+from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.scene import Scene
+from keepstep.trace.timeline.stragglers import Straggler
+
+MAX_EVENTS = 200
+MAX_GONE = 2048
+"""Workers that are gone: enough for a job of 1,024 ranks that has lost each of them once."""
+
+
+def micros(run: Run, at_s: float | None) -> int | None:
+    """A time on the controller's clock in seconds as the page knows it."""
+    return None if at_s is None else round((at_s - run.info.started_ns / 1e9) * 1e6)
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """What stays, and how it ended."""
+    ended = run.info.ended
+    return {
+        "id": run.info.run,
+        "command": " ".join(run.info.command),
+        "world_size": run.info.settings.world_size,
+        "num_spares": run.info.settings.num_spares,
+        "version": run.info.version,
+        "started_unix_ms": run.info.started_unix_ns // 1_000_000,
+        "is_alive": run.is_alive,
+        "ended": ended and {"exit_code": ended.exit_code, "reason": ended.reason, "at": micros(run, ended.at_ns / 1e9)},
+    }
+
+
+def describe_job(run: Run) -> dict[str, Any]:
+    """The cards: where the job is, and how it has fared."""
+    now_s, goodput = run.now_s, run.goodput
+    rate = run.pace.steps_per_s(round(now_s * 1e9))
+    return {
+        "stage": str(run.job.stage),
+        "generation": run.job.generation,
+        "step": max(run.pace.step, 0),
+        "steps_per_s": None if rate is None else round(rate, 2),
+        "goodput": None if goodput is None else round(goodput, 4),
+        "failures": sum(len(scene.record.failures) for scene in run.scenes),
+        "recoveries": len(run.scenes),
+        "spares_ready": sum(worker.ready is not None for worker in run.job.roster.spares()),
+        "spares_wanted": run.info.settings.num_spares,
+    }
+
+
+def describe_workers(run: Run) -> list[dict[str, Any]]:
+    """The live workers by rank, the spares, and then those that are gone, the newest first."""
+    roster = run.job.roster
+    living = sorted(roster.holders(), key=lambda worker: worker.rank or 0)
+    spares = sorted(roster.spares(), key=lambda worker: worker.worker)
+    gone = [worker for worker in reversed(roster.workers.values()) if worker.lost or worker.done]
+    return [_describe_worker(run, worker) for worker in (*living, *spares, *gone[:MAX_GONE])]
+
+
+def _describe_worker(run: Run, worker: Worker) -> dict[str, Any]:
+    life = run.lives.of(worker.worker)
+    return {
+        "worker": worker.worker,
+        "rank": worker.rank,
+        "node": worker.node,
+        "pid": worker.pid,
+        "state": _state(worker),
+        "started": micros(run, life.started_s),
+        "warm": micros(run, life.warm_s),
+        "ended": micros(run, life.ended_s),
+    }
+
+
+def _state(worker: Worker) -> str:
+    if worker.lost:
+        return "lost"
+    if worker.done:
+        return "done"
+    if worker.rank is not None:
+        return "holder"
+    return "spare" if worker.ready is not None or worker.awaits_rank else "starting"
+
+
+def describe_scene(run: Run, scene: Scene) -> dict[str, Any]:
+    """One recovery, with the report's own numbers."""
+    record = scene.record
+    failures = [
+        {
+            "rank": failure.rank,
+            "worker": scene.places.get(failure.rank, (None, None))[0],
+            "node": scene.places.get(failure.rank, (None, None))[1],
+            "at": micros(run, at_s),
+            "cause": str(failure.cause),
+            "detail": failure.detail,
+            "step": failure.step,
+            "phase": failure.phase,
+        }
+        for failure, at_s in scene.failures()
+    ]
+    replacements = [
+        {"rank": rank, "worker": worker, "node": node} for rank, (worker, node) in sorted(scene.replacements.items())
+    ]
+    return {
+        "number": scene.number,
+        "generation": record.generation,
+        "cause": str(record.cause),
+        "detail": record.detail,
+        "since": micros(run, scene.since_s),
+        "begun": micros(run, record.begun_s),
+        "decided": micros(run, record.decided_s),
+        "resumed": micros(run, record.resumed_s),
+        "superseded": record.superseded,
+        "resume_step": record.resume_step,
+        "steps_recomputed": record.steps_recomputed,
+        "actions": {str(rank): action for rank, action in record.actions.items()},
+        "received_bytes": record.received_bytes,
+        "milliseconds": record.milliseconds(),
+        "first_step_ms": None if record.first_step_s is None else round(record.first_step_s * 1000, 3),
+        "failures": failures,
+        "replacements": replacements,
+        "spans": _describe_spans(run, scene),
+    }
+
+
+def _describe_spans(run: Run, scene: Scene) -> list[dict[str, Any]]:
+    """Ranks that were at the same for the same time (mostly those of a node) are told of together."""
+    together: dict[tuple[str, int | None, int | None], list[int]] = {}
+    for span in scene.spans():
+        when = (micros(run, span.begin_s), micros(run, span.end_s))
+        together.setdefault((str(span.kind), *when), []).append(span.rank)
+    return [
+        {"ranks": ranks, "kind": kind, "begin": begin, "end": end} for (kind, begin, end), ranks in together.items()
+    ]
+
+
+def describe_stragglers(stragglers: list[Straggler]) -> list[dict[str, Any]]:
+    """Who is slow, the worst first."""
+    return [
+        {
+            "rank": each.rank,
+            "phase": each.phase,
+            "own_ms": each.own_ms,
+            "typical_ms": each.typical_ms,
+            "ratio": round(each.ratio, 3),
+        }
+        for each in stragglers
+    ]
+
+
+def describe_event(run: Run, event: ControlEvent) -> dict[str, Any]:
+    """One line of the log."""
+    return {**event._asdict(), "at": micros(run, event.at_s)}
+
+
+def describe_phases(run: Run, changes: PhaseArray) -> dict[str, list[int]]:
+    """Phase changes as columns: time, rank (-1: a spare), worker, generation, step, phase."""
+    return {
+        "t": ((changes["at_ns"] - np.int64(run.info.started_ns)) // 1000).tolist(),
+        "r": changes["rank"].tolist(),
+        "w": changes["worker"].tolist(),
+        "g": changes["generation"].tolist(),
+        "s": changes["step"].tolist(),
+        "p": changes["phase"].tolist(),
+    }
+
+
+def describe_overview(run: Run) -> dict[str, Any]:
+    """Completed steps in each stretch of time since the start."""
+    return {"bucket": run.pace.bucket_ns // 1000, "steps": run.pace.buckets}

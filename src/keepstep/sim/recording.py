@@ -1,0 +1,92 @@
+"""Writes a simulated job into a run's folder, as a real one would: every view of a run then shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from keepstep import __version__
+from keepstep.protocol.controller import JournalEntry
+from keepstep.protocol.messages import PhasesObserved, Tag
+from keepstep.protocol.recovery import RecoverySettings
+from keepstep.tagpage import PHASES
+from keepstep.trace.record import runfolder
+from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE
+from keepstep.trace.record.recorder import Recorder
+
+if TYPE_CHECKING:
+    from keepstep.sim.cluster.worker import SimulatedWorker
+
+GATHER_S = 0.2
+"""Of virtual time, as an agent does of its own."""
+_PHASE = {phase: index for index, phase in enumerate(PHASES)}
+
+
+class Recording:
+    """The folder of one simulated run. Its clock is the world's: it starts at 0."""
+
+    def __init__(self, folder: Path, what: str, settings: RecoverySettings) -> None:
+        """Args:
+        folder: an empty one.
+        what: stands in the place of a real job's command.
+        settings: of the job.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        info = runfolder.new_run(("simulated:", what), __version__, "simulated", settings)
+        self._info = msgspec.structs.replace(info, started_ns=0)
+        self._tags: dict[int, Tag] = {}
+        self._pending: dict[str, list[tuple[int, int, int, int, int, int, int]]] = {}
+        self._gathered_s = 0.0
+        self._now_s = 0.0
+
+    def __enter__(self) -> Recording:
+        runfolder.begin(self._folder, self._info)
+        self._recorder = Recorder(self._folder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gather()
+        self._recorder.__exit__(kind, error, trace)
+
+    def shown(self, worker: SimulatedWorker) -> None:
+        """A worker's page shows something, be it new or not."""
+        if self._tags.get(worker.process) == worker.tag:
+            return
+        self._tags[worker.process], self._now_s = worker.tag, worker.world.schedule.now_s
+        if self._now_s >= self._gathered_s + GATHER_S:
+            self._gather()
+        rank, tag = worker.machine.rank, worker.tag
+        self._pending.setdefault(worker.node.name, []).append(
+            (
+                round(self._now_s * 1e9),
+                round(worker.entered_s * 1e9),
+                tag.step,
+                tag.generation,
+                worker.number,
+                NO_RANK if rank is None else rank,
+                _PHASE[tag.phase],
+            )
+        )
+
+    def decided(self, entry: JournalEntry) -> None:
+        """The controller has decided something."""
+        self._gather()
+        self._recorder.decided([entry])
+
+    def ended(self, exit_code: int, reason: str, at_s: float) -> None:
+        """The job has ended."""
+        self._gather()
+        runfolder.end(self._folder, self._info, exit_code, reason, round(at_s * 1e9))
+
+    def _gather(self) -> None:
+        self._gathered_s = self._now_s
+        for node, changes in self._pending.items():
+            self._recorder.observed(PhasesObserved(node, 0, np.array(changes, PHASE_DTYPE).tobytes()))
+        self._pending.clear()

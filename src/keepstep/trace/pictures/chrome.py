@@ -1,0 +1,288 @@
+"""A run as a trace that Perfetto and chrome://tracing open: a process for each node, a track for each rank and spare.
+
+The format is Google's "Trace Event Format", as JSON. It is written event by event, one a line, so that a trace may be
+larger than memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import defaultdict
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from keepstep.trace.pictures.lanes import (
+    Stretch,
+    lost_stretches,
+    phase_stretches,
+    span_stretches,
+    spans_by_rank,
+    vacancy,
+    without,
+)
+from keepstep.trace.record.phaselog import NO_RANK, PhaseArray
+from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.scene import Scene, SpanKind
+
+CONTROLLER = 0
+"""The process of what concerns the whole job; those of the nodes follow."""
+SPARE_TRACKS = 1_000_000
+"""Tracks of workers without a rank come after those of all ranks."""
+
+
+class Track(NamedTuple):
+    """A line of the trace."""
+
+    pid: int
+    tid: int
+
+
+class ChromeTrace:
+    """Writes a trace. Times are nanoseconds on any clock, of which ``zero_ns`` becomes the beginning."""
+
+    def __init__(self, file: BinaryIO, zero_ns: int, other: dict[str, Any]) -> None:
+        """Args:
+        file: where to.
+        zero_ns: the beginning.
+        other: what is to be known of the whole; the viewers show it with the file's details.
+        """
+        self._file = file
+        self._zero_ns = zero_ns
+        self._num = 0
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": other})[:-1]
+        file.write(f'{head}, "traceEvents": [\n'.encode())
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write((",\n" if self._num else "").encode() + json.dumps(event).encode())
+        self._num += 1
+
+    def _ts(self, at_ns: int) -> float:
+        return (at_ns - self._zero_ns) / 1000
+
+    def process(self, pid: int, name: str) -> None:
+        """Names a process; they are shown in the order of their numbers."""
+        self._write({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+        self._write({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
+
+    def track(self, track: Track, name: str) -> None:
+        """Names a track; they are shown in the order of their numbers."""
+        at = {"pid": track.pid, "tid": track.tid}
+        self._write({"name": "thread_name", "ph": "M", **at, "args": {"name": name}})
+        self._write({"name": "thread_sort_index", "ph": "M", **at, "args": {"sort_index": track.tid}})
+
+    def complete(self, track: Track, name: str, kind: str, span_ns: tuple[int, int], args: dict[str, Any]) -> None:
+        """Something that lasted, from the first time to the second."""
+        begin_ns, end_ns = span_ns
+        at = {"pid": track.pid, "tid": track.tid, "ts": self._ts(begin_ns), "dur": (end_ns - begin_ns) / 1000}
+        self._write({"name": name, "cat": kind, "ph": "X", **at, "args": args})
+
+    def instant(self, track: Track, name: str, kind: str, at_ns: int, args: dict[str, Any]) -> None:
+        """Something that happened."""
+        at = {"pid": track.pid, "tid": track.tid, "ts": self._ts(at_ns)}
+        self._write({"name": name, "cat": kind, "ph": "i", "s": "t", **at, "args": args})
+
+    def counter(self, pid: int, name: str, at_ns: int, value: float) -> None:
+        """A number that has a new value."""
+        self._write({"name": name, "ph": "C", "pid": pid, "ts": self._ts(at_ns), "args": {name: value}})
+
+    def flow(self, name: str, begin: tuple[Track, int], end: tuple[Track, int]) -> None:
+        """An arrow from one event to another, each named by its track and a moment in it."""
+        number = self._num
+        for phase, (track, at_ns), more in (("s", begin, {}), ("f", end, {"bp": "e"})):
+            at = {"pid": track.pid, "tid": track.tid, "ts": self._ts(at_ns)}
+            self._write({"name": name, "cat": "flow", "ph": phase, "id": number, **at, **more})
+
+    def end(self) -> None:
+        """Ends the file."""
+        self._file.write(b"\n]}\n")
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+
+def write_trace(run: Run, file: BinaryIO) -> None:
+    """Writes a run as a trace.
+
+    Args:
+        run: after its `Run.poll`.
+        file: where to.
+    """
+    info = run.info
+    other = {"run": info.run, "command": " ".join(info.command), "version": info.version}
+    trace = ChromeTrace(file, info.started_ns, other)
+    _Export(run, trace).write()
+    trace.end()
+
+
+class _Export:
+    """One run as it is written."""
+
+    def __init__(self, run: Run, trace: ChromeTrace) -> None:
+        self._run = run
+        self._trace = trace
+        self._now_s = max([run.now_s, *(scene.record.begun_s for scene in run.scenes)])
+        self._nodes = {run.info.node: 1}
+        self._named: set[Track] = set()
+        self._lost_s: dict[int, float] = {}
+        """By worker."""
+        self._taken: dict[int, list[tuple[float, float]]] = {}
+        """By rank: when it was in a recovery, sorted."""
+        self._updates: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        """By rank: updates that ran in a recovery."""
+        self._completed = 0
+
+    def write(self) -> None:
+        trace, run = self._trace, self._run
+        trace.process(CONTROLLER, "controller")
+        trace.track(Track(CONTROLLER, 0), "events")
+        for node in sorted({worker.node for worker in run.job.roster.workers.values()} | {run.info.node}):
+            self._nodes.setdefault(node, len(self._nodes) + 1)
+            trace.process(self._nodes[node], f"node {node}")
+        for scene in run.scenes:
+            for failure, at_s in scene.failures():
+                if failure.rank in scene.places:
+                    self._lost_s[scene.places[failure.rank][0]] = at_s
+        self._taken = {
+            rank: sorted((s.begin_s, s.end_s) for s, _ in found) for rank, found in self._recoveries().items()
+        }
+        self._phases()
+        self._events()
+        self._write_recoveries()
+
+    # ---- tracks ------------------------------------------------------------------------------------------------------
+
+    def _track(self, rank: int, worker: int | None) -> Track:
+        """The track of a rank on the node of its holder; that of the worker itself where it has no rank."""
+        known = self._run.job.roster.workers.get(worker) if worker is not None else None
+        pid = self._nodes[known.node if known is not None else self._run.info.node]
+        track, name = Track(pid, rank), f"rank {rank}"
+        if rank == NO_RANK:
+            track, name = Track(pid, SPARE_TRACKS + (worker or 0)), f"spare, worker {worker}"
+        if track not in self._named:
+            self._named.add(track)
+            self._trace.track(track, name)
+        return track
+
+    # ---- recoveries --------------------------------------------------------------------------------------------------
+
+    def _recoveries(self) -> dict[int, list[tuple[Stretch, Scene]]]:
+        """By rank: what it was at in all recoveries; nothing overlaps, and of two recoveries the later one counts."""
+        found: dict[int, list[tuple[Stretch, Scene]]] = defaultdict(list)
+        taken: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for scene in reversed(self._run.scenes):
+            by_rank = spans_by_rank(scene)
+            for rank in {*by_rank, *(failure.rank for failure, _ in scene.failures())}:
+                spans, updates = by_rank.get(rank, []), sorted(self._updates.get(rank, ()))
+                gone = vacancy(scene, rank, spans, self._now_s)
+                stretches = [*span_stretches(scene, spans, self._now_s, updates), *lost_stretches(scene, rank)]
+                for stretch in [*stretches, *([gone] if gone is not None else [])]:
+                    free = list(without([stretch], _near(taken[rank], stretch)))
+                    found[rank] += [(part, scene) for each in free for part in without([each], updates)]
+                    for part in free:
+                        bisect.insort(taken[rank], (part.begin_s, part.end_s))
+        return found
+
+    def _holder(self, scene: Scene, rank: int, kind: str) -> int | None:
+        before = scene.places.get(rank, (None, ""))[0]
+        if kind in ("silent", "gone"):
+            return before
+        if rank in scene.replacements and kind not in (SpanKind.STOP, SpanKind.DECIDE):
+            return scene.replacements[rank][0]
+        return scene.survivors.get(rank, before)
+
+    def _write_recoveries(self) -> None:
+        places: dict[tuple[int, str, int], tuple[Track, int]] = {}
+        """(recovery, kind, rank) -> the beginning of the first such event."""
+        for rank, found in sorted(self._recoveries().items()):
+            for stretch, scene in sorted(found, key=lambda each: each[0].begin_s):
+                span_ns = round(stretch.begin_s * 1e9), round(stretch.end_s * 1e9)
+                if span_ns[1] > span_ns[0]:
+                    track = self._track(rank, self._holder(scene, rank, stretch.kind))
+                    record = scene.record
+                    args = {"recovery": scene.number, "generation": record.generation, "step": record.resume_step}
+                    self._trace.complete(track, stretch.hint, "recovery", span_ns, args)
+                    places.setdefault((scene.number, stretch.kind, rank), (track, span_ns[0]))
+        for scene in self._run.scenes:
+            self._write_failures(scene)
+            self._write_arrows(scene, places)
+
+    def _write_failures(self, scene: Scene) -> None:
+        args: dict[str, Any] = {"recovery": scene.number, "generation": scene.record.generation}
+        for failure, at_s in scene.failures():
+            told = {"detail": failure.detail, "cause": failure.cause, "step": failure.step, "phase": failure.phase}
+            track = self._track(failure.rank, scene.places.get(failure.rank, (None, ""))[0])
+            self._trace.instant(track, f"rank {failure.rank} lost", "failure", round(at_s * 1e9), args | told)
+        if not scene.record.failures:
+            at_ns = round(scene.record.begun_s * 1e9)
+            self._trace.instant(Track(CONTROLLER, 0), scene.record.detail, "failure", at_ns, args)
+
+    def _write_arrows(self, scene: Scene, places: dict[tuple[int, str, int], tuple[Track, int]]) -> None:
+        """From a failure to the restore of its rank, and from those who send state to those who receive it."""
+        for failure, _ in scene.failures():
+            begin = places.get((scene.number, "gone", failure.rank))
+            end = places.get((scene.number, "restore", failure.rank))
+            if begin is not None and end is not None:
+                self._trace.flow("replaced", begin, end)
+        for transfer in scene.transfers:
+            for source in transfer.sources:
+                begin = places.get((scene.number, "send", source)) or places.get((scene.number, "advance", source))
+                for receiver in transfer.receivers:
+                    end = places.get((scene.number, "restore", receiver))
+                    if begin is not None and end is not None:
+                        self._trace.flow("state", begin, end)
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+
+    def _phases(self) -> None:
+        last: dict[int, PhaseArray] = {}
+        for changes in self._run.history.in_turn():
+            order = np.argsort(changes["worker"], kind="stable")
+            changes = changes[order]
+            workers, firsts = np.unique(changes["worker"], return_index=True)
+            completed: list[tuple[int, int]] = []
+            for worker, own in zip(workers.tolist(), np.split(changes, firsts[1:]), strict=True):
+                if worker in last:
+                    own = np.concatenate([last[worker], own])
+                last[worker] = own[-1:]
+                completed += self._of_worker(worker, own, float(own["at_ns"][-1]) / 1e9)
+            for at_ns, step in sorted(completed):
+                if step > self._completed:
+                    self._completed = step
+                    self._trace.counter(CONTROLLER, "step", at_ns, step)
+        for worker, own in last.items():
+            self._of_worker(worker, own, self._now_s)
+
+    def _of_worker(self, worker: int, own: PhaseArray, until_s: float) -> list[tuple[int, int]]:
+        """Writes what one worker was at; returns (time, number) of the steps that it has completed."""
+        until_s = min(until_s, self._lost_s.get(worker, until_s))
+        rank = int(own["rank"][-1])
+        track = self._track(rank, worker)
+        taken, completed = self._taken.get(rank, []), []
+        for stretch in phase_stretches(own, until_s):
+            args = {"step": stretch.step, "generation": stretch.generation, "worker": worker}
+            near = _near(taken, stretch)
+            if stretch.kind == "optimizer":
+                completed.append((round(stretch.end_s * 1e9), (stretch.step or 0) + 1))
+                self._updates[rank] += [(stretch.begin_s, stretch.end_s)] if near else []
+                near = []
+            for part in without([stretch], near):
+                span_ns = round(part.begin_s * 1e9), round(part.end_s * 1e9)
+                if span_ns[1] > span_ns[0]:
+                    self._trace.complete(track, stretch.kind, "step", span_ns, args)
+        return completed
+
+    def _events(self) -> None:
+        track = Track(CONTROLLER, 0)
+        for event in self._run.events:
+            args = {"text": event.text, "level": event.level, "generation": event.generation}
+            args |= {"rank": event.rank, "step": event.step, "node": event.node}
+            self._trace.instant(track, event.kind, "control", round(event.at_s * 1e9), args)
+
+
+def _near(taken: list[tuple[float, float]], stretch: Stretch) -> list[tuple[float, float]]:
+    """Those of some sorted times that touch a stretch."""
+    first = max(0, bisect.bisect_right(taken, (stretch.begin_s, float("inf"))) - 1)
+    last = bisect.bisect_left(taken, (stretch.end_s, 0.0))
+    return [(begin_s, end_s) for begin_s, end_s in taken[first:last] if end_s > stretch.begin_s]

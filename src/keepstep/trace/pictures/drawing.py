@@ -1,0 +1,241 @@
+"""A picture is a list of shapes, from the back to the front; here it becomes SVG."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import re
+from collections.abc import Sequence
+
+from keepstep.trace.pictures.looks import INKS, LOOKS, PATTERN_LINES, PATTERN_OPACITY, PATTERN_SIZE, STYLE
+
+_WIDTHS = (
+    32, 40, 46, 84, 64, 95, 78, 28, 39, 39, 50, 84, 32, 36, 32, 34, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 34, 34, 84,
+    84, 84, 53, 100, 68, 69, 70, 77, 63, 58, 77, 75, 30, 30, 66, 56, 86, 75, 79, 60, 79, 69, 63, 61, 73, 68, 99, 69, 61,
+    69, 39, 34, 39, 84, 50, 50, 61, 63, 55, 63, 62, 35, 63, 63, 28, 28, 58, 28, 97, 63, 61, 63, 63, 41, 52, 39, 63, 59,
+    82, 59, 59, 52, 64, 34, 64, 84,
+)  # fmt: skip
+"""Of the printable ASCII characters in DejaVu Sans, in hundredths of the font's size.
+
+Which font a reader has is not known; of those that are common this is the widest, so what fits in it fits in any.
+"""
+_MARK_WIDTHS = {"·": 32, "–": 50, "×": 84, "“": 52, "”": 52, "’": 32}
+_OTHER_WIDTH = 100
+_BOLD = 1.12
+_NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def text_width(content: str, kind: str) -> float:
+    """How wide a text is at most, in pixels."""
+    ink = INKS[kind]
+    hundredths = sum(_WIDTHS[ord(c) - 32] if 32 <= ord(c) < 127 else _MARK_WIDTHS.get(c, _OTHER_WIDTH) for c in content)
+    return hundredths / 100 * ink.size * (_BOLD if ink.is_bold else 1.0)
+
+
+def fitting(labels: Sequence[str], kind: str, width: float) -> str:
+    """The first of some labels that is not wider than ``width``; empty if none is."""
+    return next((label for label in labels if text_width(label, kind) <= width), "")
+
+
+def shortened(content: str, kind: str, width: float) -> str:
+    """A text, cut off with an ellipsis where it is wider than ``width``."""
+    if text_width(content, kind) <= width:
+        return content
+    while content and text_width(content + "…", kind) > width:
+        content = content[:-1]
+    return content.rstrip() + "…" if content else ""
+
+
+def escaped(content: str) -> str:
+    """A text as it may stand in XML and HTML, in attributes too; what XML has no room for becomes a question mark."""
+    return html.escape(_NOT_IN_XML.sub("?", content))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle with round corners."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str
+    radius: float = 4.0
+    hint: str = ""
+    """Shown by a browser while the pointer rests on it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A line through two points or more."""
+
+    points: tuple[tuple[float, float], ...]
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Polygon:
+    """An area."""
+
+    points: tuple[tuple[float, float], ...]
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """One line of text. ``anchor`` says which part of it stands at ``x``: start, middle or end."""
+
+    x: float
+    y: float
+    content: str
+    kind: str
+    anchor: str = "start"
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From where to where it reaches at most."""
+        width = text_width(self.content, self.kind)
+        begin = self.x - {"start": 0.0, "middle": width / 2, "end": width}[self.anchor]
+        return begin, begin + width
+
+
+Shape = Box | Line | Polygon | Text
+
+
+@dataclasses.dataclass(slots=True)
+class Picture:
+    """Shapes, and what they show in a sentence: for those who cannot see it."""
+
+    width: float
+    height: float
+    what: str
+    shapes: list[Shape] = dataclasses.field(default_factory=list)
+
+    def svg(self) -> str:
+        """The picture as a file of its own, in light and in dark."""
+        inside = f"<style>\n{STYLE}\n</style>\n{PATTERNS}\n"
+        return _element(self, inside, ' xmlns="http://www.w3.org/2000/svg"') + "\n"
+
+    def inline_svg(self) -> str:
+        """The picture as part of a page that has `STYLE` and `PATTERNS`."""
+        return _element(self, "", "")
+
+    def png(self) -> bytes:
+        """The picture in pixels, in light and at twice its size.
+
+        Raises:
+            ConfigurationError: Pillow is not installed.
+        """
+        from keepstep.trace.pictures.png import png  # which needs the shapes, and Pillow
+
+        return png(self)
+
+
+def arrow(points: Sequence[tuple[float, float]], kind: str, head_kind: str, size: float = 9.0) -> list[Shape]:
+    """A line whose last point is the tip of an arrow."""
+    (x0, y0), (x1, y1) = points[-2:]
+    length = math.hypot(x1 - x0, y1 - y0) or 1.0
+    dx, dy = (x1 - x0) / length * size, (y1 - y0) / length * size
+    tail = (x1 - dx, y1 - dy)
+    head = ((x1, y1), (tail[0] - dy * 0.6, tail[1] + dx * 0.6), (tail[0] + dy * 0.6, tail[1] - dx * 0.6))
+    return [Line((*points[:-1], tail), kind), Polygon(head, head_kind)]
+
+
+class LabelRow:
+    """Texts at one height: one is drawn only where it touches no other one."""
+
+    def __init__(self, begin: float, end: float, gap: float = 6.0) -> None:
+        self._begin, self._end, self._gap = begin, end, gap
+        self._taken: list[tuple[float, float]] = []
+
+    def place(self, text: Text) -> list[Shape]:
+        """The text, or nothing if there is no room."""
+        begin, end = text.span
+        if not text.content or begin < self._begin or end > self._end:
+            return []
+        if any(
+            begin < other_end + self._gap and end > other_begin - self._gap for other_begin, other_end in self._taken
+        ):
+            return []
+        self._taken.append((begin, end))
+        return [text]
+
+
+def labelled_box(box: Box, labels: Sequence[str], part: tuple[float, float] | None = None) -> list[Shape]:
+    """A box with the first of some labels that fits into it; a line break in a label stays one.
+
+    Args:
+        box: any.
+        labels: what it may say, the longest first.
+        part: from where to where the label may reach, if not over the whole width.
+    """
+    look = LOOKS[box.kind]
+    shapes: list[Shape] = [box]
+    left, right = part if part is not None else (box.x, box.x + box.width)
+    room = min(right - left, box.width) - 6
+    for label in labels:
+        lines = label.split("\n")
+        height = INKS[look.ink].size * 1.1
+        if len(lines) * height > box.height - 2 or any(text_width(line, look.ink) > room for line in lines):
+            continue
+        first = box.y + box.height / 2 - (len(lines) - 1) * height / 2 + 4
+        middle = (left + right) / 2
+        shapes += [Text(middle, first + n * height, line, look.ink, "middle") for n, line in enumerate(lines)]
+        break
+    return shapes
+
+
+# ---- SVG ------------------------------------------------------------------------------------------------------------
+
+
+def _patterns() -> str:
+    drawn = []
+    for pattern, lines in PATTERN_LINES.items():
+        path = " ".join(f"M{x0:g} {y0:g}L{x1:g} {y1:g}" for x0, y0, x1, y1 in lines)
+        drawn.append(
+            f'<pattern id="keepstep-{pattern}" width="{PATTERN_SIZE:g}" height="{PATTERN_SIZE:g}" '
+            f'patternUnits="userSpaceOnUse"><path d="{path}" stroke="#ffffff" stroke-opacity="{PATTERN_OPACITY}" '
+            'stroke-width="1.2"/></pattern>'
+        )
+    return "<defs>" + "".join(drawn) + "</defs>"
+
+
+PATTERNS = _patterns()
+"""What the boxes of all pictures on a page are covered with."""
+
+
+def _element(picture: Picture, inside: str, attributes: str) -> str:
+    body = "\n".join(_shape(shape) for shape in picture.shapes)
+    what = escaped(picture.what)
+    return (
+        f'<svg{attributes} viewBox="0 0 {picture.width:g} {picture.height:g}" class="picture" role="img" '
+        f'aria-label="{what}">\n{inside}{body}\n</svg>'
+    )
+
+
+def _shape(shape: Shape) -> str:
+    match shape:
+        case Box():
+            return _box(shape)
+        case Line(points, kind):
+            return f'<polyline points="{_points(points)}" class="{kind}"/>'
+        case Polygon(points, kind):
+            return f'<polygon points="{_points(points)}" class="{kind}"/>'
+        case Text(x, y, content, kind, anchor):
+            placed = "" if anchor == "start" else f' text-anchor="{anchor}"'
+            return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{placed}>{escaped(content)}</text>'
+
+
+def _box(box: Box) -> str:
+    radius = min(box.radius, box.width / 3, box.height / 3)
+    place = f'x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}" rx="{radius:.1f}"'
+    hint = f"<title>{escaped(box.hint)}</title>" if box.hint else ""
+    pattern = LOOKS[box.kind].pattern
+    if pattern is None:
+        return f'<rect {place} class="{box.kind}">{hint}</rect>' if hint else f'<rect {place} class="{box.kind}"/>'
+    return f'<g>{hint}<rect {place} class="{box.kind}"/><rect {place} fill="url(#keepstep-{pattern})"/></g>'
+
+
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

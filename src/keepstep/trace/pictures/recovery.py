@@ -1,0 +1,334 @@
+"""The picture of one recovery: a lane for each rank, time to the right, to scale."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from keepstep.protocol.phases import Phase
+from keepstep.trace.pictures.drawing import (
+    Box,
+    LabelRow,
+    Line,
+    Picture,
+    Polygon,
+    Shape,
+    Text,
+    arrow,
+    fitting,
+    labelled_box,
+    shortened,
+    text_width,
+)
+from keepstep.trace.pictures.lanes import Board, Stretch, board
+from keepstep.trace.pictures.timescale import Timescale, duration_text
+from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.scene import LABELS, Scene
+
+WIDTH, LEFT, RIGHT = 1000, 112, 984
+EDGE = 18
+STEPS_Y, BARRIER_Y, FIRST_LANE = 78, 100, 108
+FEW = 6
+"""So many lanes are drawn tall."""
+LEAST = 0.7
+"""A box is at least so wide, in pixels, so that it is seen; what lasts no time at all is left out."""
+
+CUT_WIDTH = 10.0
+"""What the mark of a cut takes on either side of it."""
+
+_BOX_LABELS: dict[str, tuple[str, ...]] = {
+    "forward": ("forward", "fwd", "F"),
+    "backward": ("backward", "bwd", "B"),
+    "optimizer": ("optimizer", "opt.", "O"),
+    "stop": ("Stop + Clean", "Stop +\nClean", "Stop", "S"),
+    "decide": ("Decide", "D"),
+    "reset": ("Reset", "R"),
+    "restore": ("Restoration + Rollback", "Restoration\n+ Rollback", "Restore"),
+    "send": ("Send state", "Send\nstate", "Send"),
+    "advance": ("Advance", "Adv."),
+    "rewind": ("Rewind",),
+    "rollback": ("Rollback", "Roll-\nback"),
+    "wait": ("waits", "wait"),
+    "silent": ("hangs",),
+}
+_LEGEND = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    **{str(kind): label for kind, label in LABELS.items()},
+    "silent": "failed, not noticed yet",
+}
+_WHERE: dict[str, str] = {
+    Phase.STARTING: "before",
+    Phase.FORWARD: "in the forward of",
+    Phase.BACKWARD: "in the backward of",
+    Phase.SYNCED: "at the gradient barrier of",
+    Phase.OPTIMIZER: "in the update of",
+    Phase.UPDATED: "after",
+}
+_BOLT = ((2, -20), (-9, 3), (-2, 3), (-6, 20), (9, -5), (2, -5), (8, -20))
+
+
+def draw_recovery(run: Run, number: int) -> Picture:
+    """Draws one recovery of a run, whatever is known of it.
+
+    Args:
+        run: after its `Run.poll`.
+        number: of the recovery, from 1 on.
+    """
+    scene = run.scenes[number - 1]
+    return _Drawing(board(run, scene), scene).picture()
+
+
+class _Drawing:
+    """One picture as it is put together."""
+
+    def __init__(self, seen: Board, scene: Scene) -> None:
+        self.board, self.scene = seen, scene
+        edges = {t for lane in seen.lanes for s in lane.stretches for t in (s.begin_s, s.end_s)}
+        marks = [*edges, seen.zero_s, *seen.barriers, *(t for lane in seen.lanes for t in lane.failed_s)]
+        marks += [at_s for state in seen.states for at_s in state[:2]]
+        record = scene.record
+        marks += [t for t in (record.begun_s, record.stopped_s, record.decided_s, record.restored_s) if t is not None]
+        self.scale = Timescale(seen.begin_s, seen.end_s, LEFT, RIGHT, marks)
+        self.lane_height, self.bar = (48, 32) if len(seen.lanes) <= FEW else (28, 22)
+        self.lanes_end = FIRST_LANE + len(seen.lanes) * self.lane_height
+        self.spares_begin = self.lanes_end + (24 if seen.num_hidden else 8)
+        self.spares_end = self.spares_begin + len(seen.takeovers) * self.lane_height
+        self.band_y = self.spares_end + 14
+        self.axis_y = self.band_y + (46 if seen.states else 6)
+        self.legend_y = self.axis_y + (60 if self.scale.cuts else 44)
+
+    def picture(self) -> Picture:
+        legend, height = self.legend()
+        picture = Picture(WIDTH, height, self.sentence(), [Box(0.5, 0.5, WIDTH - 1, height - 1, "panel", 8)])
+        shapes = [*self.axis(), *self.lanes(), *self.band(), *self.moment(), *self.spares(), *self.barriers()]
+        shapes += [*self.heading(), *self.steps(), *self.cuts(), *legend]
+        # No line goes through a word.
+        picture.shapes += [shape for shape in shapes if not isinstance(shape, Text)]
+        picture.shapes += [shape for shape in shapes if isinstance(shape, Text)]
+        picture.shapes += self.bolts()
+        return picture
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    def sentence(self) -> str:
+        return f"Recovery {self.scene.number}. {_detail(self.scene)}. {_outcome(self.scene)}."
+
+    def heading(self) -> Iterator[Shape]:
+        yield Text(EDGE, 30, shortened(_detail(self.scene), "title", RIGHT - EDGE), "title")
+        yield Text(EDGE, 50, shortened(_outcome(self.scene), "quiet", RIGHT - EDGE), "quiet")
+
+    def steps(self) -> Iterator[Shape]:
+        row = LabelRow(LEFT - 8, WIDTH - 6)
+        seen, begin_s, end_s = self.board, *self.board.recovery
+        marks: list[tuple[float, float, tuple[str, ...]]] = [(begin_s, end_s, ("recovery",))]
+        for step_begin_s, step_end_s, step, again in seen.steps:
+            tail = ", again" if again else ""
+            marks.append((step_begin_s, step_end_s, (f"step {step}{tail}", f"{step}{tail}", str(step))))
+        for since_s, until_s, labels in marks:
+            left, right = self.scale.at(since_s), self.scale.at(until_s)
+            is_cut_off = since_s <= seen.begin_s and right - left < text_width(labels[0], "head")
+            if right - left < 3 or is_cut_off:
+                continue
+            yield Line(((left + 2, STEPS_Y + 6), (right - 2, STEPS_Y + 6)), "axis")
+            for label in labels:
+                # A word may reach a little over its line; it must not touch its neighbours.
+                if text_width(label, "head") <= right - left + 24:
+                    placed = row.place(Text((left + right) / 2, STEPS_Y, label, "head", "middle"))
+                    yield from placed
+                    if placed:
+                        break
+
+    # ---- lanes -------------------------------------------------------------------------------------------------------
+
+    def middle(self, lane: int) -> float:
+        return FIRST_LANE + (lane + 0.5) * self.lane_height
+
+    def box(self, lane: int, stretch: Stretch) -> list[Shape]:
+        left, right = self.scale.at(stretch.begin_s), self.scale.at(stretch.end_s)
+        if right - left < LEAST:
+            if stretch.kind in ("wait", "decide", "silent"):
+                return []
+            right = left + LEAST
+        gap = 0.5 if right - left > 4 else 0.0
+        lasted = duration_text(stretch.end_s - stretch.begin_s)
+        hint = f"rank {self.board.lanes[lane].rank}: {stretch.hint}, {lasted}"
+        top = self.middle(lane) - self.bar / 2
+        labels: Sequence[str] = _BOX_LABELS.get(stretch.kind, ())
+        if stretch.kind == "silent":
+            hangs = stretch.hint == "hangs"
+            labels = (stretch.hint, *([] if hangs else ["not heard of" if stretch.hint.startswith("not") else "lost"]))
+        box = Box(left + gap, top, max(right - left - 2 * gap, LEAST), self.bar, stretch.kind, 4, hint)
+        return labelled_box(box, labels, self.widest_part(left, right))
+
+    def widest_part(self, left: float, right: float) -> tuple[float, float]:
+        """Of a stretch that may be cut, the part with the most room for a label."""
+        edges = [left, *(x for x, _ in self.scale.cuts if left < x < right), right]
+        parts = [
+            (begin + (CUT_WIDTH if begin != left else 0), end - (CUT_WIDTH if end != right else 0))
+            for begin, end in itertools.pairwise(edges)
+        ]
+        return max(parts, key=lambda part: part[1] - part[0])
+
+    def lanes(self) -> Iterator[Shape]:
+        for number, lane in enumerate(self.board.lanes):
+            y = self.middle(number)
+            yield Text(EDGE, y + 4, f"rank {lane.rank}", "name")
+            if lane.gone is None:
+                yield Line(((LEFT, y), (RIGHT, y)), "rail")
+            else:
+                gone, taken = (self.scale.at(at_s) for at_s in lane.gone)
+                yield Line(((LEFT, y), (gone, y)), "rail")
+                yield Line(((taken, y), (RIGHT, y)), "rail")
+                if taken - gone > 14:
+                    yield Line(((gone + 12, y), (taken, y)), "gone")
+            for stretch in lane.stretches:
+                yield from self.box(number, stretch)
+        if self.board.num_hidden:
+            more = f"and {self.board.num_hidden:,} more rank{'s' if self.board.num_hidden > 1 else ''}"
+            yield Text(EDGE, self.lanes_end + 14, more, "quiet")
+
+    def spares(self) -> Iterator[Shape]:
+        rows = {lane.rank: number for number, lane in enumerate(self.board.lanes)}
+        for number, takeover in enumerate(self.board.takeovers):
+            y = self.spares_begin + (number + 0.5) * self.lane_height
+            x = self.scale.at(takeover.at_s)
+            yield Text(EDGE, y + 4, "spare", "name")
+            yield Line(((LEFT, y), (max(LEFT, x - 1), y)), "warm")
+            words = ("warm: has built its model, and waits for a rank", "warm: waits for a rank", "warm")
+            room = min(x, self.scale.at(self.board.zero_s)) - LEFT - 8
+            if label := fitting(words, "quiet", room):
+                yield Text(LEFT + 2, y - 8, label, "quiet")
+            row = rows[takeover.rank]
+            tip = self.middle(row) + self.bar / 2 + 1
+            yield from arrow([(x, y), (x, tip)], "takes", "arrow")
+            yield from self.takes(x, y, takeover.rank, takeover.worker)
+
+    def takes(self, x: float, y: float, rank: int, worker: int) -> list[Shape]:
+        """What the arrow of a spare means: to its right, or to its left where there is more room."""
+        labels = (f"takes rank {rank}, as worker {worker}", f"takes rank {rank}")
+        if right := fitting(labels, "quiet", RIGHT - x - 9):
+            return [Text(x + 9, y + 4, right, "quiet")]
+        return [Text(x - 9, y + 16, fitting(labels, "quiet", x - 9 - LEFT), "quiet", "end")]
+
+    # ---- what concerns all -------------------------------------------------------------------------------------------
+
+    def barriers(self) -> Iterator[Shape]:
+        row = LabelRow(LEFT - 40, WIDTH - 6)
+        if not self.scene.record.failures:
+            row.place(self.moment_label())
+        for at_s in self.board.barriers:
+            x = self.scale.at(at_s)
+            yield Line(((x, FIRST_LANE - 3), (x, self.lanes_end + 1)), "barrier")
+            yield from row.place(Text(x, BARRIER_Y, "gradient barrier", "small", "middle"))
+
+    def moment_label(self) -> Text:
+        return Text(self.scale.at(self.board.zero_s), BARRIER_Y, "nobody is lost", "small", "middle")
+
+    def moment(self) -> Iterator[Shape]:
+        x = self.scale.at(self.board.zero_s)
+        yield Line(((x, FIRST_LANE - 4), (x, self.band_y + 28)), "moment")
+        if not self.scene.record.failures:
+            yield self.moment_label()
+
+    def bolts(self) -> Iterator[Shape]:
+        for number, lane in enumerate(self.board.lanes):
+            y = self.middle(number)
+            for at_s in lane.failed_s:
+                x = self.scale.at(at_s)
+                size = 1.0 if self.bar > 24 else 0.75
+                yield Polygon(tuple((x + dx * size, y + dy * size) for dx, dy in _BOLT), "bolt")
+
+    def cuts(self) -> Iterator[Shape]:
+        """Each cut is a gap in everything, with what is missing above it."""
+        top, bottom = FIRST_LANE - 2, self.axis_y + 4
+        row = LabelRow(LEFT - 8, WIDTH - 6)
+        for x, missing_s in self.scale.cuts:
+            num = max(2, int((bottom - top) // 8))
+            ys = [top + (bottom - top) * n / num for n in range(num + 1)]
+            left = [(x - 5 + (2.5 if n % 2 else -2.5), y) for n, y in enumerate(ys)]
+            right = [(x + 5 + (2.5 if n % 2 else -2.5), y) for n, y in enumerate(ys)]
+            yield Polygon((*left, *reversed(right)), "gap")
+            yield Line(tuple(left), "cut")
+            yield Line(tuple(right), "cut")
+            for label in (f"{duration_text(missing_s)} left out", duration_text(missing_s)):
+                if placed := row.place(Text(x, self.axis_y + 33, label, "small", "middle")):
+                    yield from placed
+                    break
+
+    def band(self) -> Iterator[Shape]:
+        if not self.board.states:
+            return
+        yield Text(EDGE, self.band_y + 19, "parameters", "name")
+        row = LabelRow(LEFT - 8, WIDTH - 6)
+        for begin_s, end_s, step in self.board.states:
+            left, right = self.scale.at(begin_s), self.scale.at(end_s)
+            kind = "between" if step is None else "band"
+            hint = "being updated" if step is None else f"consistent: every survivor is at step {step}"
+            labels = [hint, f"consistent at step {step}", f"at step {step}", f"{step}"] if step is not None else []
+            width = max(right - left - 1, LEAST)
+            box = Box(left + 0.5, self.band_y, width, 28, kind, 4, hint)
+            yield from labelled_box(box, labels, self.widest_part(left, right))
+            if step is None:
+                yield from row.place(Text((left + right) / 2, self.band_y + 41, "being updated", "small", "middle"))
+
+    def axis(self) -> Iterator[Shape]:
+        y = self.axis_y
+        yield Line(((LEFT, y), (RIGHT, y)), "axis")
+        row = LabelRow(LEFT - 40, WIDTH - 6)
+        for x, label in self.scale.ticks(self.board.zero_s):
+            yield Line(((x, FIRST_LANE - 4), (x, y)), "tick")
+            yield Line(((x, y), (x, y + 4)), "axis")
+            yield from row.place(Text(x, y + 18, label, "small", "middle"))
+        yield Text(EDGE, y + 4, "from the failure", "small")
+
+    def legend(self) -> tuple[list[Shape], float]:
+        """The legend, and the height of the picture that it ends."""
+        kinds = {s.kind for lane in self.board.lanes for s in lane.stretches if self.is_seen(s)}
+        shapes: list[Shape] = []
+        x, y = float(EDGE), float(self.legend_y)
+        for kind, label in _LEGEND.items():
+            if kind not in kinds:
+                continue
+            width = 20 + text_width(label, "small") + 14
+            if x + width > RIGHT:
+                x, y = EDGE, y + 20
+            shapes += [Box(x, y - 11, 14, 14, kind, 3), Text(x + 20, y, label, "small")]
+            x += width
+        return shapes, y + (16 if shapes else -4)
+
+    def is_seen(self, stretch: Stretch) -> bool:
+        return self.scale.at(stretch.end_s) - self.scale.at(stretch.begin_s) >= LEAST
+
+
+def _detail(scene: Scene) -> str:
+    """What failed, as a sentence without its point."""
+    lines = scene.record.detail.strip().splitlines() or ["a recovery"]
+    text = lines[0].strip().rstrip(".")
+    others = [f.rank for f in scene.record.failures[1:]]
+    if others and not text.lower().startswith("ranks"):
+        text += f"; rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))} too"
+    return _sentence(text)
+
+
+def _outcome(scene: Scene) -> str:
+    """Where it happened, and what came of it."""
+    record = scene.record
+    failure = next((f for f in record.failures if f.step is not None), None)
+    where = f"{_WHERE.get(failure.phase or '', 'in')} step {failure.step}: " if failure else ""
+    where = "while it started: " if failure and (failure.step or 0) < 0 else where
+    gap_ms = record.milliseconds()["gap"]
+    if gap_ms is None:
+        if scene.overtaken_s is not None:
+            return _sentence(f"{where}the next failure came before this one was repaired")
+        is_over = scene.record.restored_s is not None
+        return _sentence(f"{where}{'the first step is being computed' if is_over else 'it is being repaired'}")
+    again = {0: "no step is computed again", 1: "that step is computed again"}
+    steps = record.steps_recomputed
+    tail = f"; {again.get(steps, f'{steps} steps are computed again')}" if steps is not None else ""
+    return _sentence(f"{where}training goes on from step {record.resume_step} after {gap_ms:,.0f} ms{tail}")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,96 @@
+"""A run's story in numbers: what its report shows, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keepstep.trace.timeline.describe import describe, describe_recovery
+from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.scene import Scene
+
+CHECKPOINT_INTERVALS_S = (300, 1800)
+"""Of the job that restarts from checkpoints, to compare with."""
+
+
+def story(run: Run) -> dict[str, Any]:
+    """Everything that a report says in numbers. Seconds are since the start of the run, if they are moments.
+
+    Args:
+        run: after its `Run.poll`.
+    """
+    info, started_s = run.info, run.info.started_ns / 1e9
+    recoveries = [_recovery(scene, started_s) for scene in run.scenes]
+    spares_used = sum(len(scene.replacements) for scene in run.scenes)
+    found = describe(run.job)
+    found |= {
+        "run": info.run,
+        "command": list(info.command),
+        "version": info.version,
+        "node": info.node,
+        "started_unix_s": round(info.started_unix_ns / 1e9, 3),
+        "duration_s": round(run.now_s - started_s, 3),
+        "exit_code": info.ended.exit_code if info.ended else None,
+        "reason": info.ended.reason if info.ended else None,
+        "is_running": run.is_alive,
+        "steps": max(run.pace.step, run.job.trained_to or 0),
+        "goodput": None if run.goodput is None else round(run.goodput, 6),
+        "num_failures": sum(len(scene.record.failures) for scene in run.scenes),
+        "spares_used": spares_used,
+        "recoveries": recoveries,
+        "stragglers": [dataclasses.asdict(each) | {"ratio": round(each.ratio, 3)} for each in run.stragglers.found()],
+        "steps_per_bucket": run.pace.buckets,
+        "bucket_s": run.pace.bucket_ns / 1e9,
+        "lost": [[round(begin_s - started_s, 6), round(end_s - started_s, 6)] for begin_s, end_s in _lost(run)],
+        "restart": restart(run),
+    }
+    return found
+
+
+def _recovery(scene: Scene, started_s: float) -> dict[str, Any]:
+    found = describe_recovery(scene.record)
+    taken = {str(rank): worker for rank, (worker, _) in scene.replacements.items()}
+    sources = sorted({rank for transfer in scene.transfers for rank in transfer.sources})
+    return found | {
+        "number": scene.number,
+        "at_s": round(scene.since_s - started_s, 6),
+        "taken_by_worker": taken,
+        "sources": sources,
+        "overtaken": scene.overtaken_s is not None,
+    }
+
+
+def _lost(run: Run) -> list[tuple[float, float]]:
+    return run.ledger.lost(run.now_s)
+
+
+def startup_s(run: Run) -> float | None:
+    """From the start of the run to its first forward; None if it did not get there."""
+    resumed_s = next((event.at_s for event in run.events if event.kind == "training resumed"), None)
+    # The log of phases may have lost its beginning; the journal never has.
+    known = [] if resumed_s is None else [resumed_s]
+    if run.pace.first_forward_ns is not None:
+        known.append(run.pace.first_forward_ns / 1e9)
+    return min(known) - run.info.started_ns / 1e9 if known else None
+
+
+def restart(run: Run) -> dict[str, Any] | None:
+    """What the failures of a run would have cost a job that restarts from checkpoints.
+
+    Each failure costs it one start, as long as the start of this run, and half an interval between two checkpoints on
+    average, for the failure comes at any moment of it. Everything else is taken to cost it nothing: noticing the
+    failure, writing checkpoints, reading one, finding a replacement. Failures that were repaired together count once.
+
+    Returns:
+        None if nothing failed, or the run never began to train.
+    """
+    start_s, lost = startup_s(run), _lost(run)
+    if start_s is None or not lost:
+        return None
+    kept_s = sum(end_s - begin_s for begin_s, end_s in lost)
+    cases = []
+    for interval_s in CHECKPOINT_INTERVALS_S:
+        lost_s = len(lost) * (start_s + interval_s / 2)
+        ratio = round(lost_s / kept_s, 1) if kept_s > 0 else None
+        cases.append({"interval_s": interval_s, "lost_s": round(lost_s, 3), "ratio": ratio})
+    return {"num_failures": len(lost), "startup_s": round(start_s, 3), "lost_s": round(kept_s, 6), "cases": cases}

@@ -1,0 +1,128 @@
+"""From times to places: to scale, except that long stretches in which nothing changes may be cut, visibly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+_STEPS = (1, 2, 5)
+MIN_TICK = 68.0
+"""Between two labels of the axis, in pixels."""
+CUT_SHARE = 0.12
+"""What is left of a stretch that is cut, as a share of all the rest."""
+LONG = 0.6
+"""A stretch is cut if it is longer than so much of all the rest."""
+MAX_CUTS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    begin_s: float
+    end_s: float
+    left: float
+    right: float
+
+
+class Timescale:
+    """The places of times between two edges."""
+
+    def __init__(self, begin_s: float, end_s: float, left: float, right: float, marks: Iterable[float] = ()) -> None:
+        """Args:
+        begin_s: the time at the left edge.
+        end_s: the time at the right edge; later than ``begin_s``.
+        left: the place of that edge.
+        right: the place of that edge.
+        marks: times at which something changes; what is long and has none of them inside is cut. None: nothing is.
+        """
+        self._cuts = _cuts(begin_s, end_s, marks)
+        shown_s = end_s - begin_s - sum(until - since for since, until in self._cuts)
+        self.per_s = (right - left) / shown_s
+        """Pixels for a second."""
+        self._pieces: list[_Piece] = []
+        at_s, x = begin_s, left
+        for since_s, until_s in [*self._cuts, (end_s, end_s)]:
+            next_x = x + (since_s - at_s) * self.per_s
+            self._pieces.append(_Piece(at_s, since_s, x, next_x))
+            at_s, x = until_s, next_x
+
+    def at(self, time_s: float) -> float:
+        """The place of a time; of one outside the edges, the edge."""
+        for piece in self._pieces:
+            if time_s <= piece.end_s:
+                return piece.left + max(0.0, time_s - piece.begin_s) * self.per_s
+        return self._pieces[-1].right
+
+    @property
+    def cuts(self) -> list[tuple[float, float]]:
+        """The place of each cut, and how many seconds are missing there."""
+        pairs = zip(self._pieces, self._cuts, strict=False)
+        return [(piece.right, until_s - since_s) for piece, (since_s, until_s) in pairs]
+
+    def ticks(self, zero_s: float) -> list[tuple[float, str]]:
+        """Places and labels of an axis, in milliseconds from ``zero_s``, or in seconds where there are many."""
+        step_s = _tick_s(MIN_TICK / self.per_s)
+        found: list[tuple[float, str]] = []
+        for piece in self._pieces:
+            number = -int((zero_s - piece.begin_s) / step_s + 1e-6) if piece.begin_s <= zero_s else None
+            if number is None:
+                number = int((piece.begin_s - zero_s) / step_s) + 1
+            while (time_s := zero_s + number * step_s) <= piece.end_s:
+                x = piece.left + (time_s - piece.begin_s) * self.per_s
+                if time_s >= piece.begin_s and (not found or x - found[-1][0] >= MIN_TICK * 0.9):
+                    found.append((x, duration_text(number * step_s, step_s)))
+                number += 1
+        return found
+
+
+def duration_text(duration_s: float, step_s: float | None = None) -> str:
+    """A duration for people: in milliseconds, seconds, minutes or hours.
+
+    Args:
+        duration_s: any.
+        step_s: what it is a multiple of, if it is one of several that belong together.
+    """
+    size_s = abs(duration_s) if step_s is None else max(abs(duration_s), step_s * 10)
+    if size_s < (1 if step_s is None else 10):
+        return f"{_number(duration_s * 1000)} ms" if duration_s else "0"
+    if step_s is not None:
+        return f"{_number(duration_s)} s" if duration_s else "0"
+    for unit_s, unit in ((3600.0, "h"), (60.0, "min")):
+        if size_s >= 2 * unit_s:
+            return f"{_number(duration_s / unit_s)} {unit}"
+    return f"{_number(duration_s)} s"
+
+
+def _number(value: float) -> str:
+    digits = 0 if abs(value) >= 100 or abs(value - round(value)) < 1e-6 else 1 if abs(value) >= 10 else 2
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _tick_s(least_s: float) -> float:
+    unit_s = 1e-6
+    while True:
+        for factor in _STEPS:
+            if unit_s * factor >= least_s:
+                return unit_s * factor
+        unit_s *= 10
+
+
+def _cuts(begin_s: float, end_s: float, marks: Iterable[float]) -> list[tuple[float, float]]:
+    """The stretches that are left out, by time."""
+    inside = sorted({begin_s, end_s, *(mark for mark in marks if begin_s < mark < end_s)})
+    if len(inside) == 2:
+        return []
+    gaps = sorted(((until - since, since, until) for since, until in itertools.pairwise(inside)), reverse=True)
+    long: list[tuple[float, float, float]] = []
+    rest_s = end_s - begin_s
+    for gap in gaps[:MAX_CUTS]:
+        if gap[0] <= LONG * (rest_s - gap[0]):
+            break
+        rest_s -= gap[0]
+        long.append(gap)
+    kept_s = CUT_SHARE * rest_s
+    # More of what comes before the cut is kept than of what comes after: a box should have begun visibly.
+    return sorted(
+        (since + kept_s * 0.6, until - kept_s * 0.4) for length, since, until in long if length > kept_s * 1.5
+    )

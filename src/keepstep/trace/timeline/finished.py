@@ -1,0 +1,36 @@
+"""Recoveries whose end is known, each told of once: for counters and exporters, which cannot take anything back."""
+
+from __future__ import annotations
+
+from keepstep.protocol.recovery import Stage
+from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.scene import Scene
+
+
+class FinishedScenes:
+    """Tells of each recovery once: when training has resumed, another failure overtook it, or the job has ended.
+
+    Until then its cause may still be renamed, for how a process ended is known later than that it did.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._num_told = 0
+        self._was_dead = False
+
+    def take(self, is_over: bool = False) -> list[Scene]:
+        """Those whose end has become known since the last call, oldest first. To be asked after each poll.
+
+        Args:
+            is_over: whether whoever asks knows that the job is over.
+        """
+        scenes, is_over = self._run.scenes, is_over or self._is_over()
+        first = self._num_told
+        while self._num_told < len(scenes) and (is_over or scenes[self._num_told].end_s is not None):
+            self._num_told += 1
+        return scenes[first : self._num_told]
+
+    def _is_over(self) -> bool:
+        """Whether nothing follows any more. What a launcher wrote before it died is read by the poll after that."""
+        was_dead, self._was_dead = self._was_dead, not self._run.is_alive
+        return self._run.info.ended is not None or self._run.job.stage is Stage.ENDED or was_dead

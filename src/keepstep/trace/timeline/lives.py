@@ -1,0 +1,46 @@
+"""When the processes of a job were started, when they could take a rank, and when they were gone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.controller import Heard, JournalEntry
+
+
+@dataclasses.dataclass(slots=True)
+class Life:
+    """One worker, as the controller heard of it; seconds on its clock, None for what was not heard of."""
+
+    started_s: float | None = None
+    warm_s: float | None = None
+    """It stood at its first step, or at the line that needs its rank."""
+    ended_s: float | None = None
+
+
+class Lives:
+    """Every worker there ever was."""
+
+    def __init__(self) -> None:
+        self._lives: dict[int, Life] = {}
+
+    def of(self, worker: int) -> Life:
+        """What is known of a worker."""
+        return self._lives.setdefault(worker, Life())
+
+    def take(self, entry: JournalEntry) -> None:
+        """An entry of the journal."""
+        if not isinstance(entry.event, Heard):
+            return
+        for report in entry.event.reports:
+            match report:
+                case msg.WorkerStarted(worker):
+                    self.of(worker).started_s = entry.at_s
+                case msg.WorkerReady() | msg.RankAwaited():
+                    life = self.of(report.worker)
+                    life.warm_s = life.warm_s or entry.at_s
+                case msg.WorkerLost() | msg.WorkerEnded() | msg.WorkerDone() | msg.WorkerFenced():
+                    life = self.of(report.worker)
+                    life.ended_s = life.ended_s or entry.at_s
+                case _:
+                    pass

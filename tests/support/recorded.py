@@ -1,0 +1,119 @@
+"""Real runs with real failures for tests of what shows, counts and exports them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tests.support.jobs import SCRIPTS
+
+from keepstep.drill.faults import parse, write_plan
+from keepstep.launcher.flags import job_options, make_parser
+from keepstep.launcher.job import Companion, run_job
+from keepstep.protocol.controller import JournalEntry
+from keepstep.trace.record import runfolder
+
+NUM_RANKS = 3
+NUM_STEPS = 30
+KILL = "kill@step=12,phase=backward,rank=1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A run that has ended: its folder, which is only to be read, what the job said of itself, and its log."""
+
+    folder: Path
+    report: dict[str, Any]
+    log: Path
+
+
+def record(folder: Path, *flags: object, faults: str = "", companion: Companion | None = None) -> dict[str, Any]:
+    """Runs a small job to its end, with faults struck into it; returns its report.
+
+    Args:
+        folder: of the run.
+        flags: of ``keepstep run`` and of the script, which stands among them.
+        faults: as for ``keepstep drill``.
+        companion: of the job.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    options = job_options(make_parser("keepstep run").parse_args(["--run-dir", str(folder), *map(str, flags)]))
+    write_plan(folder, parse(faults, options.recovery.world_size) if faults else [])
+    agent = dataclasses.replace(options.agent, digest=True, observer="keepstep.drill.inject:install")
+    return run_job(dataclasses.replace(options, agent=agent), companion)
+
+
+@functools.cache
+def recorded_run(base: Path) -> Recorded:
+    """A run that has lost one rank and come to its end, recorded once for all tests of a session.
+
+    Args:
+        base: of the session's temporary folders.
+    """
+    folder, log = base / "recorded" / "run", base / "recorded" / "events.jsonl"
+    flags = ("--nproc-per-node", NUM_RANKS, "--log-json", log, SCRIPTS / "tiny.py", "--steps", NUM_STEPS)
+    log.parent.mkdir()
+    report = record(folder, *flags, faults=KILL)
+    assert (report["exit_code"], len(report["recoveries"])) == (0, 1), report
+    return Recorded(folder, report, log)
+
+
+@functools.cache
+def overtaken_run(base: Path) -> Recorded:
+    """A run whose rank 0 dies in step 5 again and again: the first recovery is overtaken, the second is not completed.
+
+    Args:
+        base: of the session's temporary folders.
+    """
+    folder, log = base / "overtaken" / "run", base / "overtaken" / "events.jsonl"
+    log.parent.mkdir()
+    flags = ("--nproc-per-node", 2, "--max-restarts", 0, "--log-json", log, SCRIPTS / "tiny.py", "--kill-at", 5)
+    with contextlib.chdir(log.parent):  # where the survivor saves its state
+        report = record(folder, *flags)
+    assert (report["exit_code"], len(report["recoveries"])) == (76, 2), report
+    return Recorded(folder, report, log)
+
+
+def entries(folder: Path) -> list[JournalEntry]:
+    """The journal of a run."""
+    return [
+        msgspec.json.decode(line, type=JournalEntry)
+        for line in (folder / runfolder.JOURNAL).read_bytes().splitlines(keepends=True)
+    ]
+
+
+class GrowingRun:
+    """A copy of a run as it was while its job ran: its journal is written once more, entry by entry."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.folder = folder
+        self.lines = (source / runfolder.JOURNAL).read_bytes().splitlines(keepends=True)
+        shutil.copytree(source / runfolder.PHASES, folder / runfolder.PHASES)
+        self._info = runfolder.read_info(source)
+        runfolder.write(folder, msgspec.structs.replace(self._info, ended=None))
+        (folder / runfolder.JOURNAL).touch()
+
+    def grow(self) -> None:
+        """One entry more."""
+        with (self.folder / runfolder.JOURNAL).open("ab") as file:
+            file.write(self.lines.pop(0))
+
+    def end(self) -> None:
+        """The rest, and the end."""
+        while self.lines:
+            self.grow()
+        runfolder.write(self.folder, self._info)
+
+
+@contextlib.contextmanager
+def growing(source: Path, folder: Path) -> Iterator[GrowingRun]:
+    """A copy that grows; for as long as the block lasts its launcher seems to live."""
+    folder.mkdir()
+    with runfolder.occupied(folder):
+        yield GrowingRun(source, folder)

@@ -1,0 +1,156 @@
+"""Shapes become SVG and PNG: whatever a text says, the file is whole, and labels stay where there is room."""
+
+import importlib.util
+import io
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageFont
+
+from keepstep.errors import ConfigurationError
+from keepstep.trace.pictures import png
+from keepstep.trace.pictures.drawing import (
+    Box,
+    LabelRow,
+    Line,
+    Picture,
+    Polygon,
+    Text,
+    arrow,
+    escaped,
+    fitting,
+    labelled_box,
+    shortened,
+    text_width,
+)
+from keepstep.trace.pictures.looks import INKS, LOOKS
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@given(st.text())
+def test_any_text_comes_out_as_it_is(content: str) -> None:
+    picture = Picture(100, 50, content, [Text(1, 2, content, "plain"), Box(0, 0, 9, 9, "forward", hint=content)])
+    root = ET.fromstring(picture.svg())
+    (text,) = root.iter(f"{SVG}text")
+    (hint,) = root.iter(f"{SVG}title")
+    allowed = "".join(c if c in "\t\n\r" or " " <= c and not "\ud800" <= c <= "\udfff" and c not in "\ufffe\uffff" else "?"
+                      for c in content)  # fmt: skip
+    expected = allowed.replace("\r\n", "\n").replace("\r", "\n")  # as XML reads the ends of lines
+    assert (text.text or "") == expected
+    assert (hint.text or "") == expected
+
+
+@pytest.mark.parametrize("mark", ["<script>", '"', "'", "&amp;", "]]>"])
+def test_nothing_gets_out_of_an_attribute_or_an_element(mark: str) -> None:
+    assert not set("<>\"'") & set(escaped(mark))
+    svg = Picture(10, 10, mark, [Text(0, 0, mark, "on")]).svg()
+    assert ET.fromstring(svg).get("aria-label") == mark
+
+
+@given(st.lists(st.tuples(st.floats(0, 400), st.text("abcW. ", min_size=1, max_size=12)), max_size=12))
+def test_labels_of_a_row_do_not_touch(wanted: list[tuple[float, str]]) -> None:
+    row = LabelRow(0, 400)
+    placed = [text for x, word in wanted for text in row.place(Text(x, 10, word, "small", "middle"))]
+    spans = sorted(text.span for text in placed if isinstance(text, Text))
+    assert all(0 <= begin and end <= 400 for begin, end in spans)
+    assert all(left[1] < right[0] for left, right in zip(spans, spans[1:], strict=False))
+
+
+def test_a_row_takes_the_first_label_and_refuses_what_would_cover_it() -> None:
+    row = LabelRow(0, 400)
+    assert row.place(Text(200, 10, "first", "small", "middle"))
+    assert not row.place(Text(205, 10, "second", "small", "middle"))
+    assert row.place(Text(300, 10, "third", "small", "middle"))
+
+
+@given(st.floats(1, 300), st.sampled_from(["forward", "wait", "band"]))
+def test_a_label_fits_its_box(width: float, kind: str) -> None:
+    box = Box(10, 10, width, 32, kind)
+    drawn = labelled_box(box, ["Restoration + Rollback", "Restoration\n+ Rollback", "Restore", "R"])
+    assert drawn[0] is box
+    for text in drawn[1:]:
+        assert isinstance(text, Text)
+        begin, end = text.span
+        assert 10 <= begin
+        assert end <= 10 + width
+        assert box.y < text.y < box.y + box.height
+
+
+def test_a_label_is_shortened_step_by_step() -> None:
+    def label(width: float) -> list[str]:
+        drawn = labelled_box(
+            Box(0, 0, width, 32, "restore"), ["Restoration + Rollback", "Restoration\n+ Rollback", "R"]
+        )
+        return [text.content for text in drawn if isinstance(text, Text)]
+
+    assert label(300) == ["Restoration + Rollback"]
+    assert label(110) == ["Restoration", "+ Rollback"]
+    assert label(20) == ["R"]
+    assert label(5) == []
+
+
+@given(st.text("abcdefgh mW", max_size=60), st.floats(0, 300))
+def test_a_text_is_cut_off_where_it_is_too_wide(content: str, width: float) -> None:
+    found = shortened(content, "title", width)
+    assert not found or text_width(found, "title") <= width
+    assert found in (content, "") or (found.endswith("…") and content.startswith(found[:-1]))
+
+
+def test_the_first_label_that_fits() -> None:
+    assert fitting(["a long label", "short"], "plain", 50) == "short"
+    assert fitting(["a long label", "short"], "plain", 5) == ""
+
+
+def test_widths_are_those_of_the_font_that_is_drawn_with() -> None:
+    words = "The quick brown fox jumps over 13 lazy dogs, (mostly) WITHOUT any [harm]: <&@#%>"
+    font = ImageFont.truetype("DejaVuSans.ttf", 1000)
+    assert text_width(words, "plain") == pytest.approx(font.getlength(words) / 1000 * INKS["plain"].size, rel=0.02)
+
+
+def test_an_arrow_ends_at_its_tip() -> None:
+    line, head = arrow([(0, 0), (0, 50), (100, 50)], "takes", "arrow", size=10)
+    assert isinstance(line, Line)
+    assert isinstance(head, Polygon)
+    assert line.points == ((0, 0), (0, 50), (90, 50))
+    assert head.points[0] == (100, 50)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, look in LOOKS.items() if look.fill])
+def test_every_kind_of_area_is_drawn_in_its_colour(kind: str) -> None:
+    picture = Picture(60, 40, "a box", [Box(5, 5, 50, 30, kind)])
+    image = Image.open(io.BytesIO(picture.png())).convert("RGB")
+    assert image.size == (120, 80)
+    fill = LOOKS[kind].fill
+    assert fill is not None
+    red, green, blue = (int(fill[0][at : at + 2], 16) for at in (1, 3, 5))
+    colours = {colour for _, colour in image.getcolors(image.width * image.height)}
+    assert (red, green, blue) in colours
+    pattern = LOOKS[kind].pattern
+    inside = {colour for _, colour in image.crop((30, 30, 90, 50)).getcolors(5000)}
+    assert (len(inside) > 1) == (pattern is not None and fill[0] != "#ffffff")
+
+
+def test_lines_polygons_and_texts_leave_ink() -> None:
+    blank = Picture(80, 40, "").png()
+    for shape in (
+        Line(((5, 5), (70, 30)), "barrier"),
+        Line(((5, 5), (70, 30)), "moment"),
+        Polygon(((5, 5), (70, 5), (40, 35)), "bolt"),
+        Text(40, 20, "…é×", "name", "middle"),
+        Box(5, 5, 60, 30, "wait"),
+    ):
+        assert Picture(80, 40, "", [shape]).png() != blank
+
+
+def test_pillows_own_font_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(png, "_FONTS", None)
+    assert Picture(80, 40, "", [Text(4, 20, "…é×", "name")]).png() != Picture(80, 40, "").png()
+
+
+def test_without_pillow_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"keepstep\[plot\]"):
+        Picture(10, 10, "").png()
