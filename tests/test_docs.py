@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -246,12 +245,6 @@ def test_an_outline_has_the_faults_and_what_was_decided() -> None:
     long = [*story[:4], *(f"    2.{number:03}  controller  {number}" for number in range(50)), story[4]]
     assert len(outline(long)) < 25
     assert outline(long)[-1] == story[4]
-
-
-def test_picture_is_what_its_script_draws() -> None:
-    drawing = load_script("draw_recovery")
-    assert drawing.PICTURE.read_text("utf-8") == drawing.picture(), "run 'python docs/draw_recovery.py'"
-    ET.fromstring(drawing.picture())  # well-formed
 
 
 # ---- what is listed -------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with draft.open("wb") as file:
             yield file
         draft.replace(path)
-    except BaseException:
+    except BaseException:  # whatever it was, half a file is of no use
         draft.unlink(missing_ok=True)
         raise
 

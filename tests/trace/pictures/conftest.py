@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.recorded import overtaken_run, recorded_run
 
-from keepstep.sim.run import run
-from keepstep.sim.seeds import case_of
+from keepstep.sim.run import case_of, run
 from keepstep.trace.timeline.run import Run
 
 SEEDS = range(1, 25)

@@ -13,6 +13,7 @@ from tests.support.recorded import recorded_run
 from tests.trace.pictures.conftest import SEEDS, opened
 
 from keepstep.trace.pictures import page
+from keepstep.trace.pictures.looks import Pattern
 from keepstep.trace.pictures.page import html_report, in_words
 from keepstep.trace.pictures.story import restart, story
 from keepstep.trace.record import runfolder
@@ -63,8 +64,7 @@ def read(html: str) -> Reader:
         assert "src" not in attributes
     assert [attributes.get("type") for tag, attributes in reader.elements if tag == "script"] == ["application/json"]
     assert "@import" not in html
-    assert set(re.findall(r"url\(([^)]*)\)", html)) <= {f"#keepstep-{name}" for name in
-                                                         ("rising", "falling", "upright", "level", "crossed")}  # fmt: skip
+    assert set(re.findall(r"url\(([^)]*)\)", html)) <= {f"#keepstep-{pattern}" for pattern in Pattern}
     return reader
 
 

@@ -91,7 +91,7 @@ def test_at_every_moment_of_a_recovery(tmp_path: Path, tmp_path_factory: pytest.
                 picture = draw_recovery(run, 1)
                 ET.fromstring(picture.svg())
                 assert list(overlapping(picture)) == []
-                outcomes.add(next(s.content for s in picture.shapes if isinstance(s, Text) and s.kind == "quiet"))
+                outcomes |= contents(picture)
         run.close()
     assert any("it is being repaired" in outcome for outcome in outcomes)
     assert any("training goes on from step" in outcome for outcome in outcomes)

@@ -51,6 +51,10 @@ _BOX_LABELS: dict[str, tuple[str, ...]] = {
     "wait": ("waits", "wait"),
     "silent": ("hangs",),
 }
+_WARM = ("warm: has built its model, and waits for a rank", "warm: waits for a rank", "warm")
+_STARTING = ("starts and builds its model; the others wait for it", "starts and builds its model", "starts")
+WAITED_S = 0.002
+"""If the decision came later than so long after everybody stood still, no spare was ready: it waited for one."""
 _LEGEND = {
     "forward": "forward",
     "backward": "backward",
@@ -196,7 +200,7 @@ class _Drawing:
             x = self.scale.at(takeover.at_s)
             yield Text(EDGE, y + 4, "spare", "name")
             yield Line(((LEFT, y), (max(LEFT, x - 1), y)), "warm")
-            words = ("warm: has built its model, and waits for a rank", "warm: waits for a rank", "warm")
+            words = _STARTING if self.has_waited else _WARM
             room = min(x, self.scale.at(self.board.zero_s)) - LEFT - 8
             if label := fitting(words, "quiet", room):
                 yield Text(LEFT + 2, y - 8, label, "quiet")
@@ -211,6 +215,14 @@ class _Drawing:
         if right := fitting(labels, "quiet", RIGHT - x - 9):
             return [Text(x + 9, y + 4, right, "quiet")]
         return [Text(x - 9, y + 16, fitting(labels, "quiet", x - 9 - LEFT), "quiet", "end")]
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether the decision had to wait for a worker that could take the rank."""
+        record = self.scene.record
+        if record.stopped_s is None or record.decided_s is None:
+            return False
+        return record.decided_s - record.stopped_s > WAITED_S
 
     # ---- what concerns all -------------------------------------------------------------------------------------------
 

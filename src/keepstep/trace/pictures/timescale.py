@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 
 _STEPS = (1, 2, 5)
@@ -11,9 +12,11 @@ MIN_TICK = 68.0
 """Between two labels of the axis, in pixels."""
 CUT_SHARE = 0.12
 """What is left of a stretch that is cut, as a share of all the rest."""
-LONG = 0.6
-"""A stretch is cut if it is longer than so much of all the rest."""
+LONG = 1.0
+"""A stretch is cut if it is longer than so many times all the rest."""
 MAX_CUTS = 4
+LEAST_SHARE = 1e-6
+"""Of the whole, what is not cut has at least such a share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,39 +67,40 @@ class Timescale:
         step_s = _tick_s(MIN_TICK / self.per_s)
         found: list[tuple[float, str]] = []
         for piece in self._pieces:
-            number = -int((zero_s - piece.begin_s) / step_s + 1e-6) if piece.begin_s <= zero_s else None
-            if number is None:
-                number = int((piece.begin_s - zero_s) / step_s) + 1
-            while (time_s := zero_s + number * step_s) <= piece.end_s:
+            number = math.floor((piece.begin_s - zero_s) / step_s)
+            slack_s = 0.01 / self.per_s  # a tick at the very edge is one
+            while (time_s := zero_s + number * step_s) <= piece.end_s + slack_s:
                 x = piece.left + (time_s - piece.begin_s) * self.per_s
-                if time_s >= piece.begin_s and (not found or x - found[-1][0] >= MIN_TICK * 0.9):
-                    found.append((x, duration_text(number * step_s, step_s)))
+                if time_s >= piece.begin_s - slack_s and (not found or x - found[-1][0] >= MIN_TICK * 0.9):
+                    found.append((x, _tick_text(number, step_s)))
                 number += 1
         return found
 
 
-def duration_text(duration_s: float, step_s: float | None = None) -> str:
-    """A duration for people: in milliseconds, seconds, minutes or hours.
-
-    Args:
-        duration_s: any.
-        step_s: what it is a multiple of, if it is one of several that belong together.
-    """
-    size_s = abs(duration_s) if step_s is None else max(abs(duration_s), step_s * 10)
-    if size_s < (1 if step_s is None else 10):
-        return f"{_number(duration_s * 1000)} ms" if duration_s else "0"
-    if step_s is not None:
-        return f"{_number(duration_s)} s" if duration_s else "0"
-    for unit_s, unit in ((3600.0, "h"), (60.0, "min")):
-        if size_s >= 2 * unit_s:
+def duration_text(duration_s: float) -> str:
+    """A duration for people: in milliseconds, seconds, minutes or hours."""
+    for unit_s, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        if abs(duration_s) >= (unit_s if unit_s == 1.0 else 2 * unit_s):
             return f"{_number(duration_s / unit_s)} {unit}"
-    return f"{_number(duration_s)} s"
+    return f"{_number(duration_s * 1000)} ms" if duration_s else "0"
 
 
 def _number(value: float) -> str:
-    digits = 0 if abs(value) >= 100 or abs(value - round(value)) < 1e-6 else 1 if abs(value) >= 10 else 2
-    text = f"{value:,.{digits}f}"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return _without_zeros(f"{value:,.{digits}f}")
+
+
+def _without_zeros(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _tick_text(number: int, step_s: float) -> str:
+    """The label of one of several ticks, which are told apart by it."""
+    if number == 0:
+        return "0"
+    size, unit = (1000.0, "ms") if abs(number * step_s) < 10 else (1.0, "s")
+    digits = max(0, math.ceil(-math.log10(step_s * size) - 1e-9))
+    return f"{_without_zeros(f'{number * step_s * size:,.{digits}f}')} {unit}"
 
 
 def _tick_s(least_s: float) -> float:
@@ -117,7 +121,8 @@ def _cuts(begin_s: float, end_s: float, marks: Iterable[float]) -> list[tuple[fl
     long: list[tuple[float, float, float]] = []
     rest_s = end_s - begin_s
     for gap in gaps[:MAX_CUTS]:
-        if gap[0] <= LONG * (rest_s - gap[0]):
+        # Something has to be left to which the rest is to scale.
+        if gap[0] <= LONG * (rest_s - gap[0]) or rest_s - gap[0] < LEAST_SHARE * (end_s - begin_s):
             break
         rest_s -= gap[0]
         long.append(gap)
