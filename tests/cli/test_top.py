@@ -126,7 +126,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     folder = tmp_path / "many"
     folder.mkdir()
     settings = RecoverySettings(NODES * RANKS_PER_NODE, 0)
-    runfolder.begin(folder, runfolder.new_run(("train.py",), "0", "node-0", settings))
+    runfolder.begin(folder, runfolder.new_run(("train.py",), "node-0", settings))
     at_s = runfolder.read_info(folder).started_ns / 1e9
     machine = RecoveryMachine(settings)
     with Recorder(folder) as recorder:

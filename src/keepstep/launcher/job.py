@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep import __version__
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.controller.controller import Controller
@@ -102,7 +101,7 @@ def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str
         ConfigurationError: the job cannot be run as asked; nothing is left running.
     """
     run_dir = options.agent.run_dir
-    info = runfolder.new_run(options.agent.command, __version__, options.agent.node, options.recovery)
+    info = runfolder.new_run(options.agent.command, options.agent.node, options.recovery)
     try:
         with runfolder.occupied(run_dir), _event_log(options.log_json, info) as log:
             runfolder.begin(run_dir, info)

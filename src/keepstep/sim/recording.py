@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from keepstep import __version__
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import PhasesObserved, Tag
 from keepstep.protocol.recovery import RecoverySettings
@@ -37,7 +36,7 @@ class Recording:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        info = runfolder.new_run(("simulated:", what), __version__, "simulated", settings)
+        info = runfolder.new_run(("simulated:", what), "simulated", settings)
         self._info = msgspec.structs.replace(info, started_ns=0)
         self._tags: dict[int, Tag] = {}
         self._pending: dict[str, list[tuple[int, int, int, int, int, int, int]]] = {}

@@ -16,7 +16,7 @@ from keepstep.trace.record.runfolder import RunInfo
 
 
 def info(what: str = "train.py") -> RunInfo:
-    return runfolder.new_run((what,), "0", "node", RecoverySettings(3, 1))
+    return runfolder.new_run((what,), "node", RecoverySettings(3, 1))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

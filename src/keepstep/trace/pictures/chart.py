@@ -37,9 +37,6 @@ def rate_chart(
     per_unit = (BOTTOM - TOP) / (highest * 1.08)
     picture = Picture(WIDTH, HEIGHT, f"Steps per second over {duration_s:.0f} seconds; {len(moments)} recoveries.")
     shapes: list[Shape] = [Box(0.5, 0.5, WIDTH - 1, HEIGHT - 1, "panel", 8)]
-    for begin_s, end_s in lost:
-        left = scale.at(begin_s)
-        shapes.append(Box(left, TOP, max(scale.at(end_s) - left, 0.8), BOTTOM - TOP, "lost", 0, "a recovery"))
     level = 0.0
     while level <= highest * 1.05:
         y = BOTTOM - level * per_unit
@@ -49,8 +46,11 @@ def rate_chart(
     for begin_s, end_s, rate in rates:
         y = BOTTOM - rate * per_unit
         points += [(scale.at(begin_s), y), (scale.at(end_s), y)]
-    points.append((scale.at(duration_s), float(BOTTOM)))
+    points.append((points[-1][0], float(BOTTOM)))
     shapes += [Polygon(tuple(points), "rate"), Line(((LEFT, BOTTOM), (RIGHT, BOTTOM)), "axis")]
+    for begin_s, end_s in lost:
+        left = scale.at(begin_s)
+        shapes.append(Box(left, TOP, max(scale.at(end_s) - left, 0.8), BOTTOM - TOP, "lost", 0, "a recovery"))
     shapes += _marks(scale, moments)
     row = LabelRow(LEFT - 20, WIDTH - 4)
     for x, label in scale.ticks(0.0):

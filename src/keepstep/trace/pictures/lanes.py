@@ -202,7 +202,7 @@ def vacancy(scene: Scene, rank: int, spans: Sequence[Span], until_s: float) -> S
 
 def board(run: Run, scene: Scene) -> Board:
     """Puts together what is drawn of one recovery."""
-    at = run.scenes.index(scene)
+    at = scene.number - 1
     earlier = run.scenes[at - 1] if at else None
     if earlier is not None and earlier.overtaken_s is None:
         earlier = None
@@ -257,7 +257,7 @@ def _takeovers(scene: Scene, ranks: Sequence[int]) -> list[Takeover]:
 
 def _end_s(run: Run, scene: Scene) -> float:
     """Where the picture ends: a little after the first step of the new generation."""
-    record, at = scene.record, run.scenes.index(scene)
+    record, at = scene.record, scene.number - 1
     now_s = max(run.now_s, record.begun_s + 1e-6)
     if record.resumed_s is None:
         return scene.overtaken_s if scene.overtaken_s is not None else now_s

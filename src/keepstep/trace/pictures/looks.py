@@ -81,7 +81,7 @@ LOOKS = {
     "optimizer": Look(("#bc4c00", "#bd561d"), pattern=Pattern.UPRIGHT),
     "barrier": Look(None, ("#1f2328", "#f0f6fc"), 3),
     # What it does in a recovery.
-    "stop": Look(("#424a53", "#7d8590"), pattern=Pattern.FALLING),
+    "stop": Look(("#424a53", "#6e7681"), pattern=Pattern.FALLING),
     "decide": Look(("#eaeef2", "#21262d"), ("#818b98", "#656c76"), ink="under"),
     "reset": Look(("#6e7781", "#4d5560"), pattern=Pattern.LEVEL),
     "restore": Look(("#8250df", "#8957e5"), pattern=Pattern.FALLING),

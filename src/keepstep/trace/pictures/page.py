@@ -47,10 +47,11 @@ p { margin: 4px 0 10px; max-width: 80ch; overflow-wrap: anywhere; }
 .warning { color: var(--warn); } .error { color: var(--bad); }
 .verdict { font-weight: 600; }
 code { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+a { color: var(--link); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px; margin: 20px 0; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 16px; }
 .card b { display: block; font-size: 24px; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.card span { color: var(--quiet); font-size: 13px; }
+.card span { display: block; color: var(--quiet); font-size: 13px; line-height: 1.35; }
 svg.picture { display: block; width: 100%; height: auto; margin: 8px 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; margin: 6px 0 10px; }

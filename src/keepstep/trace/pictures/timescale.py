@@ -98,7 +98,7 @@ def _tick_text(number: int, step_s: float) -> str:
     """The label of one of several ticks, which are told apart by it."""
     if number == 0:
         return "0"
-    size, unit = (1000.0, "ms") if abs(number * step_s) < 10 else (1.0, "s")
+    size, unit = (1000.0, "ms") if step_s < 0.999 and abs(number * step_s) < 10 else (1.0, "s")
     digits = max(0, math.ceil(-math.log10(step_s * size) - 1e-9))
     return f"{_without_zeros(f'{number * step_s * size:,.{digits}f}')} {unit}"
 

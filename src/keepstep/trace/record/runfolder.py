@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.metadata
 import os
 import secrets
 import time
@@ -51,12 +52,12 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.started_unix_ns + round(at_s * 1e9) - self.started_ns
 
 
-def new_run(command: tuple[str, ...], version: str, node: str, settings: RecoverySettings) -> RunInfo:
+def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> RunInfo:
     """What is to be known of a run that starts now."""
     return RunInfo(
         run=secrets.token_hex(6),
         command=command,
-        version=version,
+        version=importlib.metadata.version("keepstep"),
         node=node,
         pid=os.getpid(),
         settings=settings,

@@ -1,0 +1,335 @@
+"""What looking at a job costs, and how soon one sees what happens.
+
+    python benchmarks/dashboard.py                everything; about fifteen minutes on two idle cores
+    python benchmarks/dashboard.py --quick        a smoke test with few ranks; nothing is written
+
+A  1,024 simulated ranks, fed into a run's folder at their own pace, shown in a headless Chromium
+B  a real job whose steps are compared, block by block, with nobody looking, with one open page, and with 200
+C  a drill that is watched: from a failure, and from the resumed step, to the moment at which the page shows it
+
+Prints tables, and writes ``benchmarks/results/DATE-dashboard.md`` with the raw figures in a .json beside it. The
+machine should have nothing else to do. Open pages of part B are connections that read what a page is told; what a
+browser does with it is done on the machine of whoever looks, so it is part A that has a browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dashboard_feed
+import page
+import psutil
+from jobs import JobFailed, RunningJob
+from page import RESULTS, Section
+from playwright.sync_api import Page, sync_playwright
+from rich.console import Console
+
+from keepstep.dashboard.process import serving
+from keepstep.trace.timeline.run import Run
+
+GPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+WATCH = Path(__file__).parents[1] / "tests" / "e2e" / "watch.js"
+KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
+DEADLINE_S = 300.0
+FAULTS_AT = range(6, 200, 8)
+QUICK = {"nodes": 8, "seconds": 5.0, "pairs": 1, "block": 2.0, "many": 5, "faults": 1}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=128, help="A: of eight ranks each (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="A: how long it is watched (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=30, help="B: blocks with and without pages (default: %(default)s)")
+    parser.add_argument("--block", type=float, default=6.0, help="B: seconds of a block (default: %(default)s)")
+    parser.add_argument("--many", type=int, default=200, help="B: how many pages are many (default: %(default)s)")
+    parser.add_argument("--faults", type=int, default=10, help="C: kills (default: %(default)s)")
+    parser.add_argument("--only", choices=("A", "B", "C"), help="one part")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: its figures mean nothing")
+    parser.add_argument("--results", type=Path, help="where the page goes (default: results)")
+    args = parser.parse_args()
+    if args.quick:
+        for name, value in QUICK.items():
+            setattr(args, name, value)
+    return args
+
+
+@contextlib.contextmanager
+def browser_page() -> Iterator[Page]:
+    """A page in a headless Chromium."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise JobFailed("no chromium on this machine: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        found = browser.new_page(viewport={"width": 1920, "height": 1080})
+        found.set_default_timeout(DEADLINE_S * 1000)
+        yield found
+        browser.close()
+
+
+# ---- A --------------------------------------------------------------------------------------------------------------
+
+FRAMES = """(seconds) => new Promise((resolve) => {
+  const times = [];
+  const frame = (time) => {
+    times.push(time);
+    if (time - times[0] < 1000 * seconds) return requestAnimationFrame(frame);
+    const gaps = times.slice(1).map((t, i) => t - times[i]).sort((a, b) => a - b);
+    resolve({ fps: (1000 * gaps.length) / (time - times[0]), p99_ms: gaps[Math.floor(0.99 * gaps.length)],
+              worst_ms: gaps[gaps.length - 1], draw_ms: window.keepstep.frames().draw_ms });
+  };
+  requestAnimationFrame(frame);
+})"""
+
+
+def measure_scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Many ranks: frames a second in the page, and processor time in the server."""
+    begin_s = dashboard_feed.simulate(folder / "recorded", args.nodes, 8, args.seconds * 1.5 + 20)
+    recorded = Run(folder / "recorded")
+    changes = recorded.poll().changes
+    rate = len(changes) / (int(changes["at_ns"].max()) / 1e9 - begin_s)
+    recorded.close()
+    with (
+        dashboard_feed.Feeder(folder / "recorded", folder / "fed", begin_s + 3),
+        serving(folder / "fed", "127.0.0.1:0", "--listen") as link,
+        browser_page() as shown,
+    ):
+        (server,) = [p for p in psutil.Process().children() if "keepstep.dashboard" in p.cmdline()]
+        shown.goto(link)
+        shown.get_by_test_id("card-step").wait_for()
+        before, begun_s = server.cpu_times(), time.monotonic()
+        frames = shown.evaluate(FRAMES, args.seconds)
+        after, took_s = server.cpu_times(), time.monotonic() - begun_s
+        lanes = shown.evaluate("() => window.keepstep.lanes().length")
+        used_s = after.user + after.system - before.user - before.system
+        return {
+            "ranks": args.nodes * 8,
+            "changes_per_s": round(rate),
+            "server_percent": round(100 * used_s / took_s, 2),
+            "server_mib": round(server.memory_info().rss / 2**20),
+            "lanes": lanes,
+            **{name: round(value, 2) for name, value in frames.items()},
+        }
+
+
+# ---- B --------------------------------------------------------------------------------------------------------------
+
+READER = """
+import selectors, socket, sys
+port, token, num = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+chosen = selectors.DefaultSelector()
+for _ in range(num):
+    line = socket.create_connection(("127.0.0.1", port))
+    line.sendall(f"GET /api/stream HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {token}\\r\\n\\r\\n".encode())
+    assert line.recv(1 << 16)
+    chosen.register(line, selectors.EVENT_READ)
+print("open", flush=True)
+while True:
+    for key, _ in chosen.select():
+        if not key.fileobj.recv(1 << 20):
+            sys.exit("cut off")
+"""
+
+
+@contextlib.contextmanager
+def open_pages(run_dir: Path, num_pages: int) -> Iterator[None]:
+    """A dashboard with so many pages that read everything; 0: no dashboard at all."""
+    if num_pages == 0:
+        yield
+        return
+    with serving(run_dir, "127.0.0.1:0", "--listen") as link:
+        port, token = re.search(r":(\d+)/\?token=(\S+)", link).groups()
+        command = ["nice", "-n", "19", sys.executable, "-c", READER, port, token, str(num_pages)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
+            assert reader.stdout.readline() == b"open\n"
+            try:
+                yield
+            finally:
+                reader.kill()
+
+
+def measure_cost(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A job of two ranks on two cores: the median step of each block, and the ratio within each pair of blocks."""
+    run_dir = folder / "run"
+    command = [*KEEPSTEP, "run", "--nproc-per-node", "2", "--spares", "0", "--run-dir", str(run_dir), str(GPT)]
+    command += ["--steps", "1000000"]
+    pairs: dict[int, list[dict[str, float]]] = {1: [], args.many: []}
+    with RunningJob(command, folder) as job:
+        job.wait_until(lambda: _steps(run_dir) > 30, "training", DEADLINE_S)
+        run = Run(run_dir)
+        for number in range(args.pairs):
+            for num_pages, found in pairs.items():
+                sides = {}
+                for count in (0, num_pages) if number % 2 == 0 else (num_pages, 0):
+                    with open_pages(run_dir, count):
+                        sides[count] = _block_ms(job, run, args.block)
+                found.append({"none_ms": sides[0], "pages_ms": sides[num_pages], "ratio": sides[num_pages] / sides[0]})
+        run.close()
+    return {"pairs": {str(count): found for count, found in pairs.items()}, "block_s": args.block}
+
+
+def _steps(run_dir: Path) -> int:
+    try:
+        run = Run(run_dir)
+    except Exception:  # it has not begun; whatever else is wrong with it, the deadline tells
+        return 0
+    run.poll()
+    run.close()
+    return run.pace.step
+
+
+def _block_ms(job: RunningJob, run: Run, block_s: float) -> float:
+    """The median time of the steps of rank 0 in the next so many seconds."""
+    run.poll()
+    begun_ns = time.monotonic_ns()
+    time.sleep(block_s)
+    job.check_alive("the end of a block")
+    run.poll()
+    changes = run.history.window(begun_ns, time.monotonic_ns(), lead=False)
+    begins = changes["at_ns"][(changes["rank"] == 0) & (changes["phase"] == 1)]
+    steps_ms = [(after - before) / 1e6 for before, after in itertools.pairwise(begins)]
+    if len(steps_ms) < 3:
+        raise JobFailed("fewer than three steps in a block: take longer ones with --block")
+    return statistics.median(steps_ms)
+
+
+# ---- C --------------------------------------------------------------------------------------------------------------
+
+
+def measure_latency(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Seconds from what happens in a drill to the page that shows it."""
+    faults = [f"kill@step={step},phase=backward,rank={n % 2}" for n, step in enumerate(FAULTS_AT[: args.faults])]
+    num_steps = str(FAULTS_AT[args.faults - 1] + 10)
+    command = [
+        *KEEPSTEP,
+        "drill",
+        "--nproc-per-node",
+        "2",
+        "--dashboard=127.0.0.1:0",
+        "--run-dir",
+        str(folder / "drill"),
+    ]
+    command += ["--faults", ";".join(faults), str(GPT), "--steps", num_steps]
+    with RunningJob(command, folder) as job:
+        log = folder / "output.log"
+        job.wait_until(lambda: "token=" in log.read_text(encoding="utf-8"), "the link", DEADLINE_S)
+        with browser_page() as shown:
+            shown.add_init_script(path=WATCH)
+            shown.goto(re.search(r"http://\S+", log.read_text(encoding="utf-8"))[0])
+            shown.locator(f"[data-testid=recovery-row][data-number='{args.faults}']").wait_for()
+            job.wait(DEADLINE_S)
+            seen = shown.evaluate("() => window.seen")
+    run = Run(folder / "drill" / "with-faults")
+    run.poll()
+    run.close()
+    delays: dict[str, list[float]] = {"failure": [], "resumed step": []}
+    for scene in run.scenes:
+        note = seen[str(scene.number)]
+        for name, at_s, shown_ms in (
+            ("failure", scene.record.begun_s, note["shown"]),
+            ("resumed step", scene.record.resumed_s, note["whole"]),
+        ):
+            if at_s is not None and shown_ms is not None:
+                delays[name].append(round(shown_ms / 1000 - run.info.unix_ns(at_s) / 1e9, 3))
+    return delays
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def sections(result: dict[str, Any]) -> list[Section]:
+    """The tables of a result."""
+    found = []
+    if "scale" in result:
+        scale = result["scale"]
+        rows = [[name, str(scale[key])] for name, key in _SCALE.items()]
+        found.append(Section(f"{scale['ranks']:,} simulated ranks, one page", ("", "measured"), rows, []))
+    if "cost" in result:
+        rows = []
+        for count, pairs in result["cost"]["pairs"].items():
+            ratios = sorted(pair["ratio"] for pair in pairs)
+            low, high = _interval(ratios)
+            name = "one page" if count == "1" else f"{count} pages"
+            none_ms = statistics.median(pair["none_ms"] for pair in pairs)
+            rows.append(
+                [name, str(len(pairs)), f"{none_ms:.1f}", f"{statistics.median(ratios):.4f}", f"{low:.4f}–{high:.4f}"]
+            )
+        columns = ("open", "pairs", "a step with none, ms", "ratio, median", "with 95 %")
+        note = (
+            "ratio: the median step while the dashboard's process runs and so many pages are open, divided by that of "
+            "the block of the same job right before or after it, without any dashboard. Bounds by order statistics."
+        )
+        found.append(Section("A step while somebody looks", columns, rows, [note]))
+    if "latency" in result:
+        rows = [
+            [name, str(len(d)), f"{statistics.median(d):.2f}", f"{min(d):.2f}", f"{max(d):.2f}"]
+            for name, d in result["latency"].items()
+        ]
+        found.append(
+            Section("Seconds until the page shows it", ("what", "of them", "median", "least", "most"), rows, [])
+        )
+    return found
+
+
+_SCALE = {
+    "phase changes a second": "changes_per_s",
+    "frames a second": "fps",
+    "99 % of frames within, ms": "p99_ms",
+    "longest frame, ms": "worst_ms",
+    "drawing a frame, ms": "draw_ms",
+    "lanes": "lanes",
+    "server, percent of a core": "server_percent",
+    "server, MiB": "server_mib",
+}
+
+
+def _interval(ordered: list[float]) -> tuple[float, float]:
+    """Bounds of the median with 95 %, by order statistics."""
+    reach = 0.98 * len(ordered) ** 0.5
+    low = max(0, round(len(ordered) / 2 - reach) - 1)
+    return ordered[low], ordered[len(ordered) - 1 - low]
+
+
+def markdown(result: dict[str, Any], raw: str) -> str:
+    """The page."""
+    head = page.heading("Looking at a job", result)
+    return "\n".join([head + page.measured_in(result, raw), *(section.markdown() for section in sections(result))])
+
+
+def main() -> int:
+    """Measures, shows, writes."""
+    args = parse_arguments()
+    console = Console()
+
+    def measure() -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        for letter, name, function in (
+            ("A", "scale", measure_scale),
+            ("B", "cost", measure_cost),
+            ("C", "latency", measure_latency),
+        ):
+            if args.only in (None, letter):
+                console.print(f"{letter}: {name} ...", highlight=False)
+                with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
+                    parts[name] = function(args, Path(folder))
+        return parts
+
+    folder = args.results or (None if args.quick else RESULTS)
+    return page.carry_out("dashboard", page.provenance("dashboard.py"), measure, sections, markdown, console, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
