@@ -280,6 +280,7 @@ def test_no_flag_is_invented() -> None:
     known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
     known |= {option for action in simulate._parser()._actions for option in action.option_strings}
     known |= {"--track-record", "--faults", "--json", "--version"}  # of the drill, of status, of the command itself
+    known |= {"--html", "--otel", "--once", "--recovery", "--listen"}  # of the drill, of `keepstep run`, of the views
     known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))

@@ -280,7 +280,7 @@ class Agent:
         view = worker.page.read()
         self.step_durations_s += tagpage.step_durations(worker.page.events_since(0))
         self._watch_first_step(worker)
-        self._phases.gather((worker,))
+        self._phases.gather(self.workers.values())  # of all: it may be the end of the job
         self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
         self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s)
@@ -301,6 +301,7 @@ class Agent:
         if worker is None or self._spawner.has_ended:
             return  # without its spawner no worker lives, and none is the cause of anything
         self._watch_first_step(worker)
+        self._phases.gather(self.workers.values())
         self._machine.training_thread_died(number, worker.page.read().tag, time.monotonic())
         self._act()
 

@@ -73,6 +73,8 @@ class Board:
     lanes: list[Lane]
     num_hidden: int
     takeovers: list[Takeover]
+    has_ended: bool
+    """Whether the job has."""
     steps: list[tuple[float, float, int, bool]] = dataclasses.field(default_factory=list)
     """(begin, end, step, whether it had been begun before)."""
     recovery: tuple[float, float] = (0.0, 0.0)
@@ -210,7 +212,7 @@ def board(run: Run, scene: Scene) -> Board:
     end_s = _end_s(run, scene)
     begin_s, changes = _window(run, scene, earlier, ranks, end_s)
     end_s = _trimmed(scene, changes, end_s)
-    found = Board(begin_s, scene.since_s, end_s, [], num_hidden, _takeovers(scene, ranks))
+    found = Board(begin_s, scene.since_s, end_s, [], num_hidden, _takeovers(scene, ranks), not run.is_alive)
     by_rank, before_by_rank = spans_by_rank(scene), spans_by_rank(earlier) if earlier is not None else {}
     computed: list[Stretch] = []
     for rank in ranks:

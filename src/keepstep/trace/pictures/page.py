@@ -232,7 +232,7 @@ def in_words(each: dict[str, Any]) -> str:
     elif each["overtaken"] or each["superseded"]:
         said.append("Another failure came before this one was repaired.")
     else:
-        said.append("It had not ended when this was written.")
+        said.append("It was not repaired, or not yet.")
     return " ".join(said)
 
 

@@ -117,11 +117,11 @@ class _Drawing:
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def sentence(self) -> str:
-        return f"Recovery {self.scene.number}. {_detail(self.scene)}. {_outcome(self.scene)}."
+        return f"Recovery {self.scene.number}. {_detail(self.scene)}. {_outcome(self.scene, self.board.has_ended)}."
 
     def heading(self) -> Iterator[Shape]:
         yield Text(EDGE, 30, shortened(_detail(self.scene), "title", RIGHT - EDGE), "title")
-        yield Text(EDGE, 50, shortened(_outcome(self.scene), "quiet", RIGHT - EDGE), "quiet")
+        yield Text(EDGE, 50, shortened(_outcome(self.scene, self.board.has_ended), "quiet", RIGHT - EDGE), "quiet")
 
     def steps(self) -> Iterator[Shape]:
         row = LabelRow(LEFT - 8, WIDTH - 6)
@@ -311,7 +311,7 @@ class _Drawing:
         return shapes, y + (16 if shapes else -4)
 
     def is_seen(self, stretch: Stretch) -> bool:
-        return self.scale.at(stretch.end_s) - self.scale.at(stretch.begin_s) >= LEAST
+        return self.scale.at(stretch.end_s) - self.scale.at(stretch.begin_s) >= 2
 
 
 def _detail(scene: Scene) -> str:
@@ -324,7 +324,7 @@ def _detail(scene: Scene) -> str:
     return _sentence(text)
 
 
-def _outcome(scene: Scene) -> str:
+def _outcome(scene: Scene, has_ended: bool) -> str:
     """Where it happened, and what came of it."""
     record = scene.record
     failure = next((f for f in record.failures if f.step is not None), None)
@@ -334,6 +334,8 @@ def _outcome(scene: Scene) -> str:
     if gap_ms is None:
         if scene.overtaken_s is not None:
             return _sentence(f"{where}the next failure came before this one was repaired")
+        if has_ended:
+            return _sentence(f"{where}the job ended before this was repaired")
         is_over = scene.record.restored_s is not None
         return _sentence(f"{where}{'the first step is being computed' if is_over else 'it is being repaired'}")
     again = {0: "no step is computed again", 1: "that step is computed again"}
