@@ -7,6 +7,7 @@ date: run this when the page has changed, and look at what comes of it.
 """
 
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ sys.path += [str(ROOT), str(ROOT / "benchmarks")]
 import dashboard_feed  # noqa: E402  # after the path that it lies in
 from tests.e2e.watched import GPT, row, watched  # noqa: E402  # the same
 
-FAULTS = "kill@step=12,phase=backward,rank=1; kill@step=30,phase=backward,rank=2"
+FAULTS = "kill@step=12,phase=backward,rank=2; kill@step=30,phase=backward,rank=1"
 NUM_STEPS = 60
 DEADLINE_MS = 120_000
 TOP_COLUMNS, TOP_LINES = 132, 30
@@ -43,8 +44,9 @@ def take(page: Page, name: str) -> None:
 
 def drill(page: Page, folder: Path) -> None:
     """The page in the middle of a drill, the terminal at the same moment, and one recovery as a picture."""
+    shutil.copy(GPT, folder)  # so that the page names it as a user would
     command = ["drill", "--nproc-per-node", 3, "--dashboard=127.0.0.1:0", "--run-dir", "drill", "--faults", FAULTS]
-    with watched(*command, GPT, "--steps", NUM_STEPS, cwd=folder) as job:
+    with watched(*command, GPT.name, "--steps", NUM_STEPS, cwd=folder) as job:
         page.goto(job.link)
         page.set_default_timeout(DEADLINE_MS)
         gap = row(page, 2).get_by_test_id("recovery-ms-gap")

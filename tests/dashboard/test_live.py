@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -208,11 +207,7 @@ def test_a_server_whose_page_does_not_read_serves_the_others(growing: Growing) -
 
 
 def test_the_same_bytes_go_to_all(recorded: Path) -> None:
-    async def opened_at_once() -> None:
-        found = Live(recorded, lambda _run, _news: None)
-        found.look()
-        pages = [found.open_page() for _ in range(10)]
-        snapshots = [page.get_nowait() for page in pages]
-        assert len({id(each) for each in snapshots}) == 1
-
-    asyncio.run(opened_at_once())
+    found = Live(recorded, lambda _run, _news: None)
+    found.look()
+    pages = [found.open_page() for _ in range(10)]
+    assert len({id(page.get_nowait()) for page in pages}) == 1

@@ -13,9 +13,12 @@ CHROMIUM = shutil.which("chromium")
 WATCH = Path(__file__).with_name("watch.js")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for all tests; each has pages of its own."""
+    """One browser for the tests of a file; each has pages of its own.
+
+    Playwright keeps an event loop in this thread as long as it lives, and other tests need theirs.
+    """
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
     with sync_playwright() as playwright:

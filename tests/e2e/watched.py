@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,11 @@ def view(page: Page) -> dict[str, Any]:
 def lanes(page: Page) -> list[dict[str, Any]]:
     """The lanes from top to bottom."""
     return list(page.evaluate("() => window.keepstep.lanes()"))
+
+
+def eventually(page: Page, holds: Callable[[], bool]) -> None:
+    """Waits, frame by frame, until something holds; Playwright's own way is refused by the page's security policy."""
+    deadline_s = time.monotonic() + DEADLINE_MS / 1000
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not come about in time"
+        page.evaluate("() => new Promise(requestAnimationFrame)")

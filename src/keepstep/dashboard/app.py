@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
+import signal
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +77,7 @@ class Dashboard:
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
             following = asyncio.create_task(self.live.follow())
+            following.add_done_callback(_end_without)
             try:
                 yield
             finally:
@@ -147,6 +151,13 @@ class Dashboard:
         return self.live.run
 
 
+def _end_without(following: asyncio.Task[None]) -> None:
+    """A page that shows what was, as if it were, is worse than none: without its follower the process ends."""
+    if not following.cancelled() and (error := following.exception()) is not None:
+        traceback.print_exception(error)
+        os.kill(os.getpid(), signal.SIGTERM)  # the server then closes what is open
+
+
 class EventStream:
     """Server-sent events: what `Live` tells a page, for as long as it listens."""
 
@@ -157,17 +168,13 @@ class EventStream:
         """One page."""
         page = self._live.open_page()
         gone = asyncio.create_task(_until_gone(receive))
+        gone.add_done_callback(lambda _: page.put_nowait(None))
         try:
             headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while not gone.done():
-                waiting = asyncio.create_task(page.get())
-                await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not waiting.done() or waiting.result() is None:
-                    waiting.cancel()
-                    break
+            while (told := await page.get()) is not None:
                 async with asyncio.timeout(SEND_DEADLINE_S):
-                    await send({"type": "http.response.body", "body": waiting.result(), "more_body": True})
+                    await send({"type": "http.response.body", "body": told, "more_body": True})
         except TimeoutError:
             pass  # it does not read: the server closes the connection when this returns
         finally:

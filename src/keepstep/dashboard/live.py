@@ -19,6 +19,9 @@ from keepstep.trace.timeline.run import News, Run
 
 LOOK_S = 0.1
 """While a page is open. A folder is looked at, not waited for: it may lie on a file system that tells of no changes."""
+LOOK_S_PER_PAGE = 0.0025
+MAX_LOOK_S = 0.5
+"""With more than 40 pages, each of which costs about 50 microseconds a look, less often: half a second with 200."""
 IDLE_LOOK_S = 1.0
 """While none is."""
 SLOW_S = 1.0
@@ -84,7 +87,7 @@ class Live:
         while True:
             self.look()
             if self._pages:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(min(max(LOOK_S, LOOK_S_PER_PAGE * len(self._pages)), MAX_LOOK_S))
                 continue
             self._opened.clear()
             with contextlib.suppress(TimeoutError):
@@ -102,7 +105,7 @@ class Live:
                 self._find_run()
             if self.run is not None:
                 self._tell(self.run, self.run.poll(), is_slow_due)
-        except KeepstepError as error:
+        except (KeepstepError, OSError) as error:
             if str(error) != self._error:  # once, not ten times a second
                 print(f"keepstep dashboard: {error}", file=sys.stderr, flush=True)
             self._error = str(error)

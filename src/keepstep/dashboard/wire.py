@@ -115,7 +115,7 @@ def describe_scene(run: Run, scene: Scene) -> dict[str, Any]:
         "since": micros(run, scene.since_s),
         "begun": micros(run, record.begun_s),
         "decided": micros(run, record.decided_s),
-        "resumed": micros(run, record.resumed_s),
+        "resumed": micros(run, record.resumed_s if scene.has_resumed else None),
         "superseded": record.superseded,
         "resume_step": record.resume_step,
         "steps_recomputed": record.steps_recomputed,

@@ -12,6 +12,7 @@ from tests.trace.pictures.conftest import SEEDS
 
 from keepstep.trace.pictures.chrome import CONTROLLER, ChromeTrace, Track, write_trace
 from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.stragglers import Straggler
 
 
 def exported(run: Run) -> list[dict[str, Any]]:
@@ -107,3 +108,13 @@ def test_the_check_sees_what_is_wrong() -> None:
     for wrong in (overlapping, in_the_air, nameless):
         with pytest.raises(AssertionError):
             check(trace(wrong))
+
+
+def test_stragglers_are_marked(real: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real.stragglers, "found", lambda: [Straggler(1, "backward", 30.0, 20.0)])
+    events = exported(real)
+    check(events)
+    (mark,) = [event for event in events if event.get("cat") == "straggler"]
+    assert mark["name"] == "slow backward, 1.5 times the others"
+    (track,) = [e for e in events if e["name"] == "thread_name" and e["args"]["name"] == "rank 1"]
+    assert (mark["pid"], mark["tid"]) == (track["pid"], track["tid"])

@@ -17,7 +17,7 @@ def scene(
     failure = Failure(1, "signal", "", 7, "backward", since_s)
     record = RecoveryRecord(generation, "signal", "rank 1 lost", begun_s, [failure])
     record.resumed_s, record.first_step_s, record.resume_step = resumed_s, 1.0, resume
-    return Scene(1, record, {}, {}, told_s=[begun_s])
+    return Scene(1, record, {}, {}, told_s=[begun_s], has_resumed=resumed_s is not None)
 
 
 def pace() -> Pace:

@@ -441,7 +441,7 @@ class RecoveryMachine(Course):
         self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self._resume_at}")
 
     def _step_observed(self, message: msg.StepObserved) -> None:
-        self._record.observe_step(message.at_s, message.step_s)
+        self._record.observe_step(message.node, message.at_s, message.step_s)
         if self.stage is Stage.TRAINING:
             self._processes.top_up_spares("a spare took a rank: another is started")
 

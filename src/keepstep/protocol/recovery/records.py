@@ -51,6 +51,8 @@ class RecoveryRecord(msgspec.Struct):
     """rank -> worker that took it."""
     received_bytes: int = 0
     superseded: bool = False
+    observed_on: set[str] = msgspec.field(default_factory=set)
+    """The nodes whose ranks have completed their first step of the new generation."""
 
     @property
     def num_exceptions(self) -> int:
@@ -71,8 +73,9 @@ class RecoveryRecord(msgspec.Struct):
                     self.cause, self.detail = cause, f"rank {rank} lost: {detail}"
                 failure.cause, failure.detail = cause, detail
 
-    def observe_step(self, at_s: float, step_s: float) -> None:
-        """A rank has completed its first step of the new generation; the last and the slowest count."""
+    def observe_step(self, node: str, at_s: float, step_s: float) -> None:
+        """A node's ranks have completed their first step of the new generation; the last and the slowest count."""
+        self.observed_on.add(node)
         self.resumed_s = max(self.resumed_s or at_s, at_s)
         self.first_step_s = max(self.first_step_s or 0.0, step_s)
 

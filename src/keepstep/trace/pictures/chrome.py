@@ -149,6 +149,7 @@ class _Export:
         }
         self._phases()
         self._events()
+        self._stragglers()
         self._write_recoveries()
 
     # ---- tracks ------------------------------------------------------------------------------------------------------
@@ -279,6 +280,15 @@ class _Export:
             args = {"text": event.text, "level": event.level, "generation": event.generation}
             args |= {"rank": event.rank, "step": event.step, "node": event.node}
             self._trace.instant(track, event.kind, "control", round(event.at_s * 1e9), args)
+
+    def _stragglers(self) -> None:
+        """Who is slow at the end of the run: that is when the window of its last steps ends."""
+        holders = {worker.rank: worker.worker for worker in self._run.job.roster.workers.values() if not worker.lost}
+        for each in self._run.stragglers.found():
+            args = {"own_ms": each.own_ms, "typical_ms": each.typical_ms}
+            name = f"slow {each.phase}, {each.ratio:.1f} times the others"
+            track = self._track(each.rank, holders.get(each.rank))
+            self._trace.instant(track, name, "straggler", round(self._now_s * 1e9), args)
 
 
 def _near(taken: list[tuple[float, float]], stretch: Stretch) -> list[tuple[float, float]]:

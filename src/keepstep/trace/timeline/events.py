@@ -9,6 +9,7 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import Heard, JournalEntry, LeaseExpired, Restarted
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.trace.timeline.scene import is_over
 
 
 class ControlEvent(NamedTuple):
@@ -116,8 +117,9 @@ class Teller:
             )
 
     def _recovered(self, entry: JournalEntry) -> Iterator[ControlEvent]:
-        if not self._has_resumed and (record := self._job.records[-1]).resumed_s is not None:
+        if not self._has_resumed and is_over(self._job, record := self._job.records[-1]):
             self._has_resumed = True
+            assert record.resumed_s is not None
             yield ControlEvent(
                 record.resumed_s, "recovered", "info", recovery_text(record), entry.generation, step=record.resume_step
             )

@@ -39,7 +39,7 @@ class Ledger:
             begin_s = self._begin_s(scene) if open_since_s is None else open_since_s
             if scene.overtaken_s is not None:
                 open_since_s = begin_s
-            elif scene.record.resumed_s is None:
+            elif not scene.has_resumed or scene.record.resumed_s is None:
                 return [*self._closed, (begin_s, max(begin_s, now_s))]
             else:
                 end_s = max(begin_s, scene.record.resumed_s - (scene.record.first_step_s or 0.0))

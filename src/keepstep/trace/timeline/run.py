@@ -68,6 +68,7 @@ class Run:
         self.lives = Lives()
         self.ledger = Ledger(self._stage.scenes, self.pace)
         self._last_s = 0.0
+        self._info_changed_ns = 0
         self.is_replaced = False
         """Whether another run has begun in the folder since: this one's files were moved aside, and nothing follows."""
 
@@ -98,9 +99,13 @@ class Run:
 
     def _look_at_info(self) -> None:
         try:
+            changed_ns = (self.folder / runfolder.INFO).stat().st_mtime_ns
+            if changed_ns == self._info_changed_ns:
+                return
             info = runfolder.read_info(self.folder)
-        except ConfigurationError:
+        except (OSError, ConfigurationError):
             return  # it is being replaced just now
+        self._info_changed_ns = changed_ns
         if info.run == self.info.run:
             self.info = info
         else:

@@ -86,6 +86,8 @@ class Scene:
     """By rank: when the controller heard of it."""
     told_s: list[float] = dataclasses.field(default_factory=list)
     """When the controller heard of each failure of the record."""
+    has_resumed: bool = False
+    """Whether every rank has completed its first step, so that the recovery is over and its numbers are final."""
     overtaken_s: float | None = None
     """When the next failure began another recovery, if that was before the end of this one."""
 
@@ -102,7 +104,7 @@ class Scene:
     @property
     def end_s(self) -> float | None:
         """When training had resumed, or the next recovery began; None before."""
-        return self.record.resumed_s or self.overtaken_s
+        return self.record.resumed_s if self.has_resumed else self.overtaken_s
 
     def spans(self) -> list[Span]:
         """What each rank was at, by rank and time."""
@@ -186,10 +188,13 @@ class Stage:
                 scene.transfers = order.transfers
         for rank, number in scene.record.replacements.items():
             scene.replacements[rank] = (number, job.roster.workers[number].node)
+        has_changed = scene.end_s is None
         if isinstance(entry.event, Heard):
             for report in entry.event.reports:
                 self._heard(scene, report, entry.at_s)
-        return scene.end_s is None or num < len(self.scenes) or scene.record.resumed_s == _observed_s(entry)
+                has_changed |= isinstance(report, msg.WorkerEnded)  # how a process ended may be known late
+        scene.has_resumed = scene.has_resumed or is_over(job, scene.record)
+        return has_changed
 
     def _heard(self, scene: Scene, report: object, at_s: float) -> None:
         match report:
@@ -208,9 +213,6 @@ class Stage:
                     times[worker.rank] = at_s
 
 
-def _observed_s(entry: JournalEntry) -> float | None:
-    """When the first step of a generation was completed, if the entry tells of one."""
-    if isinstance(entry.event, Heard):
-        times = [report.at_s for report in entry.event.reports if isinstance(report, msg.StepObserved)]
-        return max(times, default=None)
-    return None
+def is_over(job: RecoveryMachine, record: RecoveryRecord) -> bool:
+    """Whether the ranks of all nodes have completed their first step after a recovery, the newest one of a job."""
+    return bool(record.observed_on) and all(worker.node in record.observed_on for worker in job.roster.holders())
