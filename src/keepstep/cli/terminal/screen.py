@@ -91,15 +91,16 @@ class Lanes:
         self._lost = lost
         self._restored_s = scene.record.restored_s
         self._until_s = until_s
-        step_s = (until_s - scene.since_s) / num_columns
-        self._times_s = [scene.since_s + (column + 0.5) * step_s for column in range(num_columns)]
+        self._column_s = (until_s - scene.since_s) / num_columns
+        self._times_s = [scene.since_s + (column + 0.5) * self._column_s for column in range(num_columns)]
 
     def draw(self, rank: int) -> Text:
         """The lane of one rank."""
         own, lane = [span for span in self._spans if span.rank == rank], Text()
         for at_s in self._times_s:
-            now = next((s for s in own if s.begin_s <= at_s < (self._until_s if s.end_s is None else s.end_s)), None)
-            if now is not None:
+            # What is shorter than a column still has one.
+            now = max(own, key=lambda span: self._overlap_s(span, at_s), default=None)  # called at once
+            if now is not None and self._overlap_s(now, at_s) > 0:
                 lane.append("█", style=SPAN_STYLES[now.kind])
             elif self._restored_s is not None and at_s >= self._restored_s:
                 lane.append("░", style="bright_black")
@@ -108,6 +109,11 @@ class Lanes:
             else:
                 lane.append("·", style="bright_black")
         return lane
+
+    def _overlap_s(self, span: Span, at_s: float) -> float:
+        """How much of the column around a time a span takes."""
+        end_s = self._until_s if span.end_s is None else span.end_s
+        return min(end_s, at_s + self._column_s / 2) - max(span.begin_s, at_s - self._column_s / 2)
 
     def legend(self) -> Text:
         """What the colours mean that occur."""
