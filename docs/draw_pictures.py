@@ -29,7 +29,7 @@ import dashboard_feed  # noqa: E402  # after the path that it lies in
 from tests.e2e.watched import GPT, row, watched  # noqa: E402  # the same
 
 FAULTS = "kill@step=12,phase=backward,rank=2; kill@step=30,phase=backward,rank=1"
-NUM_STEPS = 60
+NUM_STEPS = 110
 DEADLINE_MS = 120_000
 TOP_COLUMNS, TOP_LINES = 132, 30
 REST_S = 1.5

@@ -18,25 +18,26 @@ from keepstep.trace.timeline.run import News, Run
 from keepstep.trace.timeline.scene import LABELS, Scene, Span, SpanKind
 from keepstep.trace.timeline.stragglers import NAMES
 
+# The colours of the page and of the pictures, as far as a terminal has them.
 PHASE_STYLES = {
     "starting": "cyan",
     "forward": "blue",
-    "backward": "magenta",
-    "synced": "yellow",
-    "optimizer": "green",
+    "backward": "green",
+    "synced": "bright_black",
+    "optimizer": "dark_orange",
     "between steps": "bright_black",
     LOST: "bold white on red",
     DONE: "bright_black",
 }
 SPAN_STYLES = {
-    SpanKind.STOP: "red",
+    SpanKind.STOP: "white",
     SpanKind.DECIDE: "yellow",
     SpanKind.RESET: "cyan",
-    SpanKind.RESTORE: "blue",
-    SpanKind.SEND: "magenta",
-    SpanKind.ADVANCE: "green",
+    SpanKind.RESTORE: "magenta",
+    SpanKind.SEND: "bright_magenta",
+    SpanKind.ADVANCE: "dark_orange",
     SpanKind.REWIND: "bright_blue",
-    SpanKind.ROLLBACK: "bright_magenta",
+    SpanKind.ROLLBACK: "bright_cyan",
     SpanKind.WAIT: "bright_black",
 }
 STATE_STYLES = PHASE_STYLES | {str(kind): style for kind, style in SPAN_STYLES.items()}

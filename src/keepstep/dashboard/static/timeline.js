@@ -270,17 +270,29 @@ export class Timeline {
           : state === "updating"
             ? ["updating"]
             : [`updated: step ${step + 1}`, "updated"];
-      this.piece(
-        this.x(begin),
-        this.x(end),
-        y,
-        h,
-        colors[state],
-        state === "updating" ? colors.onBar : colors.text,
-        texts,
-        state === "updating",
-      );
+      const isUpdate = state === "updating";
+      for (const [from, to] of this.besideRecoveries(begin, end)) {
+        const [x0, x1] = [this.x(from), this.x(to)];
+        this.piece(x0, x1, y, h, colors[state], isUpdate ? colors.onBar : colors.text, texts, isUpdate);
+      }
     });
+  }
+
+  /** What of a stretch of time lies in no recovery, for there the band says that. */
+  besideRecoveries(begin, end) {
+    let pieces = [[begin, end]];
+    for (const { begun, until } of this.seen) {
+      const over = until ?? this.now;
+      pieces = pieces.flatMap(([from, to]) =>
+        over <= from || to <= begun
+          ? [[from, to]]
+          : [
+              [from, begun],
+              [over, to],
+            ].filter(([a, b]) => a < b),
+      );
+    }
+    return pieces;
   }
 
   piece(x0, x1, y, h, fill, color, texts, isRound = false) {
