@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Page, expect
-from tests.e2e.watched import DEADLINE_MS, GPT, card, lanes, number_in, row, view, watched
+from tests.e2e.watched import DEADLINE_MS, GPT, card, eventually, lanes, number_in, row, view, watched
 
 from keepstep.trace.timeline.run import Run
 
@@ -37,7 +37,7 @@ def test_a_drill_can_be_watched(page: Page, tmp_path: Path) -> None:
         assert before["following"]
         shown = card(page, "step").inner_text()
         expect(card(page, "step")).not_to_have_text(shown, timeout=DEADLINE_MS)
-        assert view(page)["end"] > before["end"]
+        eventually(page, lambda: view(page)["end"] > before["end"])
 
         # The failure, the replacement, the resumed step.
         for number, rank, spare, step in ((1, 1, 3, 12), (2, 2, 4, 25)):
