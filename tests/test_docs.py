@@ -47,6 +47,7 @@ NOT_RUN = {
         "keepstep drill --nproc-per-node 2 "
         '--faults "kill@step=3,phase=backward,rank=1; hang@step=8,phase=forward,rank=0" --json drill.json script.py'
     ): "parsed below; README.md's drill is run, with a kill in every phase",
+    "keepstep dashboard run": "it serves until it is interrupted; tests/e2e looks at it",
     "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
     "keepstep status --run-dir run --json": "as above",
     'keepstep drill --nproc-per-node 3 --faults "kill@step=7,phase=synced; kill@during=restore,rank=0" script.py': (
