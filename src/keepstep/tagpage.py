@@ -34,7 +34,7 @@ RING_EVENTS = 4096
 """At five phase changes a step the last 800 steps: enough for any recovery, in 160 KiB."""
 
 PHASES = tuple(Phase)
-_PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
+PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 _SEQUENCE, _GENERATION, _STEP, _PHASE, _SINCE, _PROGRESS, _WAITING, _ENTERED, _LEFT, _WRITTEN = range(10)
 _ENTERED_AT = 10
 _RING = 16
@@ -107,7 +107,7 @@ class TagWriter:
         """Sets the tag and appends the change to the ring."""
         words = self._words
         now_ns = time.monotonic_ns()
-        index = _PHASE_INDEX[phase]
+        index = PHASE_INDEX[phase]
         written = words[_WRITTEN]
         at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
         words[_SEQUENCE] += 1

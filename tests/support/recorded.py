@@ -18,6 +18,7 @@ from keepstep.launcher.flags import job_options, make_parser
 from keepstep.launcher.job import Companion, run_job
 from keepstep.protocol.controller import JournalEntry
 from keepstep.trace.record import runfolder
+from keepstep.trace.record.journal import read
 
 NUM_RANKS = 3
 NUM_STEPS = 30
@@ -82,10 +83,7 @@ def overtaken_run(base: Path) -> Recorded:
 
 def entries(folder: Path) -> list[JournalEntry]:
     """The journal of a run."""
-    return [
-        msgspec.json.decode(line, type=JournalEntry)
-        for line in (folder / runfolder.JOURNAL).read_bytes().splitlines(keepends=True)
-    ]
+    return read(folder / runfolder.JOURNAL)
 
 
 class GrowingRun:

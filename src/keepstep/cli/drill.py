@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.cli.dashboard import showing
-from keepstep.cli.pictures import opened
 from keepstep.drill import display
 from keepstep.drill.drill import STRUCK, run_drill
 from keepstep.drill.faults import default_faults, parse
@@ -17,6 +16,7 @@ from keepstep.launcher.job import make_folder
 from keepstep.trace.pictures.page import html_report
 from keepstep.trace.targets import check_target, write_whole
 from keepstep.trace.timeline.describe import as_json
+from keepstep.trace.timeline.run import opened
 
 
 def main(arguments: list[str]) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.errors import ConfigurationError
@@ -13,7 +11,7 @@ from keepstep.trace.pictures.page import html_report
 from keepstep.trace.pictures.png import require_pillow
 from keepstep.trace.pictures.recovery import draw_recovery
 from keepstep.trace.targets import check_target, replacing, write_whole
-from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.run import opened
 
 SUFFIXES = (".svg", ".png")
 
@@ -53,21 +51,6 @@ def report(arguments: list[str]) -> int:
         write_whole(target, html_report(run).encode())
     print(target)
     return 0
-
-
-@contextlib.contextmanager
-def opened(folder: Path) -> Iterator[Run]:
-    """The run in a folder, read to its present end.
-
-    Raises:
-        ConfigurationError: none is recorded there.
-    """
-    run = Run(folder)
-    try:
-        run.poll()
-        yield run
-    finally:
-        run.close()
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ from keepstep.dashboard.live import Live
 from keepstep.dashboard.metrics import RunCollector
 from keepstep.trace.pictures.page import html_report
 from keepstep.trace.pictures.recovery import draw_recovery
-from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.run import Run, opened
 
 STATIC = Path(__file__).with_name("static")
 MAX_CHANGES = 200_000
@@ -135,12 +135,8 @@ class Dashboard:
 
     async def _apart(self, run: Run, make: Callable[[Run], Any]) -> Any:
         def read_and_make() -> Any:
-            copy = Run(run.folder)
-            try:
-                copy.poll()
+            with opened(run.folder) as copy:
                 return make(copy)
-            finally:
-                copy.close()
 
         async with self._busy:
             return await asyncio.to_thread(read_and_make)

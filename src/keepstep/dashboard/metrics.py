@@ -181,7 +181,7 @@ class RunCollector(Collector):
             "Spare workers: ready are those that stand at their first step, wanted is what --spares asks for.",
             labels=["state"],
         )
-        spares.add_metric(["ready"], sum(spare.ready is not None for spare in job.roster.spares()))
+        spares.add_metric(["ready"], job.roster.num_ready_spares)
         spares.add_metric(["wanted"], job.settings.num_spares)
         yield spares
         yield GaugeMetricFamily(

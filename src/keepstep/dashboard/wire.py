@@ -50,7 +50,7 @@ def describe_job(run: Run) -> dict[str, Any]:
         "goodput": None if goodput is None else round(goodput, 4),
         "failures": sum(len(scene.record.failures) for scene in run.scenes),
         "recoveries": len(run.scenes),
-        "spares_ready": sum(worker.ready is not None for worker in run.job.roster.spares()),
+        "spares_ready": run.job.roster.num_ready_spares,
         "spares_wanted": run.info.settings.num_spares,
     }
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from keepstep.launcher.job import Job
 from keepstep.protocol.recovery import Stage
-from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.trace.timeline.events import recovery_text
 
 REFRESH_S = 0.2
 
@@ -29,18 +29,11 @@ async def _follow(job: Job, show_places: bool) -> None:
     while job.controller.job.stage not in (Stage.FINISHED, Stage.ENDED):
         records = job.controller.job.records
         while told < len(records) and (records[told].resumed_s is not None or records[told].superseded):
-            console.print(f"[yellow]keepstep:[/yellow] {_sentence(records[told])}")
+            console.print(f"[yellow]keepstep:[/yellow] {recovery_text(records[told])}")
             told += 1
         if show_places and console.is_terminal:
             _print_places(console, job)
         await asyncio.sleep(REFRESH_S)
-
-
-def _sentence(record: RecoveryRecord) -> str:
-    gap_ms = record.milliseconds()["gap"]
-    if gap_ms is None:
-        return f"{record.detail}; another failure came before this one was repaired"
-    return f"{record.detail}; training goes on from step {record.resume_step} after {gap_ms:.0f} ms"
 
 
 def _print_places(console: Console, job: Job) -> None:

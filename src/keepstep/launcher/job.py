@@ -27,7 +27,7 @@ from keepstep.trace.record import runfolder
 from keepstep.trace.record.recorder import Listener
 from keepstep.trace.targets import replacing, write_whole
 from keepstep.trace.timeline.describe import as_json, describe
-from keepstep.trace.timeline.run import Run
+from keepstep.trace.timeline.run import opened
 from keepstep.transports.memory import channel_pair
 
 if TYPE_CHECKING:
@@ -123,13 +123,8 @@ def write_trace(run_dir: Path, target: Path) -> None:
     from keepstep.trace.pictures import chrome  # here, for most jobs do without
 
     try:
-        run = Run(run_dir)
-        try:
-            run.poll()
-            with replacing(target) as file:
-                chrome.write_trace(run, file)
-        finally:
-            run.close()
+        with opened(run_dir) as run, replacing(target) as file:
+            chrome.write_trace(run, file)
     except (OSError, KeepstepError) as error:
         print(f"keepstep: no trace was written: {error}", file=sys.stderr, flush=True)
 

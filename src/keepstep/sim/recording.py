@@ -12,7 +12,7 @@ import numpy as np
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import PhasesObserved, Tag
 from keepstep.protocol.recovery import RecoverySettings
-from keepstep.tagpage import PHASES
+from keepstep.tagpage import PHASE_INDEX
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE
 from keepstep.trace.record.recorder import Recorder
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 GATHER_S = 0.2
 """Of virtual time, as an agent does of its own."""
-_PHASE = {phase: index for index, phase in enumerate(PHASES)}
 
 
 class Recording:
@@ -70,7 +69,7 @@ class Recording:
                 tag.generation,
                 worker.number,
                 NO_RANK if rank is None else rank,
-                _PHASE[tag.phase],
+                PHASE_INDEX[tag.phase],
             )
         )
 

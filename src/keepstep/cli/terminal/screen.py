@@ -100,7 +100,7 @@ class Lanes:
         own, lane = [span for span in self._spans if span.rank == rank], Text()
         for at_s in self._times_s:
             # What is shorter than a column still has one.
-            now = max(own, key=lambda span: self._overlap_s(span, at_s), default=None)  # called at once
+            now = max(own, key=lambda span: self._overlap_s(span, at_s), default=None)
             if now is not None and self._overlap_s(now, at_s) > 0:
                 lane.append("█", style=SPAN_STYLES[now.kind])
             elif self._restored_s is not None and at_s >= self._restored_s:
@@ -160,7 +160,7 @@ class Screen:
         right = Text(
             f"{_clock(run.now_s - run.info.started_ns / 1e9)}  run {run.info.run}  q leaves", style="bright_black"
         )
-        spares = sum(spare.ready is not None for spare in job.roster.spares())
+        spares = job.roster.num_ready_spares
         wanted = job.settings.num_spares
         num_lost = sum(len(scene.record.failures) for scene in run.scenes)
         items = [self._stage(), _item("generation", job.generation), _item("step", run.pace.step)]

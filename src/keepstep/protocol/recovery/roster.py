@@ -180,6 +180,11 @@ class Roster:
         """The live workers without a rank, warm or still starting; a view that changes with the roster."""
         return self._spares.values()
 
+    @property
+    def num_ready_spares(self) -> int:
+        """How many spares stand at their first step."""
+        return sum(spare.ready is not None for spare in self._spares.values())
+
     def missing_ranks(self) -> list[int]:
         """The ranks that no live worker holds."""
         if len(self._holders) == self.world_size:

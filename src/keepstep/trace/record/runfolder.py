@@ -15,6 +15,7 @@ import msgspec
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.trace.targets import write_whole
 
 INFO = "run.json"
 JOURNAL = "journal.jsonl"
@@ -119,9 +120,7 @@ def move_aside(folder: Path, names: Sequence[str]) -> None:
 
 def write(folder: Path, info: RunInfo) -> None:
     """Writes `run.json`, whole or not at all."""
-    draft = folder / f"{INFO}.draft"
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
-    draft.replace(folder / INFO)
+    write_whole(folder / INFO, msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
 
 
 def end(folder: Path, info: RunInfo, exit_code: int, reason: str, at_ns: int) -> None:

@@ -16,7 +16,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "stage": str(machine.stage),
         "generation": machine.generation,
         "world_size": machine.settings.world_size,
-        "spares": sum(worker.ready is not None for worker in machine.roster.spares()),
+        "spares": machine.roster.num_ready_spares,
         "steps": machine.trained_to,
         "digests": {str(rank): digest for rank, digest in sorted(machine.digests.items())},
         "recoveries": [describe_recovery(record) for record in machine.records],

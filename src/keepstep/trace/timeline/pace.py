@@ -8,12 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PHASES
+from keepstep.tagpage import PHASE_INDEX
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE, PhaseArray
 
-INDEX = {phase: index for index, phase in enumerate(PHASES)}
-_FORWARD, _BACKWARD, _SYNCED = INDEX[Phase.FORWARD], INDEX[Phase.BACKWARD], INDEX[Phase.SYNCED]
-_OPTIMIZER, _UPDATED = INDEX[Phase.OPTIMIZER], INDEX[Phase.UPDATED]
+_FORWARD, _BACKWARD, _SYNCED = PHASE_INDEX[Phase.FORWARD], PHASE_INDEX[Phase.BACKWARD], PHASE_INDEX[Phase.SYNCED]
+_OPTIMIZER, _UPDATED = PHASE_INDEX[Phase.OPTIMIZER], PHASE_INDEX[Phase.UPDATED]
 RATE_NS = 10_000_000_000
 """Steps per second are those of so long."""
 MAX_BUCKETS = 4096

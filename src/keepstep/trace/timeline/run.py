@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +146,18 @@ class Run:
     def close(self) -> None:
         """Closes the files."""
         self.history.close()
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Run]:
+    """The run in a folder, read to its present end.
+
+    Raises:
+        ConfigurationError: none is recorded there.
+    """
+    run = Run(folder)
+    try:
+        run.poll()
+        yield run
+    finally:
+        run.close()
