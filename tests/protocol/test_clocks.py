@@ -1,6 +1,6 @@
 """How far another clock is away: whatever the messages' delays, the truth lies within the error that is stated."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepstep.protocol.clocks import DRIFT, Alignment, ClockEstimate
@@ -18,6 +18,7 @@ def test_before_the_first_answer_nothing_is_known() -> None:
     st.integers(0, 10**12),
     st.floats(-DRIFT * 0.9, DRIFT * 0.9),
 )
+@example(2_000_006, [(0, 0, 2_000_006)], 0, 0.0)  # taken for no offset at all, which it may be by a hair
 def test_the_truth_lies_within_the_error(
     offset_ns: int, trips: list[tuple[int, int, int]], later_ns: int, drift: float
 ) -> None:
@@ -55,7 +56,7 @@ def test_one_clock_is_known_as_one() -> None:
     """Question and answer take unequal times on one machine too, and nothing shall be shifted by that."""
     estimate = ClockEstimate()
     estimate.told(100, 180, 200)
-    assert estimate.alignment(200) == Alignment(0, 50)
+    assert estimate.alignment(200) == Alignment(0, 80)
 
 
 def test_an_old_answer_is_worth_less_than_a_new_one() -> None:

@@ -52,7 +52,8 @@ class ClockEstimate:
     def alignment(self, now_ns: int) -> Alignment | None:
         """The best that is known; None before the first answer.
 
-        An offset that may be nothing is taken for nothing: two programs on one machine then share one clock exactly.
+        An offset that may be nothing is taken for nothing, so that two programs on one machine share one clock exactly;
+        where it was something after all, the error is that much larger, and stated so.
         """
         candidates = (
             Alignment(answer.offset_ns, answer.error_ns + round((now_ns - answer.heard_ns) * DRIFT))
@@ -60,5 +61,5 @@ class ClockEstimate:
         )
         best = min(candidates, key=lambda each: each.error_ns, default=None)
         if best is not None and abs(best.offset_ns) <= best.error_ns:
-            return dataclasses.replace(best, offset_ns=0)
+            return Alignment(0, best.error_ns + abs(best.offset_ns))
         return best
