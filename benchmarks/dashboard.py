@@ -1,10 +1,10 @@
 """What looking at a job costs, and how soon one sees what happens.
 
-    python benchmarks/dashboard.py                everything; about fifteen minutes on two idle cores
+    python benchmarks/dashboard.py                everything; about twelve minutes on two idle cores
     python benchmarks/dashboard.py --quick        a smoke test with few ranks; nothing is written
 
 A  1,024 simulated ranks, fed into a run's folder at their own pace, shown in a headless Chromium
-B  a real job whose steps are compared, block by block, with nobody looking, with one open page, and with 200
+B  a real job: what its steps cost while nobody looks, while one page is open, and while 200 are, in turns
 C  a drill that is watched: from a failure, and from the resumed step, to the moment at which the page shows it
 
 Prints tables, and writes ``benchmarks/results/DATE-dashboard.md`` with the raw figures in a .json beside it. The
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import re
 import shutil
 import statistics
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import dashboard_feed
+import numpy as np
 import page
 import psutil
 from jobs import JobFailed, RunningJob
@@ -36,15 +36,23 @@ from page import RESULTS, Section
 from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
+from keepstep import tagpage
 from keepstep.dashboard.process import serving
+from keepstep.protocol.phases import Phase
 from keepstep.trace.timeline.run import Run
 
 GPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+WATCHED = Path(__file__).with_name("train_watched.py")
 WATCH = Path(__file__).parents[1] / "tests" / "e2e" / "watch.js"
 KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
 DEADLINE_S = 300.0
+TAG_ROUNDS = 200
 FAULTS_AT = range(6, 200, 8)
-QUICK = {"nodes": 8, "seconds": 5.0, "pairs": 1, "block": 2.0, "many": 5, "faults": 1}
+QUICK = {"nodes": 8, "seconds": 5.0, "pairs": 2, "block": 1.5, "many": 5, "faults": 1}
+COSTS = {"time": "time altogether", "processor": "processor time", "waiting": "waiting for a core"}
+"""What is written down of each step, and what it is called."""
+MIN_STEPS = 3
+"""A pair of blocks with fewer steps is left out."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -52,8 +60,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=128, help="A: of eight ranks each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, help="A: how long it is watched (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=30, help="B: blocks with and without pages (default: %(default)s)")
-    parser.add_argument("--block", type=float, default=2.5, help="B: seconds of a block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=480, help="B: blocks with and without (default: %(default)s)")
+    parser.add_argument("--block", type=float, default=0.3, help="B: seconds of a block (default: %(default)s)")
     parser.add_argument("--many", type=int, default=200, help="B: how many pages are many (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=10, help="C: kills (default: %(default)s)")
     parser.add_argument("--only", choices=("A", "B", "C"), help="one part")
@@ -128,7 +136,8 @@ def measure_scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 # ---- B --------------------------------------------------------------------------------------------------------------
 
 READER = """
-import selectors, socket, sys
+import os, selectors, socket, sys
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 port, token, num = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 chosen = selectors.DefaultSelector()
 for _ in range(num):
@@ -145,73 +154,101 @@ while True:
 
 
 @contextlib.contextmanager
-def open_pages(run_dir: Path, num_pages: int) -> Iterator[None]:
-    """A dashboard with so many pages that read everything; 0: no dashboard at all."""
-    if num_pages == 0:
-        yield
-        return
+def open_pages(run_dir: Path, num_pages: int) -> Iterator[list[psutil.Process]]:
+    """A dashboard with so many pages that read everything; yields the processes that this takes."""
+    before = set(psutil.Process().children())
     with serving(run_dir, "127.0.0.1:0", "--listen") as link:
         port, token = re.search(r":(\d+)/\?token=(\S+)", link).groups()
         command = ["nice", "-n", "19", sys.executable, "-c", READER, port, token, str(num_pages)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
             assert reader.stdout.readline() == b"open\n"
             try:
-                yield
+                yield [process for process in psutil.Process().children() if process not in before]
             finally:
                 reader.kill()
 
 
 def measure_cost(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The median step of each block, and the ratio within each pair of blocks.
+    """What a step costs rank 0 while somebody looks, and while nobody does, in turns.
 
-    One rank leaves a core idle on a machine with two, as training on GPUs leaves most of its host idle. Two leave none:
-    the worst that can happen, and hard to measure, for such ranks disturb each other more than anybody else does.
+    Whoever looks is stopped (SIGSTOP) in every other block, dashboard and pages alike, which to a job is as if they
+    were not there. What they could cost a step on this machine is processor time (caches and the like that they
+    share), or a core that is not free; both are counted by the kernel, apart from how long the step took altogether.
+
+    One rank leaves a core idle on a machine with two, as training on GPUs leaves most of its host idle. Two leave none.
     """
     found = []
-    for num_ranks, num_pairs in ((1, args.pairs), (2, -(-args.pairs // 2))):
-        run_dir = folder / f"run-{num_ranks}"
-        command = [*KEEPSTEP, "run", "--nproc-per-node", str(num_ranks), "--spares", "0", "--run-dir", str(run_dir)]
-        with RunningJob([*command, str(GPT), "--steps", "1000000"], folder) as job:
-            job.wait_until(lambda where=run_dir: _steps(where) > 30, "training", DEADLINE_S)
-            run = Run(run_dir)
-            for num_pages in (1, args.many):
-                pairs = [_pair(job, run, num_pages, args.block, number % 2 == 0) for number in range(num_pairs)]
-                found.append({"ranks": num_ranks, "pages": num_pages, "pairs": pairs})
-            run.close()
+    for num_ranks, num_pages, num_pairs in (
+        (1, 1, args.pairs),
+        (1, args.many, -(-args.pairs // 4)),
+        (2, 1, -(-args.pairs // 4)),
+    ):
+        where = folder / f"{num_ranks}-{num_pages}"
+        where.mkdir()
+        command = [*KEEPSTEP, "run", "--nproc-per-node", str(num_ranks), "--spares", "0", "--run-dir", str(where)]
+        with RunningJob([*command, str(WATCHED), str(where)], where) as job:
+            job.wait_until(lambda where=where: len(_steps(where)) > 30, "training", DEADLINE_S)
+            with open_pages(where, num_pages) as lookers:
+                turns = _take_turns(job, lookers, args.block, 2 * num_pairs + 1)
+        pairs = _pairs(_steps(where), turns)
+        found.append({"ranks": num_ranks, "pages": num_pages, "pairs": pairs})
     return found
 
 
-def _pair(job: RunningJob, run: Run, num_pages: int, block_s: float, is_none_first: bool) -> dict[str, float]:
-    sides = {}
-    for count in (0, num_pages) if is_none_first else (num_pages, 0):
-        with open_pages(run.folder, count):
-            sides[count] = _block_ms(job, run, block_s)
-    return {"none_ms": sides[0], "pages_ms": sides[num_pages], "ratio": sides[num_pages] / sides[0]}
+def measure_tags() -> dict[str, float]:
+    """What one phase change costs a worker: the tag, and the record in the ring; in nanoseconds."""
+    writer = tagpage.TagWriter(tagpage.create("measured"))
+    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
+    rounds = []
+    for _ in range(TAG_ROUNDS):
+        begun_ns = time.perf_counter_ns()
+        for step in range(200):
+            for phase in phases:
+                writer.write(1, step, phase)
+        rounds.append((time.perf_counter_ns() - begun_ns) / (200 * len(phases)))
+    return {"write_ns": statistics.median(rounds), "writes_per_step": len(phases)}
 
 
-def _steps(run_dir: Path) -> int:
-    try:
-        run = Run(run_dir)
-    except Exception:  # it has not begun; whatever else is wrong with it, the deadline tells
-        return 0
-    run.poll()
-    run.close()
-    return run.pace.step
+def _take_turns(job: RunningJob, lookers: list[psutil.Process], block_s: float, num: int) -> list[tuple[int, bool]]:
+    """When each block began, and whether somebody looked in it."""
+    turns = []
+    for number in range(num):
+        is_looked_at = number % 2 == 0
+        for process in lookers:
+            process.resume() if is_looked_at else process.suspend()
+        turns.append((time.monotonic_ns(), is_looked_at))
+        time.sleep(block_s)
+        job.check_alive("the end of a block")
+    for process in lookers:
+        process.resume()
+    return turns
 
 
-def _block_ms(job: RunningJob, run: Run, block_s: float) -> float:
-    """The median time of the steps of rank 0 in the next so many seconds."""
-    run.poll()
-    begun_ns = time.monotonic_ns()
-    time.sleep(block_s)
-    job.check_alive("the end of a block")
-    run.poll()
-    changes = run.history.window(begun_ns, time.monotonic_ns(), lead=False)
-    begins = changes["at_ns"][(changes["rank"] == 0) & (changes["phase"] == 1)]
-    steps_ms = [(after - before) / 1e6 for before, after in itertools.pairwise(begins)]
-    if len(steps_ms) < 3:
-        raise JobFailed("fewer than three steps in a block: take longer ones with --block")
-    return statistics.median(steps_ms)
+def _steps(where: Path) -> np.ndarray:
+    """What rank 0 has written down, shape [steps, 4]."""
+    path = where / "steps-0"
+    data = path.read_bytes() if path.exists() else b""
+    return np.frombuffer(data[: len(data) // 32 * 32], "<i8").reshape(-1, 4)
+
+
+def _pairs(steps: np.ndarray, turns: list[tuple[int, bool]]) -> list[dict[str, float]]:
+    """For each pair of neighbouring blocks the mean step with and without lookers, in microseconds, by what it cost."""
+    begins = np.array([at_ns for at_ns, _ in turns])
+    costs = np.diff(steps[:, :3], axis=0) / 1e3
+    block = np.searchsorted(begins, steps[1:, 0]) - 1
+    is_whole = block == np.searchsorted(begins, steps[:-1, 0]) - 1
+    inside = [costs[is_whole & (block == number)] for number in range(len(turns) - 1)]
+    pairs = []
+    for number in range(0, len(inside) - 1, 2):
+        if min(len(inside[number]), len(inside[number + 1])) < MIN_STEPS:
+            continue
+        one, other = inside[number].mean(axis=0), inside[number + 1].mean(axis=0)
+        with_us, without_us = (one, other) if turns[number][1] else (other, one)
+        pairs.append(
+            {f"{name}_{side}_us": float(v[i]) for side, v in (("with", with_us), ("without", without_us))
+             for i, name in enumerate(COSTS)}
+        )  # fmt: skip
+    return pairs
 
 
 # ---- C --------------------------------------------------------------------------------------------------------------
@@ -268,19 +305,30 @@ def sections(result: dict[str, Any]) -> list[Section]:
     if "cost" in result:
         rows = []
         for part in result["cost"]:
-            ratios = sorted(pair["ratio"] for pair in part["pairs"])
-            low, high = _interval(ratios)
             ranks = "1 rank" if part["ranks"] == 1 else f"{part['ranks']} ranks"
             pages = "one page" if part["pages"] == 1 else f"{part['pages']} pages"
-            none_ms = statistics.median(pair["none_ms"] for pair in part["pairs"])
-            figures = [f"{none_ms:.1f}", f"{statistics.median(ratios):.4f}", f"{low:.4f}–{high:.4f}"]
-            rows.append([f"{ranks}, {pages}", str(len(ratios)), *figures])
-        columns = ("job, and who looks", "pairs", "a step with none, ms", "ratio, median", "with 95 %")
+            step_us = statistics.median(pair["time_without_us"] for pair in part["pairs"])
+            for name, meaning in COSTS.items():
+                more = sorted(
+                    100 * (pair[f"{name}_with_us"] - pair[f"{name}_without_us"]) / step_us for pair in part["pairs"]
+                )
+                low, high = _interval(more)
+                figures = [f"{statistics.median(more):+.3f}", f"{low:+.3f} to {high:+.3f}"]
+                rows.append([f"{ranks}, {pages}", meaning, str(len(more)), f"{step_us / 1000:.1f}", *figures])
+        columns = ("job, and who looks", "of a step", "pairs", "a step with none, ms", "more, % of a step", "with 95 %")
         note = (
-            "ratio: the median step while the dashboard's process runs and so many pages are open, divided by that of "
-            "the block of the same job right before or after it, without any dashboard. Bounds by order statistics."
+            "more: the mean of a block in which somebody looks less that of the block next to it in which nobody does, "
+            "the median of all such pairs, in percent of a step. Bounds by order statistics. Waiting for a core: the "
+            "training thread could have run, and another one did."
         )
-        found.append(Section("A step while somebody looks", columns, rows, [note]))
+        notes = [note]
+        if "tags" in result:
+            tags = result["tags"]
+            notes.append(
+                f"Writing a phase change takes a worker {tags['write_ns']:.0f} ns, whoever looks; a step has "
+                f"{tags['writes_per_step']}: {tags['write_ns'] * tags['writes_per_step'] / 1000:.1f} microseconds."
+            )
+        found.append(Section("A step while somebody looks", columns, rows, notes))
     if "latency" in result:
         rows = [
             [name, str(len(d)), f"{statistics.median(d):.2f}", f"{min(d):.2f}", f"{max(d):.2f}"]
@@ -327,6 +375,7 @@ def main() -> int:
         for letter, name, function in (
             ("A", "scale", measure_scale),
             ("B", "cost", measure_cost),
+            ("B", "tags", lambda args, folder: measure_tags()),
             ("C", "latency", measure_latency),
         ):
             if args.only in (None, letter):

@@ -8,13 +8,28 @@ from keepstep.config import VARIABLE, WorkerConfig, worker_config, worker_enviro
 from keepstep.errors import ConfigurationError
 
 CONFIG = WorkerConfig(
-    worker=5, rank=2, local_rank=1, world_size=4, run_dir="/tmp/run", link_fd=3, page_fd=4, lifeline_fd=5
+    worker=5,
+    rank=2,
+    local_rank=0,
+    world_size=4,
+    ranks_per_node=2,
+    position=1,
+    num_nodes=2,
+    address="10.0.0.7",
+    run_dir="/tmp/run",
+    link_fd=3,
+    page_fd=4,
+    lifeline_fd=5,
 )
 FULL = WorkerConfig(
     worker=0,
     rank=None,
     local_rank=3,
     world_size=3,
+    ranks_per_node=3,
+    position=0,
+    num_nodes=1,
+    address="127.0.0.1",
     run_dir="/tmp/a folder/ü",
     link_fd=3,
     page_fd=4,
@@ -37,11 +52,11 @@ def test_torchruns_own_names_stand_beside_it() -> None:
     environment = worker_environment(CONFIG)
     assert {name: value for name, value in environment.items() if name != VARIABLE} == {
         "RANK": "2",
-        "LOCAL_RANK": "1",
+        "LOCAL_RANK": "0",
         "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "4",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
         "ROLE_RANK": "2",
         "ROLE_WORLD_SIZE": "4",
     }

@@ -33,7 +33,7 @@ from keepstep.sim.oracle import Check
 from keepstep.trace.timeline.describe import describe, describe_recovery
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEADLINE_S = 60
 """For one block or command; all take seconds. What hangs is killed, with everything it started."""
 
@@ -250,7 +250,7 @@ def test_an_outline_has_the_faults_and_what_was_decided() -> None:
 
 # ---- what is listed -------------------------------------------------------------------------------------------------
 
-USAGE, PROTOCOL = ROOT / "docs" / "USAGE.md", ROOT / "docs" / "PROTOCOL.md"
+USAGE, PROTOCOL, DEPLOY = (ROOT / "docs" / name for name in ("USAGE.md", "PROTOCOL.md", "deploy.md"))
 SIMULATION, TRACK_RECORD = ROOT / "docs" / "SIMULATION.md", ROOT / "docs" / "track-record.md"
 
 
@@ -277,10 +277,23 @@ def test_own_flags_are_all_described() -> None:
     ] == []
 
 
+def test_flags_of_several_nodes_are_all_described() -> None:
+    (own,) = [
+        group
+        for group in flags.make_parser("keepstep run")._action_groups
+        if group.title == "keepstep on several nodes"
+    ]
+    described = section(DEPLOY, "Flags")
+    assert [
+        action.option_strings for action in own._group_actions if f"`{action.option_strings[0]}" not in described
+    ] == []
+
+
 def test_no_flag_is_invented() -> None:
     known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
     known |= {option for action in simulate._parser()._actions for option in action.option_strings}
     known |= {"--track-record", "--faults", "--json", "--version"}  # of the drill, of status, of the command itself
+    known |= {"--new", "--node", "--continue", "--controller"}  # of `keepstep token`, controller and agent
     known |= {"--html", "--otel", "--once", "--recovery", "--listen"}  # of the drill, of `keepstep run`, of the views
     known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:

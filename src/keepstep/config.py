@@ -13,6 +13,8 @@ import msgspec
 from keepstep.errors import ConfigurationError
 
 VARIABLE = "KEEPSTEP_WORKER"
+SECRET_VARIABLE = "KEEPSTEP_JOB_SECRET"
+TOKEN_VARIABLE = "KEEPSTEP_TOKEN"
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,6 +26,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """None for a spare."""
     local_rank: int
     world_size: int
+    ranks_per_node: int
+    position: int
+    """torchrun's ``--node-rank``."""
+    num_nodes: int
+    address: str
+    """Where the process groups listen."""
     run_dir: str
     link_fd: int
     """The worker's end of the socket to its agent; inherited, so nothing has to listen for it."""
@@ -45,14 +53,29 @@ def worker_environment(config: WorkerConfig) -> dict[str, str]:
         VARIABLE: msgspec.json.encode(config).decode(),
         "LOCAL_RANK": str(config.local_rank),
         "WORLD_SIZE": str(config.world_size),
-        "LOCAL_WORLD_SIZE": str(config.world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(config.ranks_per_node),
+        "GROUP_RANK": str(config.position),
+        "GROUP_WORLD_SIZE": str(config.num_nodes),
         "ROLE_WORLD_SIZE": str(config.world_size),
     }
     if config.rank is not None:
         environment |= {"RANK": str(config.rank), "ROLE_RANK": str(config.rank)}
     return environment
+
+
+def job_secret() -> str | None:
+    """The secret of the job that this process is about to serve, where the environment holds one."""
+    return os.environ.get(SECRET_VARIABLE)
+
+
+def agent_token() -> str | None:
+    """The credentials of this node's agent, where the environment holds them."""
+    return os.environ.get(TOKEN_VARIABLE)
+
+
+def script_environment() -> dict[str, str]:
+    """What workers inherit: everything but what would let them speak as an agent."""
+    return {name: value for name, value in os.environ.items() if name not in (SECRET_VARIABLE, TOKEN_VARIABLE)}
 
 
 def worker_config(environment: Mapping[str, str] | None = None) -> WorkerConfig | None:

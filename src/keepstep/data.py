@@ -18,12 +18,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import itertools
 import operator
+import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from keepstep.errors import ConfigurationError, PeerLost
+from keepstep.parent import end_with_parent
 
 __all__ = ["LoaderOptions", "MapDataset", "StepLoader", "StepSampler", "permute"]
 
@@ -49,9 +49,6 @@ NUM_ROUNDS = 8
 
 # Long enough for a slow file system to deliver a first batch, short enough for a person to wait for the error.
 DEFAULT_TIMEOUT_S = 120.0
-
-# PR_SET_PDEATHSIG of <linux/prctl.h>.
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class MapDataset(Protocol):
@@ -422,4 +419,4 @@ def _end_with_parent(_worker: int) -> None:
     the rank's sockets, so that its peers see no end of the connection, and device memory that a replacement may need.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        end_with_parent(os.getppid())

@@ -17,7 +17,8 @@
     │   ├── LocalProtocolError  ... and we were about to send it (a bug of ours)
     │   └── RemoteProtocolError ... and somebody sent it to us
     │       ├── ChecksumMismatch    ... with other bytes than were sent
-    │       └── StaleGeneration     ... and its generation is over
+    │       ├── StaleGeneration     ... and its generation is over
+    │       └── TokenRefused        ... and could not show that it may
     ├── NothingToRecoverFrom    no live rank, snapshot or checkpoint holds some shard
     └── InternalError           an invariant of keepstep does not hold: our bug, please report it
 
@@ -87,6 +88,10 @@ class ChecksumMismatch(RemoteProtocolError):
 
 class StaleGeneration(RemoteProtocolError):
     """A publisher speaks for a generation that is over."""
+
+
+class TokenRefused(RemoteProtocolError):
+    """Whoever connected has no token, or one of another job, or one for something else."""
 
 
 class NothingToRecoverFrom(KeepstepError):

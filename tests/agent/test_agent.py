@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from keepstep.agent.agent import Agent
-from keepstep.agent.settings import AgentSettings
+from keepstep.agent.settings import AgentSettings, Place
 from keepstep.protocol import messages as msg
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause, Tag
@@ -83,7 +83,7 @@ async def serving(tmp_path: Path, script: str) -> AsyncIterator[tuple[Controller
     path = tmp_path / "worker.py"
     path.write_text(COMPANION + script)
     command = (sys.executable, str(path))
-    settings = AgentSettings(NODE, command, False, True, False, 1, 1, tmp_path, environment=dict(os.environ))
+    settings = AgentSettings(command, False, True, False, Place(NODE, 1, 1, 2), tmp_path, environment=dict(os.environ))
     ours, theirs = channel_pair()
     agent = Agent(settings, theirs)
     await agent.start()
@@ -102,7 +102,7 @@ def play(
 
     async def whole() -> None:
         async with serving(tmp_path, script) as (controller, agent, running):
-            assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE)]
+            assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1)]
             await scene(controller, agent, running)
 
     asyncio.run(whole())
@@ -172,7 +172,7 @@ def test_a_node_that_was_given_up_ends_its_processes_and_offers_itself_anew(tmp_
         assert pid is not None
         descriptor = os.pidfd_open(pid)
         controller.channel.send(msg.NodeEvicted(NODE, life, "not heard of"))
-        assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE)]
+        assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1)]
         assert controller.line.life == life + 1
         assert agent.workers == {}
         assert select.select([descriptor], [], [], DEADLINE_S)[0], "the worker still runs"

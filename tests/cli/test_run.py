@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 from pathlib import Path
 
 import pytest
 from tests.support.jobs import SCRIPTS, run, running, status
+from tests.support.watching import attempts
 
 TINY = SCRIPTS / "tiny.py"
 
@@ -64,19 +64,10 @@ def test_status_names_every_worker(tmp_path: Path) -> None:
 
 
 def await_journal(path: Path, word: str, count: int) -> None:
-    """Waits until ``word`` stands ``count`` times in a job's journal; the folder's change events wake it."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    watch = libc.inotify_init1(os.O_NONBLOCK)
-    libc.inotify_add_watch(watch, str(path.parent).encode(), 0x2 | 0x100)  # IN_MODIFY | IN_CREATE
-    for _ in range(10000):
+    """Waits until ``word`` stands ``count`` times in a job's journal."""
+    for _ in attempts(path.parent, 60.0):
         if path.exists() and path.read_text().count(f'"{word}"') >= count:
-            os.close(watch)
             return
-        ready, _, _ = select.select([watch], [], [], 60.0)
-        assert ready, f"{word} did not come"
-        os.read(watch, 1 << 16)
     raise AssertionError(f"{word} did not come")
 
 

@@ -136,3 +136,27 @@ def test_any_order_of_requests_serves_everybody(seed: int) -> None:
     assert len(answered) == len(values) == len(requests)
     for number, (operation, keys) in enumerate(requests):
         assert values[number] == (tuple(key.encode() for key in keys) if operation == "get" else ())
+
+
+def test_a_request_that_comes_twice_is_carried_out_once() -> None:
+    """The line to its node broke before the answer had gone through."""
+    store = Store()
+    added = StoreRequested(0, 1, 100, "add", ("n",), b"2")
+    assert store.rendezvous.request(added) == [StoreAnswered(0, 100, (b"2",))]
+    assert store.rendezvous.request(added) == [StoreAnswered(0, 100, (b"2",))]
+    assert store.value("get", "n") == (b"2",)
+    waits = StoreRequested(1, 1, 7, "get", ("late",), b"")
+    assert store.rendezvous.request(waits) == []
+    assert store.rendezvous.request(waits) == []
+    assert store.ask("set", "late", value=b"x") == [StoreAnswered(0, 1, ()), StoreAnswered(1, 7, (b"x",))]
+    assert store.rendezvous.request(waits) == [StoreAnswered(1, 7, (b"x",))]
+
+
+def test_a_restarted_controller_remembers_nothing_of_the_generation_it_finds() -> None:
+    """What others have set in it is lost, so nobody shall wait for that; the next generation is like any other."""
+    found = Rendezvous(forgotten=3)
+    assert found.begin(3) == []
+    assert found.request(StoreRequested(0, 3, 0, "get", ("a",), b"")) == [StoreAnswered(0, 0, None)]
+    assert found.request(StoreRequested(0, 3, 1, "set", ("a",), b"1")) == [StoreAnswered(0, 1, None)]
+    assert found.begin(4) == []
+    assert found.request(StoreRequested(0, 4, 2, "set", ("a",), b"1")) == [StoreAnswered(0, 2, ())]

@@ -33,11 +33,17 @@ def options(*flags: object) -> JobOptions:
 def test_what_is_not_said(script: str, tmp_path: Path) -> None:
     found = options(script)
     agent, recovery = found.agent, found.recovery
-    assert (agent.world_size, agent.num_spares, agent.fork, agent.module, agent.raw) == (1, 1, True, False, False)
+    assert (agent.place.world_size, agent.place.slots, agent.fork, agent.module, agent.raw) == (
+        1,
+        2,
+        True,
+        False,
+        False,
+    )
     assert (recovery.world_size, recovery.num_spares) == (1, 1)
     assert agent.command == (script,)
     assert agent.run_dir.parent == tmp_path / "temporary"
-    assert (found.report, found.keep_run_dir) == (None, False)
+    assert (found.outputs.report, found.keep_run_dir) == (None, False)
     output = agent.output
     assert not output.redirect_stdout | output.redirect_stderr | output.tee_stdout | output.tee_stderr
     assert output.shown is None
@@ -50,19 +56,19 @@ def test_what_is_said(script: str, tmp_path: Path) -> None:
         "--start-method", "spawn", "--rdzv-id", "name", script, "--lr", "0.1", "--nproc-per-node", "8",
     )  # fmt: skip
     agent = found.agent
-    assert (agent.world_size, agent.num_spares, agent.fork) == (3, 2, False)
+    assert (agent.place.world_size, agent.place.slots, agent.fork) == (3, 5, False)
     assert agent.command == (script, "--lr", "0.1", "--nproc-per-node", "8"), "what follows the script is the script's"
     assert (agent.liveness.floor_s, agent.liveness.factor, agent.liveness.between_steps_s) == (2.5, 4.0, 7.0)
     assert agent.run_dir == tmp_path / "run"
     assert agent.run_dir.stat().st_mode & 0o777 == 0o700
-    assert (found.report, found.keep_run_dir) == (tmp_path / "r.json", True)
+    assert (found.outputs.report, found.keep_run_dir) == (tmp_path / "r.json", True)
     assert found.recovery.max_restarts == 9
     assert agent.output.role == "trainer"
     assert agent.environment["TORCHELASTIC_RUN_ID"] == "name"
 
 
 def test_torchruns_spelling_with_underscores_works_too(script: str) -> None:
-    assert options("--nproc_per_node=2", "--max_restarts=3", script).agent.world_size == 2
+    assert options("--nproc_per_node=2", "--max_restarts=3", script).agent.place.world_size == 2
 
 
 def test_a_module_or_any_program_may_stand_for_the_script() -> None:
@@ -85,9 +91,9 @@ def test_a_module_or_any_program_may_stand_for_the_script() -> None:
         (["--hang-factor", "nan"], "--hang-factor nan: must be positive"),
         (["--between-steps", "-0.5"], "--between-steps -0.5: must be positive"),
         (["--between-steps", "nan"], "--between-steps nan: must be positive"),
-        (["--nnodes", "2"], "--nnodes 2: only one node is supported yet"),
-        (["--nnodes", "1:4"], "--nnodes 1:4: only one node is supported yet"),
-        (["--node-rank", "1"], "--node-rank 1: only one node is supported yet"),
+        (["--nnodes", "2"], "--nnodes 2: a drill runs on one node"),
+        (["--nnodes", "1:4"], "--nnodes 1:4: a drill runs on one node"),
+        (["--node-rank", "1"], "--node-rank 1: there is one node, so 0"),
         (["--master-port", "70000"], "--master-port 70000: allowed are 1 to 65535"),
         (["--master-port", "-1"], "--master-port -1: allowed are 1 to 65535"),
         (["--master-port", "0"], "--master-port 0: allowed are 1 to 65535"),

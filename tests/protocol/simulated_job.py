@@ -205,7 +205,7 @@ class SimulatedJob(SimulatedNodes):
         """The lease of a lost node is over."""
         self.now_s += EVENT_S
         self.dark.remove(node)
-        self._perform(self.machine.node_lost(node.node, f"node {node.node} lost: not heard of", self.now_s))
+        self._perform(self.machine.node_lost(node.node, f"node {node.node} lost: not heard of", self.now_s, self.now_s))
 
     def _fence(self, worker: SimulatedWorker) -> None:
         self._exit(worker)

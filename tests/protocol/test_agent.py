@@ -349,6 +349,20 @@ def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -
     assert node.agent.next_deadline() > node.now_s  # it does not wait for answers that nobody is to hear
 
 
+def test_a_node_that_is_not_wanted_any_more_leaves() -> None:
+    node = Node(ranks=1)
+    node.agent.receive(msg.NodeEvicted(NODE, LIFE, "another agent speaks for it", is_final=True), node.now_s)
+    assert node.agent.take() == [Leave(1, "another agent speaks for it"), Kill(0)]
+
+
+def test_times_go_up_on_the_controllers_clock() -> None:
+    node = Node(ranks=1)
+    node.agent.clock_offset_s = 1000.0
+    (lost,) = node.exit(0, "killed by SIGKILL", Tag(1, 3, Phase.BACKWARD))
+    assert isinstance(lost, msg.WorkerLost)
+    assert lost.since_s == node.now_s + 1000.0
+
+
 @pytest.mark.parametrize(
     "stale",
     [

@@ -243,9 +243,32 @@ def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
     for life in (1, 5):
         cluster.controller.receive(Packet("node-2", life, 0, 0, (msg.NodeJoined("node-2", 1, "x"),)), cluster.now_s)
         (answer,) = cluster.controller.packets(cluster.now_s)
-        assert answer == msg.NodeEvicted("node-2", life, "its agent was started again")
+        why = "another agent speaks for node node-2 by now; each needs a name of its own"
+        assert answer == msg.NodeEvicted("node-2", life, why, is_final=True)
     assert len(cluster.journal) == num_entries
     assert cluster.controller.take_entries() == []
+
+
+def test_a_node_that_was_started_for_a_job_of_another_size_is_sent_away() -> None:
+    controller = ControllerMachine(RecoverySettings(2, 0))
+    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 3),)), 100.0)
+    (answer,) = controller.packets(100.0)
+    assert answer == msg.NodeEvicted(
+        "node-0", 1, "node node-0 was started for 3 ranks, and this job has 2", is_final=True
+    )
+    assert (controller.take_entries(), controller.lines) == ([], {})
+    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 2),)), 100.0)
+    assert list(controller.lines) == ["node-0"]
+
+
+def test_a_job_can_be_called_off() -> None:
+    cluster = ToyCluster().go()
+    cluster.controller.call_off(msg.EndJob(143, "ended by SIGTERM"), cluster.now_s)
+    assert not cluster.controller.is_heard
+    cluster.go()
+    assert cluster.controller.is_heard
+    assert cluster.controller.job.ended == msg.EndJob(143, "ended by SIGTERM")
+    assert all(node.has_left for node in cluster.nodes.values())
 
 
 def test_a_node_is_not_known_before_its_first_words() -> None:

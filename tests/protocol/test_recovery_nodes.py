@@ -297,8 +297,8 @@ def test_a_node_lost_while_rescuing_is_not_waited_for() -> None:
 
 def test_after_the_end_and_before_the_start_a_lost_node_means_nothing() -> None:
     job = SimulatedJob(world_size=2, num_steps=2).finish()
-    assert job.machine.node_lost("node-a", "not heard of", job.now_s) == []
-    assert SimulatedJob().machine.node_lost("node-a", "not heard of", 1.0) == []
+    assert job.machine.node_lost("node-a", "not heard of", job.now_s, job.now_s) == []
+    assert SimulatedJob().machine.node_lost("node-a", "not heard of", 1.0, 1.0) == []
 
 
 def test_a_process_that_cannot_be_killed_is_gone_with_its_node() -> None:

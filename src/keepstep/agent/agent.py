@@ -25,6 +25,7 @@ from keepstep.protocol.messages import (
     Assign,
     Cause,
     ClockTold,
+    EndJob,
     NodeEvicted,
     NodeJoined,
     Packet,
@@ -36,8 +37,9 @@ from keepstep.protocol.messages import (
     WorkerOrder,
 )
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.transports.framing import FrameDecoder, frame
-from keepstep.transports.memory import MemoryChannel
+from keepstep.transports.lines import Connected, ControllerLine
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -85,20 +87,25 @@ class AgentWorker:
 
 
 class Agent:
-    """Serves one node of a job over the channel to its controller."""
+    """Serves one node of a job over the line to its controller."""
 
-    def __init__(self, settings: AgentSettings, channel: MemoryChannel) -> None:
+    def __init__(self, settings: AgentSettings, line: ControllerLine) -> None:
         self.settings = settings
         self.workers: dict[int, AgentWorker] = {}
         self.worker_bytes = 0
         self.step_durations_s: list[float] = []
         """Of every step that a worker which has ended still had in its page."""
-        self._channel = channel
-        joined = NodeJoined(settings.node, settings.world_size + settings.num_spares, domain=settings.node)
+        self._line = line
+        place = settings.place
+        joined = NodeJoined(place.node, place.slots, place.domain or place.node, place.position, place.world_size)
         # The time of day, for it goes on when the machine is started again, and a later life has a greater number.
         self._machine = AgentMachine(joined, time.time_ns(), settings.liveness)
-        self._phases = PhaseReporter(settings.node, channel)
+        self._phases = PhaseReporter(place.node, line)
+        self._asked: dict[tuple[int, int], StoreRequested] = {}
+        """What workers have asked of the store, and were not answered yet, by worker and number."""
         self._ending = asyncio.Event()
+        self.left: Leave | None = None
+        """How the controller has ended this node's part, and why."""
         self._lost_spawner = False
         self._spawner = SpawnerClient(self._spawner_reported, self._spawner_lost)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,12 +147,18 @@ class Agent:
 
     async def _hear(self) -> None:
         while True:
-            message = await self._channel.receive()
+            message = await self._line.receive()
             match message:
+                case Connected():
+                    self._machine.reconnected()
+                    for request in self._asked.values():
+                        self._line.send(request)
+                    self._act()
                 case StoreAnswered():
+                    self._asked.pop((message.worker, message.request), None)
                     self._hand_over((message.worker,), message)
                 case ClockTold():
-                    self._phases.told(message)
+                    self._machine.clock_offset_s = self._phases.told(message)
                 case Packet() | NodeEvicted():
                     self._machine.receive(message, time.monotonic())
                     self._act()
@@ -164,9 +177,10 @@ class Agent:
                     self._note(effect)
                     self._hand_over(effect.workers, effect.order)
                 case Leave():
+                    self.left = effect
                     self._ending.set()
         for packet in self._machine.packets(time.monotonic()):
-            self._channel.send(packet)
+            self._line.send(packet)
 
     def _note(self, effect: HandOver) -> None:
         """What the order changes in how the agent itself sees the workers."""
@@ -202,8 +216,6 @@ class Agent:
         settings = self.settings
         taken = {worker.local_rank for worker in self.workers.values() if not worker.is_leaving}
         local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
-        if effect.rank is not None:
-            local_rank = effect.rank
         ours, theirs = socket.socketpair()
         page = tagpage.create(f"worker-{effect.worker}")
         line = lifeline.create(f"lifeline-{effect.worker}")
@@ -212,7 +224,11 @@ class Agent:
             worker=effect.worker,
             rank=effect.rank,
             local_rank=local_rank,
-            world_size=settings.world_size,
+            world_size=settings.place.world_size,
+            ranks_per_node=settings.place.ranks_per_node,
+            position=settings.place.position,
+            num_nodes=settings.place.num_nodes,
+            address=settings.place.address,
             run_dir=str(settings.run_dir),
             link_fd=LINK_FD,
             page_fd=PAGE_FD,
@@ -267,10 +283,11 @@ class Agent:
         self._lost_spawner = True
         self._ending.set()
 
-    @property
-    def lost_spawner(self) -> bool:
-        """Whether the process that starts workers died, which ends the node's part of the job."""
-        return self._lost_spawner
+    def deserted(self) -> EndJob | None:
+        """How this node's part of the job has ended where the process that starts workers has died."""
+        if not self._lost_spawner:
+            return None
+        return EndJob(EXIT_FAILED, "the process that starts workers died, and its workers with it")
 
     async def _exited(self, report: WorkerExited) -> None:
         worker = self.workers.get(report.worker)
@@ -306,6 +323,7 @@ class Agent:
         self._act()
 
     def _drop(self, worker: AgentWorker) -> None:
+        self._asked = {key: request for key, request in self._asked.items() if request.worker != worker.worker}
         worker.output.close()  # while its lines still get its label
         self.workers.pop(worker.worker, None)
         worker.listener.cancel()
@@ -343,7 +361,9 @@ class Agent:
 
     def _worker_said(self, number: int, message: AnyMessage) -> None:
         if isinstance(message, StoreRequested) and message.worker == number:
-            self._channel.send(message)  # a question, of no use once its generation is over: neither kept nor repeated
+            # By no packet, for it is of no use once its generation is over. It is asked again on a new line.
+            self._asked[number, message.request] = message
+            self._line.send(message)
             return
         self._machine.said(number, message, time.monotonic())
         if isinstance(message, WorkerJoined):
@@ -400,7 +420,7 @@ class Agent:
             entries.append(
                 {
                     "pid": worker.pid,
-                    "node": self.settings.node,
+                    "node": self.settings.place.node,
                     "rank": worker.rank,
                     "role": "spare" if worker.rank is None else "worker",
                     "generation": tag.generation,

@@ -12,7 +12,7 @@ from keepstep.protocol.clocks import ASK_EVERY_S, ClockEstimate
 from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
 from keepstep.tagpage import TagReader
 from keepstep.trace.record.phaselog import from_ring
-from keepstep.transports.memory import MemoryChannel
+from keepstep.transports.lines import ControllerLine
 
 GATHER_S = 0.2
 """Phases are for the eye, which is content with five pictures a second; a ring holds far more than that."""
@@ -32,24 +32,27 @@ class Watched(Protocol):
 class PhaseReporter:
     """Reads what is new in the rings, and sends it."""
 
-    def __init__(self, node: str, channel: MemoryChannel) -> None:
+    def __init__(self, node: str, line: ControllerLine) -> None:
         self._node = node
-        self._channel = channel
+        self._line = line
         self._clock = ClockEstimate()
         self._has_answer = False
         self._ask_s = 0.0
         self._gather_s = 0.0
 
-    def told(self, answer: ClockTold) -> None:
-        """The controller has said what time it is."""
-        self._clock.told(answer.asked_ns, answer.told_ns, time.monotonic_ns())
+    def told(self, answer: ClockTold) -> float:
+        """The controller has said what time it is; returns how many seconds it is ahead."""
+        now_ns = time.monotonic_ns()
+        self._clock.told(answer.asked_ns, answer.told_ns, now_ns)
         self._has_answer = True
+        alignment = self._clock.alignment(now_ns)
+        return alignment.offset_ns / 1e9 if alignment is not None else 0.0
 
     def tick(self, workers: Iterable[Watched], now_s: float) -> None:
         """The regular look: asks for the time, and gathers, when either is due."""
         if now_s >= self._ask_s:
             self._ask_s = now_s + (ASK_EVERY_S if self._has_answer else FIRST_ASKS_S)
-            self._channel.send(ClockAsked(self._node, time.monotonic_ns()))
+            self._line.send(ClockAsked(self._node, time.monotonic_ns()))
         if now_s >= self._gather_s:
             self._gather_s = now_s + GATHER_S
             self.gather(workers)
@@ -69,4 +72,4 @@ class PhaseReporter:
             if ring:
                 found.append(from_ring(ring, worker.worker, worker.rank, alignment.offset_ns))
         if found:
-            self._channel.send(PhasesObserved(self._node, alignment.error_ns, np.concatenate(found).tobytes()))
+            self._line.send(PhasesObserved(self._node, alignment.error_ns, np.concatenate(found).tobytes()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 
 from keepstep.protocol.liveness import LivenessSettings
@@ -28,16 +29,39 @@ class OutputSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node stands in its job. The same job-wide numbers are told to every node."""
+
+    node: str
+    """Its name, which no other has."""
+    world_size: int
+    ranks_per_node: int
+    slots: int
+    """How many workers fit on this node: ranks and spares."""
+    num_nodes: int = 1
+    """How many nodes the ranks are spread over."""
+    position: int = 0
+    """torchrun's ``--node-rank``."""
+    domain: str = ""
+    """What fails together with this node; empty: nothing else."""
+    address: str = "127.0.0.1"
+    """Where the process groups of this node's workers listen."""
+
+    @classmethod
+    def alone(cls, num_ranks: int, num_spares: int) -> Place:
+        """That of a job's only node."""
+        return cls(socket.gethostname(), num_ranks, num_ranks, num_ranks + num_spares)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AgentSettings:
     """One node's part of a job."""
 
-    node: str
     command: tuple[str, ...]
     module: bool
     raw: bool
     fork: bool
-    world_size: int
-    num_spares: int
+    place: Place
     run_dir: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     liveness: LivenessSettings = dataclasses.field(default_factory=LivenessSettings)

@@ -12,7 +12,7 @@ from keepstep.drill import display
 from keepstep.drill.drill import STRUCK, run_drill
 from keepstep.drill.faults import default_faults, parse
 from keepstep.launcher.flags import job_options, make_parser, parse_flags
-from keepstep.launcher.job import make_folder
+from keepstep.launcher.recording import make_folder
 from keepstep.trace.pictures.page import html_report
 from keepstep.trace.targets import check_target, write_whole
 from keepstep.trace.timeline.describe import as_json

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from keepstep.cli.agent import run_one_of_several
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.console import follow
-from keepstep.launcher.flags import job_options, make_parser, parse_flags
+from keepstep.launcher.flags import is_one_of_several, job_options, make_parser, parse_flags
 from keepstep.launcher.job import Companion, Job, announce, clear_up, run_job
 
 
@@ -24,12 +25,14 @@ def main(arguments: list[str]) -> int:
         "--otel", action="store_true", help="send each recovery as a trace to where the OTEL_* variables say"
     )
     chosen = parse_flags(parser, arguments)
+    if is_one_of_several(chosen):
+        return run_one_of_several(chosen)
     exporting = _otel() if chosen.otel else None
     options = job_options(chosen)
     with contextlib.ExitStack() as stack:
         stack.callback(clear_up, options)  # after the page was told how the run ended, which it reads in the folder
         stack.enter_context(showing(options.agent.run_dir, chosen.dashboard))
-        companions: list[Companion] = [follow]
+        companions: list[Companion] = [lambda job: follow(job.controller.job)]
         if exporting is not None:
             companions.append(stack.enter_context(exporting(options.agent.run_dir)))
         result = run_job(dataclasses.replace(options, keep_run_dir=True), together(companions))

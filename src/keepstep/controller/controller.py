@@ -1,33 +1,49 @@
-"""The loop around the controller's machine: packets in, journal, packets out."""
+"""The loop around the controller's machine: what comes from the nodes in, journal, packets out."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
+from collections.abc import Iterable
 
 from keepstep.controller.rendezvous import Rendezvous
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
-from keepstep.protocol.messages import ClockAsked, ClockTold, EndJob, Packet, PhasesObserved, StoreRequested
-from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
-from keepstep.trace.record.recorder import Listener, Recorder
-from keepstep.transports.memory import MemoryChannel
+from keepstep.protocol.messages import (
+    ClockAsked,
+    ClockTold,
+    EndJob,
+    Packet,
+    PhasesObserved,
+    StoreAnswered,
+    StoreRequested,
+)
+from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.trace.record.recorder import Recorder
+from keepstep.transports.lines import Arrival, Connected, NodeLines
+
+FAREWELL_S = 10.0
+"""How long a job that has ended waits until every agent has heard so."""
 
 
 class Controller:
-    """Runs a `ControllerMachine` over the channel to an agent until the job has ended."""
+    """Runs a `ControllerMachine` over the lines to the agents until the job has ended."""
 
     def __init__(
-        self, settings: RecoverySettings, channel: MemoryChannel, run_dir: Path, listener: Listener | None = None
+        self, machine: ControllerMachine, lines: NodeLines, recorder: Recorder, *, is_restarted: bool = False
     ) -> None:
-        # No lease: the agent lives in this very process, so it can only seem lost when the process itself has stood
-        # still (SIGSTOP, a laptop that slept), and then giving up the only node would end a healthy job.
-        self.machine = ControllerMachine(settings, lease_s=None)
-        self._channel = channel
-        self._rendezvous = Rendezvous()
-        self._run_dir = run_dir
-        self._listener = listener
+        """Args:
+        machine: decides; fresh, or as its journal left it.
+        lines: to the agents.
+        recorder: what is decided is written there before it is transmitted.
+        is_restarted: a former controller of the job has died, and the rendezvous with it.
+        """
+        self.machine = machine
+        self._lines = lines
+        self._recorder = recorder
+        # In other stages either a new generation has just begun, or nobody has met in this one yet.
+        has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
+        self._rendezvous = Rendezvous(forgotten=machine.job.generation if has_forgotten else 0)
 
     @property
     def job(self) -> RecoveryMachine:
@@ -35,54 +51,85 @@ class Controller:
         return self.machine.job
 
     async def run(self) -> EndJob:
-        """Runs until the job has ended and returns how."""
-        with Recorder(self._run_dir, self._listener) as recorder:
-            while self.job.ended is None:
-                match message := await self._next():
-                    case StoreRequested():
-                        self._answer(message)
-                    case PhasesObserved():
-                        recorder.observed(message)
-                    case ClockAsked():
-                        self._channel.send(ClockTold(message.asked_ns, time.monotonic_ns()))
-                    case _:
-                        self._decide(message, recorder)
-        return self.job.ended
+        """Runs until the job has ended and every agent knows, and returns how."""
+        self._settle()
+        while self.job.ended is None:
+            await self._turn()
+        return await self._see_off(self.job.ended)
 
-    def _decide(self, packet: Packet | None, recorder: Recorder) -> None:
-        now_s = time.monotonic()
-        if packet is None:
-            self.machine.tick(now_s)
+    async def end(self, order: EndJob) -> EndJob:
+        """Ends the job from outside, after `run` was cancelled; returns when every agent knows."""
+        self.machine.call_off(order, time.monotonic())
+        self._settle()
+        assert self.job.ended is not None
+        return await self._see_off(self.job.ended)
+
+    async def _see_off(self, ended: EndJob) -> EndJob:
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                while not self.machine.is_heard:
+                    await self._turn()
+        except TimeoutError:
+            pass  # whom it cannot reach ends by its own deadline
+        return ended
+
+    async def _turn(self) -> None:
+        """Lives through whatever comes next: a message, or a deadline."""
+        arrival = await self._next()
+        if arrival is None:
+            self.machine.tick(time.monotonic())
         else:
-            self.machine.receive(packet, now_s)
-        recorder.decided(self.machine.take_entries())
-        self._transmit(now_s)
+            try:
+                self._arrived(arrival.node, arrival.message)
+            except RemoteProtocolError as error:
+                self._lines.refuse(arrival.node, str(error))
+        self._settle()
 
-    async def _next(self) -> Packet | StoreRequested | PhasesObserved | ClockAsked | None:
-        """What comes next from the agent, or None when a deadline has come first."""
+    async def _next(self) -> Arrival | None:
+        """What comes next from a node, or None when a deadline has come first."""
         due = self.machine.next_deadline()
         timeout = None if due is None else max(0.0, due - time.monotonic())
         try:
             # Not wait_for: up to Python 3.11 it can lose a cancellation that meets a message, and then never ends.
             async with asyncio.timeout(timeout):
-                message = await self._channel.receive()
+                return await self._lines.receive()
         except TimeoutError:
             return None
-        if not isinstance(message, Packet | StoreRequested | PhasesObserved | ClockAsked):
-            raise RemoteProtocolError(f"an agent sent {type(message).__name__} outside of any packet")
-        return message
 
-    def _transmit(self, now_s: float) -> None:
-        self._begin_generation()
-        for packet in self.machine.packets(now_s):
-            self._channel.send(packet)
+    def _arrived(self, node: str, message: object) -> None:
+        speaks_for = getattr(message, "node", node)
+        if speaks_for != node:
+            raise RemoteProtocolError(f"node {node} spoke for node {speaks_for}")
+        match message:
+            case Packet():
+                self.machine.receive(message, time.monotonic())
+            case Connected():
+                self.machine.reconnected(node)
+            case StoreRequested():
+                self._requested(node, message)
+            case PhasesObserved():
+                self._recorder.observed(message)
+            case ClockAsked():
+                self._lines.send(node, ClockTold(message.asked_ns, time.monotonic_ns()))
+            case _:
+                raise RemoteProtocolError(f"an agent sent {type(message).__name__} outside of any packet")
 
-    def _answer(self, request: StoreRequested) -> None:
-        self._begin_generation()
-        for answer in self._rendezvous.request(request):
-            self._channel.send(answer)
+    def _settle(self) -> None:
+        """After every event: writes the journal, and only then transmits."""
+        self._recorder.decided(self.machine.take_entries())
+        # Whoever waits in the rendezvous of a generation that is over is told so before the order that ended it.
+        self._answer(self._rendezvous.begin(self.job.generation))
+        for packet in self.machine.packets(time.monotonic()):
+            self._lines.send(packet.node, packet)
 
-    def _begin_generation(self) -> None:
-        """Whoever waits in the rendezvous of a generation that is over is told so, before the order that ended it."""
-        for answer in self._rendezvous.begin(self.job.generation):
-            self._channel.send(answer)
+    # ---- the rendezvous of the ranks --------------------------------------------------------------------------------
+
+    def _requested(self, node: str, request: StoreRequested) -> None:
+        worker = self.job.roster.workers.get(request.worker)
+        if worker is None or worker.node != node:
+            raise RemoteProtocolError(f"node {node} asked the store for worker {request.worker}, which is not there")
+        self._answer(self._rendezvous.request(request))
+
+    def _answer(self, answers: Iterable[StoreAnswered]) -> None:
+        for answer in answers:
+            self._lines.send(self.job.roster.workers[answer.worker].node, answer)

@@ -1,6 +1,7 @@
 """The store in which the members of a generation's groups find each other.
 
-Every key belongs to one generation. A request of a generation that is over is answered at once, with nothing.
+Every key belongs to one generation. A request of a generation that is over is answered at once, with nothing. One that
+comes twice, because the line to its node broke, is carried out once.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ MAX_KEYS = 1 << 20
 class Rendezvous:
     """Keys and values of the present generation, and the requests that wait for a key."""
 
-    def __init__(self) -> None:
-        self._generation = 0
+    def __init__(self, forgotten: int = 0) -> None:
+        """Args:
+        forgotten: the generation in whose middle the controller was restarted. What its members had told one another
+            is lost, so it counts as over: who still meets others in it hears so, and a recovery gives it another.
+        """
+        self._generation = forgotten
+        self._forgotten = forgotten
         self._values: dict[str, bytes] = {}
-        self._waiting: list[StoreRequested] = []
+        self._waiting: dict[tuple[int, int], StoreRequested] = {}
+        """By worker and number of the request."""
+        self._answered: dict[tuple[int, int], StoreAnswered] = {}
 
     def begin(self, generation: int) -> list[StoreAnswered]:
         """Drops everything of older generations; returns the answers that end waiting requests."""
         if generation == self._generation:
             return []
         self._generation = generation
-        ended = [StoreAnswered(request.worker, request.request, None) for request in self._waiting]
-        self._values, self._waiting = {}, []
+        ended = [StoreAnswered(request.worker, request.request, None) for request in self._waiting.values()]
+        self._values, self._waiting, self._answered = {}, {}, {}
         return ended
 
     def request(self, request: StoreRequested) -> list[StoreAnswered]:
@@ -35,13 +43,21 @@ class Rendezvous:
         Raises:
             RemoteProtocolError: an unknown operation.
         """
-        if request.generation != self._generation:
+        if request.generation != self._generation or request.generation == self._forgotten:
             return [StoreAnswered(request.worker, request.request, None)]
+        key = (request.worker, request.request)
+        if (before := self._answered.get(key)) is not None:
+            return [before]
+        answers = self._carry_out(request)
+        self._answered |= {(answer.worker, answer.request): answer for answer in answers}
+        return answers
+
+    def _carry_out(self, request: StoreRequested) -> list[StoreAnswered]:
         if not request.keys and request.operation not in ("get", "check"):
             raise RemoteProtocolError(f"worker {request.worker}: store operation {request.operation!r} names no key")
         match request.operation:
             case "get":
-                self._waiting.append(request)
+                self._waiting[request.worker, request.request] = request
                 return self._served()
             case "set":
                 self._set(request.keys[0], request.value)
@@ -75,8 +91,9 @@ class Rendezvous:
         self._values[key] = value
 
     def _served(self) -> list[StoreAnswered]:
-        served = [request for request in self._waiting if all(key in self._values for key in request.keys)]
-        self._waiting = [request for request in self._waiting if request not in served]
+        served = [r for r in self._waiting.values() if all(key in self._values for key in r.keys)]
+        for request in served:
+            del self._waiting[request.worker, request.request]
         return [_answer(request, *(self._values[key] for key in request.keys)) for request in served]
 
 

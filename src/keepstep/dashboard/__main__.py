@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -57,6 +58,8 @@ def main() -> None:
     """Runs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the job, which is told by Ctrl-C itself
     os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # a container may not allow it, and then there is still the niceness
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # who wakes up cuts in on nobody
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerSettings)
     asyncio.run(_serve(settings))
 

@@ -17,11 +17,12 @@ from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.run import News, Run
 
-LOOK_S = 0.1
-"""While a page is open. A folder is looked at, not waited for: it may lie on a file system that tells of no changes."""
+LOOK_S = 0.2
+"""While a page is open: as often as agents gather phases. A folder is looked at, not waited for: it may lie on a file
+system that tells of no changes."""
 LOOK_S_PER_PAGE = 0.0025
 MAX_LOOK_S = 0.5
-"""With more than 40 pages, each of which costs about 50 microseconds a look, less often: half a second with 200."""
+"""With more than 80 pages, each of which costs about 50 microseconds a look, less often: half a second with 200."""
 IDLE_LOOK_S = 1.0
 """While none is."""
 SLOW_S = 1.0
@@ -29,7 +30,7 @@ SLOW_S = 1.0
 SNAPSHOT_CHANGES = 40_000
 """Phase changes that a page gets when it is opened; older ones it asks for."""
 SNAPSHOT_NS = 60_000_000_000
-BACKLOG = 100
+BACKLOG = 50
 """A page so many updates behind, ten seconds, is cut off; it comes back by itself and gets the present state."""
 
 

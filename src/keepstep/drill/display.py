@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from keepstep.launcher.console import follow_closely
+from keepstep.launcher.console import follow as follow_job
 from keepstep.launcher.job import Job
 
 TABLE_COLUMNS = 116
@@ -28,7 +28,7 @@ def introduce(num_faults: int) -> None:
 async def follow(title: str, job: Job) -> None:
     """Says which run this is, then follows it."""
     Console(stderr=True).print(f"[bold]run {title}[/bold]")
-    await follow_closely(job)
+    await follow_job(job.controller.job, job.agent.status)
 
 
 def show(result: dict[str, Any]) -> None:

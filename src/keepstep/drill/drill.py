@@ -82,8 +82,8 @@ def _run(options: JobOptions, directory: Path, faults: list[Fault], on_progress:
         seen.append(job)
         await asyncio.gather(injector.accompany(job), on_progress(title, job))
 
-    trace = options.trace if faults else None
-    result = run_job(dataclasses.replace(options, agent=agent, report=None, trace=trace, keep_run_dir=True), accompany)
+    outputs = dataclasses.replace(options.outputs, report=None, trace=options.outputs.trace if faults else None)
+    result = run_job(dataclasses.replace(options, agent=agent, outputs=outputs, keep_run_dir=True), accompany)
     if not seen:
         raise DrillFailed(f"the run {title} did not begin: {result['reason']}")
     durations = seen[0].agent.step_durations_s

@@ -16,12 +16,14 @@ from pathlib import Path
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
-from keepstep.agent.settings import AgentSettings, OutputSettings
+from keepstep.agent.settings import AgentSettings, OutputSettings, Place
+from keepstep.config import script_environment
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.job import JobOptions, fresh_run_dir, make_folder
+from keepstep.launcher.cluster.flags import add_node_flags
+from keepstep.launcher.job import JobOptions, fresh_run_dir
+from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.recovery import RecoverySettings
-from keepstep.trace.targets import check_target
 
 DEADLINES = LivenessSettings()
 
@@ -35,11 +37,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     own = parser.add_argument_group("keepstep")
     own.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
     own.add_argument("--run-dir", help="folder for the journal and the status socket (default: a fresh temporary one)")
-    own.add_argument("--report", help="write a JSON report of the run to this file")
-    own.add_argument("--trace", help="write a trace of the run to this file, for Perfetto or chrome://tracing")
-    own.add_argument(
-        "--log-json", metavar="FILE", help="append a line of JSON for each event of the job; - is the standard error"
-    )
+    add_output_flags(own)
     own.add_argument(
         "--dashboard", nargs="?", const="", type=_address, metavar="HOST:PORT",
         help="serve a page that shows the run (default: on this machine only, at 127.0.0.1:7117 or any free port)",
@@ -56,6 +54,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         "--between-steps", type=float, default=DEADLINES.between_steps_s, metavar="SECONDS",
         help="how long a script may evaluate or save between two steps (default: %(default)s)",
     )  # fmt: skip
+    add_node_flags(parser)
     return parser
 
 
@@ -81,8 +80,13 @@ def parse_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> argpar
         return parser.parse_args([*arguments[:at], "--dashboard=", *arguments[at + 1 :]])
 
 
+def is_one_of_several(arguments: argparse.Namespace) -> bool:
+    """Whether the flags describe a job on several nodes."""
+    return arguments.nnodes not in ("1", "1:1")
+
+
 def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> JobOptions:
-    """The job that the parsed flags describe.
+    """The job on one node that the parsed flags describe.
 
     Args:
         arguments: what `make_parser`'s parser returned.
@@ -91,26 +95,47 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
     Raises:
         ConfigurationError: a flag names something that cannot be; the message names the value and what is allowed.
     """
+    if is_one_of_several(arguments):
+        raise ConfigurationError(f"--nnodes {arguments.nnodes}: a drill runs on one node, so leave it out")
+    if arguments.node_rank not in (0, "0"):
+        raise ConfigurationError(f"--node-rank {arguments.node_rank}: there is one node, so 0")
+    outputs = outputs_of(arguments)
+    place = Place.alone(ranks_per_node(arguments), arguments.spares)
+    agent = agent_settings(arguments, place, run_dir)
+    recovery = RecoverySettings(
+        place.ranks_per_node,
+        arguments.spares,
+        ranks_per_node=place.ranks_per_node,
+        max_restarts=arguments.max_restarts,
+    )
+    return JobOptions(agent, recovery, outputs, keep_run_dir=run_dir is not None or arguments.run_dir is not None)
+
+
+def agent_settings(arguments: argparse.Namespace, place: Place, run_dir: Path | None = None) -> AgentSettings:
+    """What the agent of a node is told.
+
+    Args:
+        arguments: what `make_parser`'s parser returned.
+        place: where the node stands in its job.
+        run_dir: as for `job_options`.
+
+    Raises:
+        ConfigurationError: a flag names something that cannot be.
+    """
     _refuse_what_cannot_be(arguments)
     _refuse_what_is_not_done_yet(arguments)
-    world_size = _world_size(arguments)
-    environment = _environment(arguments, world_size)
-    report = _file("--report", arguments.report)
-    trace = _file("--trace", arguments.trace)
-    log_json = _log(arguments.log_json)
+    environment = _environment(arguments, place)
     # Folders are made last of all, so that a job that is refused leaves none behind.
-    output = _output(arguments, range(world_size + arguments.spares))
-    named = arguments.run_dir is not None
+    output = _output(arguments, range(place.slots))
     if run_dir is None:
+        named = arguments.run_dir is not None
         run_dir = make_folder("--run-dir", Path(arguments.run_dir), 0o700) if named else fresh_run_dir()
-    agent = AgentSettings(
-        node=socket.gethostname(),
+    return AgentSettings(
         command=(arguments.training_script, *arguments.training_script_args),
         module=arguments.module,
         raw=arguments.no_python,
         fork=arguments.start_method != "spawn",
-        world_size=world_size,
-        num_spares=arguments.spares,
+        place=place,
         run_dir=run_dir,
         environment=environment,
         liveness=LivenessSettings(
@@ -118,10 +143,6 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
         ),
         output=output,
     )
-    recovery = RecoverySettings(
-        world_size, arguments.spares, ranks_per_node=world_size, max_restarts=arguments.max_restarts
-    )
-    return JobOptions(agent, recovery, report, log_json, trace, keep_run_dir=named)
 
 
 def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
@@ -140,21 +161,12 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")
 
 
-def _file(flag: str, name: str | None) -> Path | None:
-    """A file that is to be written, which need not exist yet."""
-    if not name:
-        return None
-    return check_target(flag, Path(name))
+def ranks_per_node(arguments: argparse.Namespace) -> int:
+    """What ``--nproc-per-node`` says on this machine.
 
-
-def _log(name: str | None) -> Path | None:
-    """``-``, or a file that is appended to: one that is there needs no folder that could be written."""
-    if name == "-" or (name and Path(name).exists() and not Path(name).is_dir()):
-        return Path(name)
-    return _file("--log-json", name)
-
-
-def _world_size(arguments: argparse.Namespace) -> int:
+    Raises:
+        ConfigurationError: nothing that could be.
+    """
     try:
         count = torchrun.determine_local_world_size(arguments.nproc_per_node)
     except ValueError as error:
@@ -171,20 +183,16 @@ def _refuse_what_is_not_done_yet(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if value not in (None, False, "null"):
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: not supported yet; leave it out")
-    if arguments.nnodes not in ("1", "1:1"):
-        raise ConfigurationError(f"--nnodes {arguments.nnodes}: only one node is supported yet, so 1")
-    if arguments.node_rank not in (0, "0"):
-        raise ConfigurationError(f"--node-rank {arguments.node_rank}: only one node is supported yet, so 0")
 
 
-def _environment(arguments: argparse.Namespace, world_size: int) -> dict[str, str]:
-    environment = dict(os.environ)  # environ: workers inherit the launcher's, as under torchrun
-    if world_size > 1:
+def _environment(arguments: argparse.Namespace, place: Place) -> dict[str, str]:
+    environment = script_environment()
+    if place.ranks_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for the same reason
-    address = arguments.master_addr or "127.0.0.1"
-    environment["MASTER_ADDR"] = address
+    environment["MASTER_ADDR"] = arguments.master_addr or place.address
     if arguments.master_port is not None:
-        _check_port(arguments.master_port)
+        if place.num_nodes == 1:
+            _check_port(arguments.master_port)
         environment["MASTER_PORT"] = str(arguments.master_port)
     environment["TORCHELASTIC_RUN_ID"] = arguments.rdzv_id
     return environment

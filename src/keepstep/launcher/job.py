@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import os
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.controller.controller import Controller
-from keepstep.errors import ConfigurationError, KeepstepError
+from keepstep.errors import ConfigurationError
 from keepstep.freememory import free_bytes
 from keepstep.launcher import control
+from keepstep.launcher.recording import Outputs, record_run
+from keepstep.launcher.signals import StopSignal, ended_by, stop_signal
+from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
 from keepstep.trace.record import runfolder
-from keepstep.trace.record.recorder import Listener
-from keepstep.trace.targets import replacing, write_whole
-from keepstep.trace.timeline.describe import as_json, describe
-from keepstep.trace.timeline.run import opened
-from keepstep.transports.memory import channel_pair
-
-if TYPE_CHECKING:
-    from keepstep.launcher.log import EventLog
+from keepstep.trace.record.recorder import Recorder
+from keepstep.trace.timeline.describe import describe
+from keepstep.transports.memory import OneNode, channel_pair
 
 LOGS = "logs"
 """Folder of the workers' streams in the run folder, unless another one is named."""
@@ -43,11 +37,7 @@ class JobOptions:
 
     agent: AgentSettings
     recovery: RecoverySettings
-    report: Path | None = None
-    log_json: Path | None = None
-    """Events are appended to it as lines of JSON; ``-`` is the standard error."""
-    trace: Path | None = None
-    """Where a trace of the run goes, for Perfetto."""
+    outputs: Outputs = dataclasses.field(default_factory=Outputs)
     keep_run_dir: bool = True
     """False for a folder that was made for this job alone; `clear_up` removes it."""
 
@@ -77,21 +67,6 @@ def fresh_run_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="keepstep-"))
 
 
-def make_folder(flag: str, path: Path, mode: int = 0o777) -> Path:
-    """Makes the folder that ``flag`` names, unless it is there, and returns it.
-
-    Raises:
-        ConfigurationError: it cannot be made or written.
-    """
-    try:
-        path.mkdir(mode, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"{flag} {path}: {error.strerror}") from error
-    if not os.access(path, os.W_OK):
-        raise ConfigurationError(f"{flag} {path}: not writable")
-    return path
-
-
 def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str, Any]:
     """Runs a job to its end and returns its report, with ``exit_code`` and ``reason``.
 
@@ -101,79 +76,54 @@ def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str
         ConfigurationError: the job cannot be run as asked; nothing is left running.
     """
     run_dir = options.agent.run_dir
-    info = runfolder.new_run(options.agent.command, options.agent.node, options.recovery)
+    info = runfolder.new_run(options.agent.command, options.agent.place.node, options.recovery)
     try:
-        with runfolder.occupied(run_dir), _event_log(options.log_json, info) as log:
-            runfolder.begin(run_dir, info)
-            result = asyncio.run(_run(options, companion, log.decided if log else None))
-            runfolder.end(run_dir, info, result["exit_code"], result["reason"], time.monotonic_ns())
-            if log is not None:
-                log.ended(result["exit_code"], result["reason"], time.monotonic_ns())
-            if options.trace is not None:
-                write_trace(run_dir, options.trace)
+        return record_run(
+            run_dir, info, options.outputs, lambda recorder: asyncio.run(_run(options, companion, recorder))
+        )
     finally:
         clear_up(options)
-    if options.report is not None:
-        write_whole(options.report, as_json(result))
-    return result
-
-
-def write_trace(run_dir: Path, target: Path) -> None:
-    """Writes the trace of the run in a folder. What goes wrong is said, and changes nothing of how the job ended."""
-    from keepstep.trace.pictures import chrome  # here, for most jobs do without
-
-    try:
-        with opened(run_dir) as run, replacing(target) as file:
-            chrome.write_trace(run, file)
-    except (OSError, KeepstepError) as error:
-        print(f"keepstep: no trace was written: {error}", file=sys.stderr, flush=True)
-
-
-def _event_log(path: Path | None, info: runfolder.RunInfo) -> contextlib.AbstractContextManager[EventLog | None]:
-    if path is None:
-        return contextlib.nullcontext()
-    from keepstep.launcher.log import EventLog  # here, for most jobs do without what it needs
-
-    return EventLog(path, info)
 
 
 def clear_up(options: JobOptions) -> None:
     """Removes a run folder that is not to be kept, unless logs of its workers lie in it."""
-    run_dir = options.agent.run_dir
-    if not options.keep_run_dir and not (run_dir / LOGS).exists():
+    if not options.keep_run_dir:
+        clear_up_folder(options.agent.run_dir)
+
+
+def clear_up_folder(run_dir: Path) -> None:
+    """Removes a run folder that nobody has named, unless logs of its workers lie in it."""
+    if not (run_dir / LOGS).exists():
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-async def _run(options: JobOptions, companion: Companion | None, listener: Listener | None) -> dict[str, Any]:
+async def _run(options: JobOptions, companion: Companion | None, recorder: Recorder) -> dict[str, Any]:
     ours, theirs = channel_pair()
-    run_dir = options.agent.run_dir
-    controller = Controller(options.recovery, ours, run_dir, listener)
+    # No lease: the agent lives in this very process, so it can only seem lost when the process itself has stood
+    # still (SIGSTOP, a laptop that slept), and then giving up the only node would end a healthy job.
+    machine = ControllerMachine(options.recovery, lease_s=None)
+    controller = Controller(machine, OneNode(options.agent.place.node, ours), recorder)
     output = dataclasses.replace(options.agent.output, log_dir=options.log_dir)
     agent = Agent(dataclasses.replace(options.agent, output=output), theirs)
     job = Job(controller, agent)
-    loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[int] = loop.create_future()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, _on_signal, stopped, number)
-    try:
-        starting = asyncio.create_task(agent.start())
-        first: list[asyncio.Future[Any]] = [starting, stopped]
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if not stopped.done():
-            check_memory(options, starting.result().worker_bytes)
-            async with control.serve(run_dir, job.describe):
-                await _accompany(controller, agent, stopped, companion(job) if companion else None)
-    finally:
-        await agent.stop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.remove_signal_handler(number)
+    with stop_signal() as stopped:
+        try:
+            starting = asyncio.create_task(agent.start())
+            first: list[asyncio.Future[Any]] = [starting, stopped]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if not stopped.done():
+                check_memory(options, starting.result().worker_bytes)
+                async with control.serve(options.agent.run_dir, job.describe):
+                    await _accompany(controller, agent, stopped, companion(job) if companion else None)
+        finally:
+            await agent.stop()
     if controller.job.ended is None:
         controller.job.ended = _unfinished(agent, stopped)
     return describe(controller.job)
 
 
 async def _accompany(
-    controller: Controller, agent: Agent, stopped: asyncio.Future[int], companion: Awaitable[None] | None
+    controller: Controller, agent: Agent, stopped: StopSignal, companion: Awaitable[None] | None
 ) -> None:
     """Runs both programs until the controller has ended the job, the agent has, or a signal came."""
     deciding = asyncio.create_task(controller.run())
@@ -197,18 +147,10 @@ async def _accompany(
         await asyncio.gather(deciding, serving, return_exceptions=True)
 
 
-def _on_signal(stopped: asyncio.Future[int], number: int) -> None:
-    if not stopped.done():
-        stopped.set_result(number)
-
-
-def _unfinished(agent: Agent, stopped: asyncio.Future[int]) -> EndJob:
+def _unfinished(agent: Agent, stopped: StopSignal) -> EndJob:
     if stopped.done():
-        number = stopped.result()
-        return EndJob(128 + number, f"ended by {signal.Signals(number).name}")
-    if agent.lost_spawner:
-        return EndJob(EXIT_FAILED, "the process that starts workers died, and its workers with it")
-    return EndJob(EXIT_FAILED, "the agent ended before the job did")
+        return ended_by(stopped.result())
+    return agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
 
 def check_memory(options: JobOptions, worker_bytes: int) -> None:

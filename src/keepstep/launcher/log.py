@@ -54,6 +54,13 @@ class EventLog:
             job=info.run,
         )
 
+    def caught_up(self, entries: list[JournalEntry]) -> None:
+        """Lives through what an earlier process has told of already."""
+        for entry in entries:
+            relive(self._job, entry.event, entry.at_s)
+            for _ in self._teller.tell(entry):
+                pass
+
     def decided(self, entries: list[JournalEntry]) -> None:
         """Tells of entries that have just been written into the journal."""
         for entry in entries:

@@ -16,6 +16,7 @@ from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine, LivenessSettings, Observation
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import EXIT_FAILED
 
 HEARTBEAT_S = 1.0
 """A third of the default lease: two may be lost before the node is."""
@@ -94,6 +95,8 @@ class AgentMachine:
         self._first_steps: dict[int, _FirstSteps] = {}
         self._evicted = False
         self._heartbeat_s = 0.0
+        self.clock_offset_s = 0.0
+        """What to add to a time of this node to get the controller's, as far as it is known."""
         self._effects: list[AgentEffect] = []
 
     # ---- what the shell calls ---------------------------------------------------------------------------------------
@@ -134,6 +137,8 @@ class AgentMachine:
         if packet.life != self.life or self._evicted:
             return
         if isinstance(packet, msg.NodeEvicted):
+            if packet.is_final:
+                self._effects.append(Leave(EXIT_FAILED, packet.reason))
             self._begin_new_life(now_s)
             return
         for order in self.conversation.receive(packet, now_s):
@@ -150,6 +155,7 @@ class AgentMachine:
             case msg.FenceWorker():
                 self._fence(order.worker)
             case msg.EndJob():
+                self._heartbeat_s = now_s  # the controller waits to hear that it was heard
                 self._effects.append(Leave(order.exit_code, order.reason))
             case msg.Assign():
                 if order.worker in self._processes:
@@ -337,5 +343,12 @@ class AgentMachine:
 
     def _say(self, report: msg.Report) -> None:
         self._release()
+        match report:
+            case msg.WorkerLost():
+                report = msgspec.structs.replace(report, since_s=report.since_s + self.clock_offset_s)
+            case msg.StepObserved():
+                report = msgspec.structs.replace(report, at_s=report.at_s + self.clock_offset_s)
+            case _:
+                pass
         if not self._evicted:
             self.conversation.say([report])

@@ -1,6 +1,6 @@
 """The controller's machine as its shell sees it: packets of all nodes in, packets out, leases, and a journal.
 
-Everything that changes the decisions of `RecoveryMachine` is one of four events, and each is written to the journal
+Everything that changes the decisions of `RecoveryMachine` is one of five events, and each is written to the journal
 before anything that follows from it is transmitted. The machine is a function of its events, so a controller that was
 killed comes back by living through its journal once more: the same state, the same orders with the same numbers. What
 an agent sent after the last entry was never acknowledged, so it comes again, and orders that an agent has not heard
@@ -38,10 +38,11 @@ class Heard(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """A node was not heard of for too long, or its agent began a new life."""
+    """A node was not heard of for too long, or its agent began a new life. ``heard_s``: when it last was."""
 
     node: str
     why: str
+    heard_s: float
 
 
 class DeadlineCame(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +53,13 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
     """The controller was started again with its journal."""
 
 
-Event = Heard | LeaseExpired | DeadlineCame | Restarted
+class CalledOff(msgspec.Struct, frozen=True, tag=True):
+    """Whoever runs the job wants it ended."""
+
+    order: msg.EndJob
+
+
+Event = Heard | LeaseExpired | DeadlineCame | Restarted | CalledOff
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,11 +78,13 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
         case Heard():
             return [effect for report in event.reports for effect in job.receive(event.node, _let_in(report), now_s)]
         case LeaseExpired():
-            return job.node_lost(event.node, f"node {event.node} lost: {event.why}", now_s)
+            return job.node_lost(event.node, f"node {event.node} lost: {event.why}", event.heard_s, now_s)
         case DeadlineCame():
             return job.tick(now_s)
         case Restarted():
             return job.restarted(now_s)
+        case CalledOff():
+            return job.called_off(event.order)
         case _:
             assert_never(event)
 
@@ -126,11 +135,18 @@ class ControllerMachine:
         _check(packet)
         life, why = self._given_up.get(packet.node, (-1, ""))
         line = self.lines.get(packet.node)
-        if packet.life <= life or (line is not None and packet.life < line.conversation.life):
-            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why or "its agent has begun a new life"))
+        if line is not None and packet.life < line.conversation.life:
+            why = f"another agent speaks for node {packet.node} by now; each needs a name of its own"
+            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why, is_final=True))
+            return
+        if packet.life <= life:
+            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why))
+            return
+        if (mistake := self._mistaken(packet)) is not None:
+            self._answers.append(msg.NodeEvicted(packet.node, packet.life, mistake, is_final=True))
             return
         if line is not None and packet.life > line.conversation.life:
-            self._happened(LeaseExpired(packet.node, "its agent was started again"), now_s)
+            self._happened(LeaseExpired(packet.node, "its agent was started again", line.heard_s), now_s)
             line = None
         if line is None:
             if packet.first != 0 or packet.received != 0 or not packet.messages:
@@ -145,11 +161,23 @@ class ControllerMachine:
         if reports:
             self._happened(Heard(packet.node, packet.life, reports), now_s)
 
+    def _mistaken(self, packet: msg.Packet) -> str | None:
+        """Why a node that offers itself cannot be meant for this job; None where it can."""
+        wanted = self.job.settings.world_size
+        for offer in packet.messages:
+            if isinstance(offer, msg.NodeJoined) and offer.world_size not in (0, wanted):
+                return f"node {packet.node} was started for {offer.world_size} ranks, and this job has {wanted}"
+        return None
+
     def reconnected(self, node: str) -> None:
         """There is a new connection to a node."""
         if node in self.lines:
             self.lines[node].conversation.reconnected()
             self._touched[node] = None
+
+    def call_off(self, order: msg.EndJob, now_s: float) -> None:
+        """Ends the job from outside."""
+        self._happened(CalledOff(order), now_s)
 
     def tick(self, now_s: float) -> None:
         """Acts on leases and deadlines that have come; harmless when none has."""
@@ -172,7 +200,7 @@ class ControllerMachine:
         last_heard_s = max((line.heard_s for line in self.lines.values()), default=now_s)
         is_isolated = len(silent) == len(self.lines) and now_s < last_heard_s + ISOLATED_S
         for node in [] if is_isolated else silent:
-            self._happened(LeaseExpired(node, f"not heard of for {lease_s:g} s"), now_s)
+            self._happened(LeaseExpired(node, f"not heard of for {lease_s:g} s", self.lines[node].heard_s), now_s)
         self._look_again(lease_s, now_s)
 
     def _look_again(self, lease_s: float, now_s: float) -> None:
@@ -180,6 +208,11 @@ class ControllerMachine:
         soon_s = now_s + lease_s * LOOKS
         due_s = min((line.heard_s for line in self.lines.values()), default=now_s) + lease_s
         self._look_at_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.lines else None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether every node has heard all that it was told."""
+        return all(line.conversation.is_heard for line in self.lines.values())
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None while nothing is waited for."""

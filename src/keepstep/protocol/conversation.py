@@ -45,6 +45,11 @@ class Conversation:
         """How many messages of the other end have arrived."""
         return self._received
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the other end has heard all that was said."""
+        return not self._unheard
+
     def say(self, messages: Iterable[Spoken]) -> None:
         """Adds messages to what the other end must come to hear."""
         self._unheard.extend(messages)

@@ -161,11 +161,18 @@ class StoreRequested(Message, frozen=True):
 
 
 class NodeJoined(Message, frozen=True):
-    """A node offers itself: room for ``slots`` workers at a time. Nodes of one ``domain`` may fail together."""
+    """A node offers itself: room for ``slots`` workers at a time. Nodes of one ``domain`` may fail together.
+
+    Ranks are given out by ``position`` (torchrun's ``--node-rank``), then in the order in which nodes have joined.
+    ``world_size`` is what the node was told; a node of a job of another size was started by mistake. 0: it was told
+    nothing.
+    """
 
     node: str
     slots: int
     domain: str
+    position: int = 0
+    world_size: int = 0
 
 
 class WorkerStarted(Message, frozen=True):
@@ -178,8 +185,8 @@ class WorkerStarted(Message, frozen=True):
 class WorkerLost(Message, frozen=True):
     """A worker's process is gone, or must be taken for gone.
 
-    ``gone`` is True where the process no longer exists (it then needs no fence). ``since_s`` is the agent's
-    monotonic time of the failure itself as well as it is known, for the report.
+    ``gone`` is True where the process no longer exists (it then needs no fence). ``since_s`` is the time of the failure
+    itself on the controller's monotonic clock, as well as either is known, for the report.
     """
 
     worker: int
@@ -221,7 +228,8 @@ class JobStalled(Message, frozen=True):
 class StepObserved(Message, frozen=True):
     """A node's ranks have completed their first step in a generation, as their tag pages show.
 
-    ``at_s`` is the agent's time at which the last of them did, ``step_s`` what the slowest took.
+    ``at_s`` is the time at which the last of them did, on the controller's monotonic clock as well as it is known,
+    ``step_s`` what the slowest took.
     """
 
     node: str
@@ -394,11 +402,15 @@ class Packet(Message, frozen=True):
 
 
 class NodeEvicted(Message, frozen=True):
-    """The node was given up in this life: its ranks belong to others. End its workers and offer it anew."""
+    """The node was given up in this life: its ranks belong to others. End its workers and offer it anew.
+
+    ``is_final``: do not offer it again, and end.
+    """
 
     node: str
     life: int
     reason: str
+    is_final: bool = False
 
 
 Aside: TypeAlias = PhasesObserved | ClockAsked | ClockTold

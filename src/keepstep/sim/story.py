@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import DeadlineCame, Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.controller import CalledOff, DeadlineCame, Heard, JournalEntry, LeaseExpired, Restarted
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Story:
                 self.add(entry.at_s, "controller", f"gives {entry.event.node} up: {entry.event.why}")
             case Restarted():
                 self.add(entry.at_s, "controller", "is back, and has lived through its journal")
+            case CalledOff():
+                self.add(entry.at_s, "controller", f"is told to end the job: {entry.event.order.reason}")
             case DeadlineCame():
                 self.add(entry.at_s, "controller", "does not wait any longer")
             case Heard():

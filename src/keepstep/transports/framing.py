@@ -22,6 +22,11 @@ class FrameDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def num_buffered(self) -> int:
+        """How many bytes have come of a frame that is not whole yet."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[AnyMessage]:
         """The messages completed by ``data``.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from keepstep.errors import InternalError
 from keepstep.protocol.messages import AnyMessage, decode, encode
+from keepstep.transports.lines import Arrival
 
 
 class MemoryChannel:
@@ -21,6 +23,31 @@ class MemoryChannel:
     async def receive(self) -> AnyMessage:
         """The next message from the other end."""
         return decode(await self._inbox.get())
+
+
+class OneNode:
+    """A controller's end where there is one node, in its own process."""
+
+    def __init__(self, node: str, channel: MemoryChannel) -> None:
+        self._node = node
+        self._channel = channel
+
+    def send(self, node: str, message: AnyMessage) -> None:
+        """Queues a message; one for another node is for nobody."""
+        if node == self._node:
+            self._channel.send(message)
+
+    async def receive(self) -> Arrival:
+        """The next message of the node."""
+        return Arrival(self._node, await self._channel.receive())
+
+    def refuse(self, node: str, why: str) -> None:
+        """There is nobody to refuse in one's own process: both ends are keepstep's.
+
+        Raises:
+            InternalError: always.
+        """
+        raise InternalError(f"the agent of {node} broke the protocol: {why}")
 
 
 def channel_pair() -> tuple[MemoryChannel, MemoryChannel]:

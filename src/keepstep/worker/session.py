@@ -26,6 +26,7 @@ from keepstep.worker import stop_points
 from keepstep.worker.alone import LinkToNobody
 from keepstep.worker.barrier import pass_gradient_barrier
 from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.groups.connections import LOOPBACK
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.link import Link
@@ -102,7 +103,11 @@ class Session:
         if settings is not None and settings.observer is not None:
             module, _, function = settings.observer.partition(":")
             getattr(importlib.import_module(module), function)(coordination)
-        groups = GroupRegistry(lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT), coordination)
+        groups = GroupRegistry(
+            lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT),
+            coordination,
+            LOOPBACK if settings is None else settings.address,
+        )
         coordination.groups = groups
         groups.join_world(rank or 0, world_size, coordination.await_rank)
         link.listen(coordination.on_order)

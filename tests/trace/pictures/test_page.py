@@ -13,11 +13,12 @@ import pytest
 from tests.support.recorded import recorded_run
 from tests.trace.pictures.conftest import SEEDS, opened
 
+from keepstep.protocol.controller import JournalEntry
 from keepstep.trace.pictures import page
 from keepstep.trace.pictures.looks import Pattern
 from keepstep.trace.pictures.page import html_report, in_words
 from keepstep.trace.pictures.story import restart, story
-from keepstep.trace.record import runfolder
+from keepstep.trace.record import journal, runfolder
 from keepstep.trace.timeline.describe import describe_recovery
 from keepstep.trace.timeline.run import Run
 
@@ -108,10 +109,11 @@ def test_whatever_happens(simulated: Callable[[int], Run], seed: int) -> None:
 def test_nothing_that_a_script_says_gets_out(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     evil = "</script></style></svg><script>alert(1)</script><img src=x onerror=\"alert('&')\">\x00\x1b"
     source = recorded_run(tmp_path_factory.getbasetemp()).folder
-    journal = (source / runfolder.JOURNAL).read_text("utf-8")
+    entries = msgspec.json.encode(journal.read(source / runfolder.JOURNAL)).decode()
     was = "killed by SIGKILL"
-    assert was in journal
-    (tmp_path / runfolder.JOURNAL).write_text(journal.replace(was, json.dumps(evil)[1:-1]), "utf-8")
+    assert was in entries
+    with journal.Journal(tmp_path / runfolder.JOURNAL) as changed:
+        changed.write(msgspec.json.decode(entries.replace(was, json.dumps(evil)[1:-1]), type=list[JournalEntry]))
     info = runfolder.read_info(source)
     ended = runfolder.Ended(1, evil, info.ended.at_ns if info.ended else 0)
     runfolder.write(tmp_path, msgspec.structs.replace(info, command=("train.py", evil), node=evil, ended=ended))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ ENTRIES = [
     JournalEntry(10.1, Heard("node-a", 5, (NodeJoined("node-a", 4, "rack"), LOST)), "stopping", 2),
     JournalEntry(
         11.0,
-        LeaseExpired("node-a", "not heard of for 3 s"),
+        LeaseExpired("node-a", "not heard of for 3 s", 8.0),
         "stopping",
         2,
         ((None, Stop(2, "lost", None), "lost"), ("node-b", FenceWorker(3, "why"), "why")),
@@ -82,6 +83,25 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(ConfigurationError, match=r"journal\.jsonl, line 2: not an entry of a journal"):
         read(path)
+
+
+def test_a_bit_that_has_changed_is_noticed_wherever_it_is(tmp_path: Path) -> None:
+    """Also where the line would still be a good one, with another meaning."""
+    path = tmp_path / "journal.jsonl"
+    whole = written(path, ENTRIES)
+    first = whole[: whole.index(b"\n")]
+    for at in range(len(first)):
+        changed = first[at] ^ 0x01
+        if changed == ord("\n"):
+            continue
+        path.write_bytes(whole[:at] + bytes([changed]) + whole[at + 1 :])
+        with pytest.raises(ConfigurationError, match=r"line 1: not an entry of a journal: its checksum is wrong"):
+            read(path)
+
+
+def test_each_line_is_an_object_of_json(tmp_path: Path) -> None:
+    for line in written(tmp_path / "journal.jsonl", ENTRIES).splitlines():
+        assert set(json.loads(line)) >= {"at_s", "event", "xxh3"}
 
 
 def test_a_journal_that_is_not_there(tmp_path: Path) -> None:

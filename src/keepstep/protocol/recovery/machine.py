@@ -76,7 +76,7 @@ class RecoveryMachine(Course):
         self._dispatch(node, message, now_s)
         return self._proceed(now_s)
 
-    def node_lost(self, node: str, why: str, now_s: float) -> list[Effect]:
+    def node_lost(self, node: str, why: str, since_s: float, now_s: float) -> list[Effect]:
         """A node was given up with everything on it. What still runs there is harmless: it is of an old generation."""
         if self.stage is Stage.ENDED:
             return []
@@ -84,7 +84,8 @@ class RecoveryMachine(Course):
         if self._all_ranks_fit and not self._is_placed:
             self._all_ranks_fit, self.deadline_s = False, now_s + self.settings.start_deadline_s
         self._mourn(
-            [(worker, msg.WorkerLost(worker.worker, msg.Cause.NODE, why, True, None, now_s)) for worker in lost], now_s
+            [(worker, msg.WorkerLost(worker.worker, msg.Cause.NODE, why, True, None, since_s)) for worker in lost],
+            now_s,
         )
         return self._proceed(now_s)
 
@@ -104,9 +105,11 @@ class RecoveryMachine(Course):
         self._overdue(now_s)
         return self._proceed(now_s)
 
-    def next_deadline(self) -> float | None:
-        """When `tick` is next due, on the clock of ``now_s``; None while nothing is waited for."""
-        return self.deadline_s
+    def called_off(self, order: msg.EndJob) -> list[Effect]:
+        """Whoever runs the job wants it ended."""
+        if self.stage is not Stage.ENDED:
+            self._ending.end(order)
+        return self._orders.take()
 
     def enter(self, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
         """Goes on to a stage, and checks everything that must hold."""

@@ -44,7 +44,7 @@ class Processes:
     def start_ranks(self, reason: str) -> None:
         """A process for every rank, node by node."""
         rank = 0
-        for node in self._roster.nodes.values():
+        for node in sorted(self._roster.nodes.values(), key=lambda each: each.position):  # a stable sort
             for _ in range(min(node.num_free, self._settings.ranks_per_node or node.num_free)):
                 if rank < self._settings.world_size:
                     self._start(node.name, rank, reason)

@@ -48,6 +48,7 @@ class Node:
     name: str
     slots: int
     domain: str
+    position: int = 0
     workers: set[int] = dataclasses.field(default_factory=set)
     """Those whose process exists there, be it that of a worker that is lost and not yet gone."""
 
@@ -80,7 +81,7 @@ class Roster:
 
     def add_node(self, joined: NodeJoined) -> None:
         """Enters a node that has offered itself."""
-        self.nodes[joined.node] = Node(joined.node, joined.slots, joined.domain)
+        self.nodes[joined.node] = Node(joined.node, joined.slots, joined.domain, joined.position)
         self.num_free += joined.slots
 
     def remove_node(self, name: str) -> list[Worker]:

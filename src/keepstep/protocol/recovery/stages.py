@@ -94,6 +94,10 @@ class Course:
         self.deadline_s: float | None = None
         self.ended: EndJob | None = None
 
+    def next_deadline(self) -> float | None:
+        """When `tick` is next due, on the clock of ``now_s``; None while nothing is waited for."""
+        return self.deadline_s
+
     def enter(self, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
         """Goes on to a stage, which says whom it waits for and until when.
 

@@ -1,4 +1,8 @@
-"""The journal of a job: a line of JSON for each event, written before what follows from it is transmitted."""
+"""The journal of a job: a line of JSON for each event, written before what follows from it is transmitted.
+
+Each line ends with a checksum of the rest, as one more member of its object, so it can be read with anything that reads
+JSON, and what a disk has done to it does not go unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 import msgspec
+import xxhash
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import JournalEntry
@@ -27,7 +32,7 @@ class Journal:
     def write(self, entries: list[JournalEntry]) -> None:
         """Appends entries; when this returns they are with the operating system."""
         if entries:
-            data = memoryview(b"".join(self._encoder.encode(entry) + b"\n" for entry in entries))
+            data = memoryview(b"".join(_sealed(self._encoder.encode(entry)) + b"\n" for entry in entries))
             while data:
                 data = data[self._file.write(data) :]
 
@@ -79,12 +84,27 @@ class JournalTail:
         for line in lines:
             self._num_lines += 1
             try:
-                entries.append(self._decoder.decode(line))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                entries.append(self._decoder.decode(_opened(line)))
+            except (ValueError, msgspec.MsgspecError) as error:
                 raise ConfigurationError(
                     f"journal {self.path}, line {self._num_lines}: not an entry of a journal: {error}"
                 ) from error
         return entries
+
+
+_SEAL = b',"xxh3":"%s"}'
+_SEAL_BYTES = len(_SEAL % (b"0" * 16))
+
+
+def _sealed(body: bytes) -> bytes:
+    return body[:-1] + _SEAL % xxhash.xxh3_64_hexdigest(body).encode()
+
+
+def _opened(line: bytes) -> bytes:
+    body = line[:-_SEAL_BYTES] + b"}"
+    if _sealed(body) != line:
+        raise ValueError("its checksum is wrong")
+    return body
 
 
 def _cut_torn_line(path: Path) -> None:

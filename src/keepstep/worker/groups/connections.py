@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HOST = "127.0.0.1"
-"""Where gloo listens. One node is supported, so nobody else needs to reach it."""
+LOOPBACK = "127.0.0.1"
+"""Where gloo listens on a job's only node: nobody else needs to reach it."""
 
 _building = threading.Lock()
 
@@ -21,7 +21,11 @@ _building = threading.Lock()
 class Connections:
     """The connections that were opened while `recording` ran. `cut` may be called from any thread at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = LOOPBACK) -> None:
+        """Args:
+        host: the address of this machine that gloo was told to use.
+        """
+        self._host = host
         self._sockets: list[socket.socket] = []
         self._before: set[str] | None = None
         self._lock = threading.Lock()
@@ -63,7 +67,7 @@ class Connections:
         for inode, descriptor in _socket_inodes().items():
             if inode in self._before or int(inode) in known:
                 continue
-            if (connection := _own_copy(descriptor)) is not None:
+            if (connection := _own_copy(descriptor, self._host)) is not None:
                 self._sockets.append(connection)
 
     def _shut_down(self) -> None:
@@ -87,8 +91,8 @@ def _socket_inodes() -> dict[str, int]:
     return found
 
 
-def _own_copy(descriptor: int) -> socket.socket | None:
-    """A duplicate of a connection between two processes at `HOST`, or None for anything else.
+def _own_copy(descriptor: int, host: str) -> socket.socket | None:
+    """A duplicate of a connection of gloo's, or None for anything else.
 
     The duplicate outlives the number's reuse.
     """
@@ -96,17 +100,18 @@ def _own_copy(descriptor: int) -> socket.socket | None:
         connection = socket.socket(fileno=os.dup(descriptor))
     except OSError:
         return None
-    if not _is_of_gloo(connection):
+    if not _is_of_gloo(connection, host):
         connection.close()
         return None
     return connection
 
 
-def _is_of_gloo(connection: socket.socket) -> bool:
-    """Whether it can be one of gloo's: what the script's own threads hold to other machines is not touched."""
-    if (connection.family, connection.type) != (socket.AF_INET, socket.SOCK_STREAM):
+def _is_of_gloo(connection: socket.socket, host: str) -> bool:
+    """Whether it can be one of gloo's: they go from the address that it uses, on one machine to the same address."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return False
     try:
-        return {connection.getsockname()[0], connection.getpeername()[0]} == {HOST}
+        own, peer = connection.getsockname()[0], connection.getpeername()[0]
     except OSError:
         return False  # not connected: it listens, or has ended
+    return own == host and (peer == host or host != LOOPBACK)

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import (
 
 from keepstep.worker.groups import echo
 from keepstep.worker.groups.communicator import Communicator
+from keepstep.worker.groups.connections import LOOPBACK
 from keepstep.worker.groups.inner import Inner, TakenDown
 from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
@@ -55,13 +56,16 @@ class GroupObserver(Protocol):
 class SurvivingGroup(dist.ProcessGroup):
     """One process group of the user, in every generation."""
 
-    def __init__(self, name: str, rank: int, size: int, timeout: timedelta, observer: GroupObserver) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, timeout: timedelta, observer: GroupObserver, host: str = LOOPBACK
+    ) -> None:
         """Args:
         name: the same on every member, and no other group's.
         rank: this process's rank in the group; on a spare a provisional one.
         size: number of members.
         timeout: for each collective.
         observer: is told what happens.
+        host: the address of this machine at which the other members reach it.
         """
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this overload
         self.keepstep_name = name
@@ -71,7 +75,8 @@ class SurvivingGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._name = self._description = name
         self._timeout = timeout
-        self._inner = Inner(name, observer.entered, observer.left)
+        self._host = host
+        self._inner = Inner(name, observer.entered, observer.left, host)
         self._echoing = 0
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -89,7 +94,7 @@ class SurvivingGroup(dist.ProcessGroup):
         """
         self._inner.release()
         self._rank = rank
-        self._inner = Inner(self.keepstep_name, self._observer.entered, self._observer.left)
+        self._inner = Inner(self.keepstep_name, self._observer.entered, self._observer.left, self._host)
         self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
     def take_down(self) -> None:

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
 from keepstep.worker.groups.communicator import Communicator
-from keepstep.worker.groups.connections import HOST, Connections
+from keepstep.worker.groups.connections import LOOPBACK, Connections
 from keepstep.worker.groups.threads import GlooThreads
 from keepstep.worker.groups.work import GroupWork, Outputs
 
@@ -39,16 +39,20 @@ class TakenDown(RuntimeError):
 class Inner:
     """One generation's communicator. Collectives are begun by the training thread; the rest is for any thread."""
 
-    def __init__(self, name: str, on_entered: Callable[[], None], on_left: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, on_entered: Callable[[], None], on_left: Callable[[], None], host: str = LOOPBACK
+    ) -> None:
         """Args:
         name: of the surviving group, for messages.
         on_entered: told when an operation is begun.
         on_left: told when one has ended.
+        host: the address of this machine at which the other members reach it.
         """
         self._name = name
+        self._host = host
         self._on_entered, self._on_left = on_entered, on_left
         self._communicator: Communicator | None = None
-        self._connections = Connections()
+        self._connections = Connections(host)
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
         self._is_down = False
@@ -78,7 +82,7 @@ class Inner:
         self._rank, self._size = rank, size
         with self._connections.recording(), self._threads.recording():
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
-            options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             options._timeout = connect_deadline
             communicator: Any = ProcessGroupGloo(store, rank, size, options)
         communicator._set_default_timeout(timeout)

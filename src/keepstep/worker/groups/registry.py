@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from keepstep.errors import InternalError, PeerLost
+from keepstep.worker.groups.connections import LOOPBACK
 from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
 
 BACKEND = "keepstep"
@@ -30,8 +31,14 @@ class GroupRegistry:
     replacement agree on names whatever torch's own counters say.
     """
 
-    def __init__(self, store: StoreFactory, observer: GroupObserver) -> None:
+    def __init__(self, store: StoreFactory, observer: GroupObserver, host: str = LOOPBACK) -> None:
+        """Args:
+        store: where the members of a group find each other, by generation and group.
+        observer: told of collectives and their errors.
+        host: the address of this machine at which the other ranks reach it.
+        """
         self._store = store
+        self._host = host
         self._observer = observer
         self._groups: list[tuple[SurvivingGroup, tuple[int, ...]]] = []
         self._made: Counter[tuple[int, ...]] = Counter()
@@ -61,7 +68,9 @@ class GroupRegistry:
         members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         name = WORLD if not self._groups else f"{'-'.join(map(str, members))}.{self._made[members]}"
         self._made[members] += 1
-        group = SurvivingGroup(name, options.group_rank, options.group_size, options.timeout, self._observer)
+        group = SurvivingGroup(
+            name, options.group_rank, options.group_size, options.timeout, self._observer, self._host
+        )
         self._groups.append((group, members))
         if self._generation is not None and not self.world.is_down:
             try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import os
@@ -29,6 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
+from keepstep.parent import end_with_parent
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
@@ -42,19 +42,10 @@ from keepstep.transports.spawning import (
 )
 from keepstep.worker.process.sweeper import Sweeper, kill_group
 
-_PR_SET_PDEATHSIG = 1
 EXIT_NOT_FOUND = 127
 EXIT_NOT_EXECUTABLE = 126
 """Of a command that could not be executed, as a shell has it."""
 RunScript = Callable[[tuple[str, ...], bool], int]
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies, and ends it if that has happened already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class Spawner:
@@ -115,7 +106,7 @@ class Spawner:
             os.setsid()
             self._sweeper.group_began(os.getpid())
             os.close(begun)
-            die_with_parent(parent)
+            end_with_parent(parent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._endpoint.close()
@@ -227,7 +218,7 @@ def main() -> None:
     parser.add_argument("--fork", action="store_true")
     arguments = parser.parse_args()
     os.setsid()
-    die_with_parent(arguments.parent)
+    end_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sweeper = Sweeper()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

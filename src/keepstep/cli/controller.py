@@ -1,0 +1,68 @@
+"""``keepstep controller``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from keepstep.errors import ConfigurationError
+from keepstep.launcher.cluster.flags import (
+    HOW_TO_SHARE,
+    add_controller_flags,
+    endpoint_of,
+    secret_of,
+    server_files_of,
+    shape_of,
+)
+from keepstep.launcher.cluster.service import ControllerOptions, run_controller
+from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
+from keepstep.parent import end_with_parent
+
+
+def main(arguments: list[str]) -> int:
+    """Serves the agents of a job until it has ended, and returns the job's exit code."""
+    chosen = _parser().parse_args(arguments)
+    if chosen.parent is not None:
+        end_with_parent(chosen.parent, signal.SIGTERM)
+    secret = secret_of(chosen)
+    if secret is None:
+        raise ConfigurationError(f"a controller needs the job's secret: {HOW_TO_SHARE}")
+    if not chosen.lease > 0:
+        raise ConfigurationError(f"--lease {chosen.lease}: must be positive")
+    shape = shape_of(chosen.nnodes, chosen.nproc_per_node, chosen.spares)
+    options = ControllerOptions(
+        recovery=shape.recovery(chosen.max_restarts),
+        run_dir=make_folder("--run-dir", Path(chosen.run_dir), 0o700),
+        listen=endpoint_of("--listen", chosen.listen),
+        secret=secret,
+        tls=server_files_of(chosen.tls, secret),
+        lease_s=chosen.lease,
+        outputs=outputs_of(chosen),
+        is_continuing=chosen.is_continuing,
+    )
+    result = run_controller(options)
+    if result["exit_code"] != 0:
+        print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
+    return int(result["exit_code"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="keepstep controller", description="Decides for a job whose agents run elsewhere."
+    )
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where agents connect; one interface")
+    parser.add_argument("--nnodes", required=True, help="nodes that hold ranks, or MIN:MAX; more than MIN hold spares")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, required=True, help="ranks on each node")
+    parser.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
+    parser.add_argument("--max-restarts", "--max_restarts", type=int, help="as for keepstep run")
+    parser.add_argument("--run-dir", required=True, help="folder for the journal and the status socket")
+    parser.add_argument(
+        "--continue", dest="is_continuing", action="store_true",
+        help="go on with the unfinished run in the folder: its controller has died, and its agents have not",
+    )  # fmt: skip
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    add_controller_flags(parser)
+    add_output_flags(parser)
+    return parser

@@ -1,0 +1,103 @@
+"""The controller of a job as a child of the node that owns the endpoint: started, and started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from keepstep.config import SECRET_VARIABLE
+from keepstep.errors import ConfigurationError
+from keepstep.trace.record import runfolder
+
+MAX_QUICK_DEATHS = 10
+QUICK_S = 5.0
+"""A controller that dies so soon so often in a row will do it again."""
+END_DEADLINE_S = 20.0
+"""It waits for its agents for ten seconds at most when the job ends, and writes a report."""
+
+
+class HostedController:
+    """A controller that lives as long as its job, whatever becomes of its process."""
+
+    def __init__(self, command: tuple[str, ...], run_dir: Path, secret: str) -> None:
+        """Args:
+        command: its command line, without what says that it continues.
+        run_dir: where it keeps its journal.
+        secret: of the job; it goes into the environment, which only this user can read.
+        """
+        self._command = command
+        self._run_dir = run_dir
+        self._environment = {**os.environ, SECRET_VARIABLE: secret}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
+
+    async def run(self) -> int:
+        """Keeps it running until the job has ended; returns the job's exit code.
+
+        Raises:
+            ConfigurationError: it does not come up, or dies again and again.
+        """
+        num_quick = 0
+        again: tuple[str, ...] = ()
+        while True:
+            started_s = time.monotonic()
+            code = await self._once(again)
+            if self._is_ending or self._has_ended():
+                return code
+            if not (self._run_dir / runfolder.INFO).exists() or code == 2:
+                raise ConfigurationError("the controller of the job did not come up")
+            num_quick = num_quick + 1 if time.monotonic() < started_s + QUICK_S else 0
+            if num_quick > MAX_QUICK_DEATHS:
+                raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            print(f"keepstep: the controller died ({how}): it is started again", file=sys.stderr, flush=True)
+            again = ("--continue",)
+
+    async def end(self) -> None:
+        """Has it end the job, and waits until it has; kills it if it does not."""
+        self._is_ending = True
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_DEADLINE_S):
+                await _ended(process)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; nothing if it has ended."""
+        self._is_ending = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    async def _once(self, again: tuple[str, ...]) -> int:
+        self._process = subprocess.Popen([*self._command, *again], env=self._environment)  # noqa: ASYNC220 - exec alone
+        return await _ended(self._process)
+
+    def _has_ended(self) -> bool:
+        try:
+            return runfolder.read_info(self._run_dir).ended is not None
+        except ConfigurationError:
+            return False
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Waits for the end of a process, without a thread."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, lambda: None if over.done() else over.set_result(None))
+    try:
+        await over
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()

@@ -1,0 +1,140 @@
+"""One node's part of a job on several: an agent, and on the node that owns the endpoint the job's controller."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from keepstep.agent.agent import Agent
+from keepstep.agent.settings import AgentSettings
+from keepstep.launcher.cluster.hosting import HostedController
+from keepstep.launcher.signals import StopSignal, ended_by, stop_signal
+from keepstep.protocol.messages import EndJob
+from keepstep.protocol.recovery import EXIT_FAILED
+from keepstep.transports.rpc.client import RpcControllerLine
+from keepstep.trust.credentials import Credentials
+
+_T = TypeVar("_T")
+
+LAST_WORDS_S = 10.0
+"""How long the end of the job may take to be acknowledged, and the controller to follow."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """A node's part as the command line describes it."""
+
+    agent: AgentSettings
+    endpoints: tuple[str, ...]
+    """HOST:PORT where the controller may be."""
+    credentials: Credentials
+    host_name: str | None
+    """What the controller's certificate is made out to; None: to its address."""
+    patience_s: float
+    """How long the node waits for a controller that it cannot reach."""
+    keep_run_dir: bool = True
+
+
+def run_node(options: NodeOptions, hosted: HostedController | None = None) -> EndJob:
+    """Serves a job on this node until it has ended.
+
+    SIGINT, SIGTERM and SIGHUP end this node's part; on the node that hosts the controller, the job.
+
+    Raises:
+        ConfigurationError: the controller does not let this node in, or does not come up.
+        PeerLost: no controller was to be reached for too long.
+    """
+    return asyncio.run(_run(options, hosted))
+
+
+async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
+    line = RpcControllerLine(options.endpoints, options.credentials, options.host_name, options.patience_s)
+    line.on_trouble = _tell_trouble
+    part = _Part(Agent(options.agent, line), line, hosted)
+    with stop_signal() as stopped:
+        try:
+            return await part.run(stopped)
+        finally:
+            await part.end()
+
+
+class _Part:
+    """What runs on this node: an agent, its line to the controller, and perhaps the controller."""
+
+    def __init__(self, agent: Agent, line: RpcControllerLine, hosted: HostedController | None) -> None:
+        self._agent = agent
+        self._line = line
+        self._hosted = hosted
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def run(self, stopped: StopSignal) -> EndJob:
+        """Runs until the job has ended, this node's part of it has, or a signal came."""
+        hosting = self._begin(self._hosted.run()) if self._hosted is not None else None
+        starting = self._begin(self._agent.start())
+        await _first_of(starting, stopped)
+        if stopped.done():
+            return ended_by(stopped.result())
+        starting.result()
+        connecting = self._begin(self._line.run())
+        serving = self._begin(self._agent.run())
+        await _first_of(connecting, serving, stopped, hosting)
+        if connecting.done():
+            connecting.result()  # the controller does not let this node in, or was not to be reached
+        if hosting is not None and hosting.done():
+            hosting.result()  # it did not come up
+        if serving.done() and self._agent.left is None and hosting is not None and not hosting.done():
+            serving.result()
+            print("keepstep: the workers of this node are lost; its controller goes on", file=sys.stderr, flush=True)
+            await _first_of(hosting, stopped)
+        if stopped.done() and self._hosted is not None:
+            await self._hosted.end()
+        return await self._take_leave(connecting, serving, hosting, stopped)
+
+    async def _take_leave(
+        self,
+        connecting: asyncio.Task[None],
+        serving: asyncio.Task[None],
+        hosting: asyncio.Task[int] | None,
+        stopped: StopSignal,
+    ) -> EndJob:
+        """The job has ended, or this node's part of it: has the rest end in order, and says how it ended."""
+        if self._hosted is not None:
+            await asyncio.wait({serving}, timeout=LAST_WORDS_S)
+        if serving.done():
+            serving.result()
+            self._line.close()
+            await asyncio.wait({connecting}, timeout=LAST_WORDS_S)
+        if hosting is not None:
+            await asyncio.wait({hosting}, timeout=LAST_WORDS_S)
+        if self._agent.left is not None:
+            return EndJob(self._agent.left.exit_code, self._agent.left.reason)
+        if hosting is not None and hosting.done():
+            return EndJob(hosting.result() or EXIT_FAILED, "the job ended, and this node's agent was not told")
+        if stopped.done():
+            return ended_by(stopped.result())
+        return self._agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
+
+    async def end(self) -> None:
+        """Whatever still runs is ended."""
+        await self._agent.stop()
+        if self._hosted is not None:
+            await self._hosted.end()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.append(task)
+        return task
+
+
+async def _first_of(*awaited: asyncio.Future[Any] | None) -> None:
+    await asyncio.wait({each for each in awaited if each is not None}, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _tell_trouble(trouble: str) -> None:
+    print(f"keepstep: no connection to the controller, training goes on: {trouble}", file=sys.stderr, flush=True)

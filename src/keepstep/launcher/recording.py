@@ -1,0 +1,142 @@
+"""What a run leaves behind: its folder, its log, its trace and its report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepstep.errors import ConfigurationError, KeepstepError
+from keepstep.protocol.controller import JournalEntry
+from keepstep.trace.record import runfolder
+from keepstep.trace.record.recorder import Recorder
+from keepstep.trace.targets import check_target, replacing, write_whole
+from keepstep.trace.timeline.describe import as_json
+from keepstep.trace.timeline.run import opened
+
+if TYPE_CHECKING:
+    from keepstep.launcher.log import EventLog
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outputs:
+    """What is written of a run beside its folder."""
+
+    report: Path | None = None
+    log_json: Path | None = None
+    """Events are appended to it as lines of JSON; ``-`` is the standard error."""
+    trace: Path | None = None
+    """A trace of the run, for Perfetto."""
+
+
+def add_output_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags that name `Outputs`."""
+    parser.add_argument("--report", help="write a JSON report of the run to this file")
+    parser.add_argument("--trace", help="write a trace of the run to this file, for Perfetto or chrome://tracing")
+    parser.add_argument(
+        "--log-json", metavar="FILE", help="append a line of JSON for each event of the job; - is the standard error"
+    )
+
+
+def outputs_of(arguments: argparse.Namespace) -> Outputs:
+    """What is to be written of the run.
+
+    Raises:
+        ConfigurationError: a file cannot be written.
+    """
+    return Outputs(
+        report=_file("--report", arguments.report),
+        trace=_file("--trace", arguments.trace),
+        log_json=_log(arguments.log_json),
+    )
+
+
+def _file(flag: str, name: str | None) -> Path | None:
+    """A file that is to be written, which need not exist yet."""
+    if not name:
+        return None
+    return check_target(flag, Path(name))
+
+
+def _log(name: str | None) -> Path | None:
+    """``-``, or a file that is appended to: one that is there needs no folder that could be written."""
+    if name == "-" or (name and Path(name).exists() and not Path(name).is_dir()):
+        return Path(name)
+    return _file("--log-json", name)
+
+
+def make_folder(flag: str, path: Path, mode: int = 0o777) -> Path:
+    """Makes the folder that ``flag`` names, unless it is there, and returns it.
+
+    Raises:
+        ConfigurationError: it cannot be made or written.
+    """
+    try:
+        path.mkdir(mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {path}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(f"{flag} {path}: not writable")
+    return path
+
+
+def record_run(
+    run_dir: Path,
+    info: runfolder.RunInfo,
+    outputs: Outputs,
+    run: Callable[[Recorder], dict[str, Any]],
+    lived_through: list[JournalEntry] | None = None,
+) -> dict[str, Any]:
+    """Runs a job, recorded in its folder, and returns its report, with ``exit_code`` and ``reason``.
+
+    Args:
+        run_dir: the folder; what an earlier run left there is moved aside.
+        info: what is known of the run.
+        outputs: what is written beside it.
+        run: runs it to its end; it is given what it has to write into.
+        lived_through: the folder holds the beginning of this very run, with these entries; None: it begins now.
+
+    Raises:
+        ConfigurationError: another job runs in the folder, or something cannot be written.
+    """
+    with runfolder.occupied(run_dir), _event_log(outputs.log_json, info) as log:
+        if lived_through is None:
+            runfolder.begin(run_dir, info)
+        elif log is not None:
+            log.caught_up(lived_through)
+        with Recorder(run_dir, log.decided if log else None) as recorder:
+            result = run(recorder)
+        at_ns = time.monotonic_ns()
+        runfolder.end(run_dir, info, result["exit_code"], result["reason"], at_ns)
+        if log is not None:
+            log.ended(result["exit_code"], result["reason"], at_ns)
+        if outputs.trace is not None:
+            write_trace(run_dir, outputs.trace)
+    if outputs.report is not None:
+        write_whole(outputs.report, as_json(result))
+    return result
+
+
+def write_trace(run_dir: Path, target: Path) -> None:
+    """Writes the trace of the run in a folder. What goes wrong is said, and changes nothing of how the job ended."""
+    from keepstep.trace.pictures import chrome  # here, for most jobs do without
+
+    try:
+        with opened(run_dir) as run, replacing(target) as file:
+            chrome.write_trace(run, file)
+    except (OSError, KeepstepError) as error:
+        print(f"keepstep: no trace was written: {error}", file=sys.stderr, flush=True)
+
+
+def _event_log(path: Path | None, info: runfolder.RunInfo) -> contextlib.AbstractContextManager[EventLog | None]:
+    if path is None:
+        return contextlib.nullcontext()
+    from keepstep.launcher.log import EventLog  # here, for most jobs do without what it needs
+
+    return EventLog(path, info)

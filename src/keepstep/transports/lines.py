@@ -1,0 +1,48 @@
+"""What carries messages between the agents of a job and its controller, whatever it is made of.
+
+Nothing is promised of a line but that what arrives is what was sent, in order, as long as one connection lasts: what
+must arrive is repeated by `keepstep.protocol.conversation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from keepstep.protocol.messages import AnyMessage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connected:
+    """A line is open, for the first time or again: what was sent before may have been lost."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """Something has come from a node, by a line that is known to be that node's."""
+
+    node: str
+    message: AnyMessage | Connected
+
+
+class ControllerLine(Protocol):
+    """An agent's line to its controller."""
+
+    def send(self, message: AnyMessage) -> None:
+        """Sends a message, or loses it while there is no connection; never blocks."""
+
+    async def receive(self) -> AnyMessage | Connected:
+        """What comes next."""
+
+
+class NodeLines(Protocol):
+    """A controller's lines to the agents of all nodes."""
+
+    def send(self, node: str, message: AnyMessage) -> None:
+        """Sends a message, or loses it while there is no connection to the node; never blocks."""
+
+    async def receive(self) -> Arrival:
+        """What comes next, from any node."""
+
+    def refuse(self, node: str, why: str) -> None:
+        """Ends the connection to a node that has said what it must not say."""

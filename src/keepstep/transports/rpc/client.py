@@ -1,0 +1,178 @@
+"""An agent's end: one line to the controller, made again as often as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from keepstep.errors import ConfigurationError, PeerLost
+from keepstep.protocol.messages import AnyMessage
+from keepstep.transports.framing import frame
+from keepstep.transports.lines import Connected
+from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, OPEN, PATH, SETTINGS, Outbox, messages_in
+from keepstep.trust.certificates import CONTROLLER_NAME
+from keepstep.trust.credentials import Credentials
+
+CONNECT_S = 5.0
+"""How long one attempt may take."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
+"""Between two attempts: doubled at each, with up to as much again at random, so that not all agents come at once."""
+PATIENCE_S = 600.0
+"""As long as a script may take between two steps: workers that end a step need the controller no later than then."""
+MAX_UNSENT_BYTES = 64 << 20
+"""While a connection stands still no more is kept than this; whatever is lost is said again on the next one."""
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class RpcControllerLine:
+    """Implements `keepstep.transports.lines.ControllerLine`."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        credentials: Credentials,
+        host_name: str | None = CONTROLLER_NAME,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Args:
+        endpoints: HOST:PORT where a controller may be; they are tried in turn.
+        credentials: of this node's agent.
+        host_name: what the controller's certificate is made out to; None: to its address.
+        patience_s: how long there may be no connection.
+        """
+        self._endpoints = tuple(endpoints)
+        self._credentials = credentials
+        self._host_name = host_name
+        self._patience_s = patience_s
+        self._outbox = Outbox()
+        self._has_news = asyncio.Event()
+        self._is_open = False
+        self._arrived: asyncio.Queue[AnyMessage | Connected] = asyncio.Queue()
+        self._num_opened = 0
+        self._closing = asyncio.Event()
+        self.on_trouble: Callable[[str], None] = lambda why: None
+        """Told why there is no connection, each time that this changes."""
+
+    # ---- ControllerLine ---------------------------------------------------------------------------------------------
+
+    def send(self, message: AnyMessage) -> None:
+        """Sends a message, or loses it while there is no connection."""
+        if self._is_open and self._outbox.num_bytes < MAX_UNSENT_BYTES:
+            self._outbox.put(frame(message))
+            self._has_news.set()
+
+    async def receive(self) -> AnyMessage | Connected:
+        """What comes next."""
+        return await self._arrived.get()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps a connection until `close` is called, or it is cancelled.
+
+        Raises:
+            ConfigurationError: the controller does not let this agent in, and never has.
+            PeerLost: there was no connection for too long.
+        """
+        pause_s = FIRST_PAUSE_S
+        last_trouble = ""
+        self._lost_s = time.monotonic()
+        for endpoint in itertools.cycle(self._endpoints):
+            num_opened = self._num_opened
+            trouble = await self._visit(endpoint)
+            if self._closing.is_set():
+                return
+            if trouble != last_trouble:
+                self.on_trouble(trouble)
+            last_trouble = trouble
+            if time.monotonic() > self._lost_s + self._patience_s:
+                raise PeerLost(f"no controller was to be reached for {self._patience_s:g} s; {trouble}")
+            pause_s = FIRST_PAUSE_S if self._num_opened > num_opened else min(2 * pause_s, LAST_PAUSE_S)
+            await asyncio.sleep(pause_s * (1 + random.random()))
+            if self._closing.is_set():
+                return
+
+    def close(self) -> None:
+        """There will be nothing more to say: `run` returns when all is said, or cannot be."""
+        self._closing.set()
+        self._has_news.set()
+
+    async def _visit(self, endpoint: str) -> str:
+        """One connection, from its beginning to its end; returns why it ended."""
+        async with self._channel(endpoint) as channel:
+            call: Call = channel.stream_stream(PATH)(metadata=((AUTHORIZATION, BEARER + self._credentials.token),))
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    is_open = OPEN in dict(await call.initial_metadata())
+                    refusal = None if is_open else await call.code()
+                if refusal is grpc.StatusCode.UNAUTHENTICATED and self._num_opened == 0:
+                    raise ConfigurationError(f"the controller at {endpoint} refuses: {await call.details()}")
+                if is_open:
+                    await self._converse(call)
+                return f"{endpoint}: {await call.details() or 'the controller has ended the connection'}"
+            except TimeoutError:
+                return f"{endpoint}: no answer within {CONNECT_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                return f"{endpoint}: {error.details()}"
+            finally:
+                call.cancel()
+
+    async def _converse(self, call: Call) -> None:
+        """Reads and writes until either end has enough."""
+        self._num_opened += 1
+        self._outbox, self._is_open = Outbox(), True
+        self._arrived.put_nowait(Connected())
+        reading = asyncio.create_task(self._read(call))
+        writing = asyncio.create_task(self._write(call))
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if self._closing.is_set() and writing.done():
+                await asyncio.wait({reading}, timeout=CONNECT_S)  # the controller has read all when it ends its part
+        finally:
+            self._is_open, self._lost_s = False, time.monotonic()
+            for task in (reading, writing):
+                task.cancel()
+            results = await asyncio.gather(reading, writing, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _read(self, call: Call) -> None:
+        while True:
+            data: Any = await call.read()
+            if data is grpc.aio.EOF:
+                return
+            for message in messages_in(data):
+                self._arrived.put_nowait(message)
+
+    async def _write(self, call: Call) -> None:
+        while True:
+            while data := self._outbox.take():
+                await call.write(data)
+            if self._closing.is_set():
+                await call.done_writing()
+                return
+            await self._has_news.wait()
+            self._has_news.clear()
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        settings: list[tuple[str, int | str]] = [
+            *SETTINGS,
+            ("grpc.enable_retries", 0),
+            ("grpc.use_local_subchannel_pool", 1),  # what other channels met with is none of this one's business
+            ("grpc.min_reconnect_backoff_ms", round(1000 * CONNECT_S)),
+        ]
+        authority = self._credentials.authority
+        if authority is None:
+            return grpc.aio.insecure_channel(endpoint, settings)
+        if self._host_name is not None:
+            settings.append(("grpc.ssl_target_name_override", self._host_name))
+        return grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(authority), settings)

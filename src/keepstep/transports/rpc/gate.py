@@ -1,0 +1,261 @@
+"""What stands between the network and the gRPC server: who knocks, and who has to go.
+
+gRPC says nothing of connections that never become a call: one that sends rubbish, half a handshake or nothing at all is
+ended by it in its own time, and nobody hears from where it came. So every connection is accepted here, passed on to the
+server on the loopback interface byte by byte, and cut when its bearer has not shown a token in time. Nothing is read or
+changed on the way but the first bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from keepstep.errors import ConfigurationError
+
+ADMISSION_S = 10.0
+"""How long it may take to show a token: a handshake and a call, over a slow network."""
+MAX_STRANGERS = 1024
+"""Connections that have not shown a token. Of more agents than that, those that come too early come again."""
+HIGH_WATER_BYTES = 1 << 20
+TLS_HANDSHAKE = b"\x16\x03"
+"""RFC 8446, section 5.1: the type of a handshake record, and the first byte of its version."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+"""RFC 9113, section 3.4."""
+
+OnRefused = Callable[[str, str], None]
+
+
+class Gate:
+    """Accepts connections on one address, for a server on the loopback interface."""
+
+    def __init__(self, on_refused: OnRefused) -> None:
+        """Args:
+        on_refused: told of whoever was sent away: its address, and why.
+        """
+        self.on_refused = on_refused
+        self._strangers: set[_Front] = set()
+        self._passages: dict[int, _Front] = {}
+        """By the port from which it was passed on: that is what the server behind sees."""
+        self._server: asyncio.Server | None = None
+
+    async def open(self, host: str, port: int, inner_port: int, *, is_tls: bool) -> int:
+        """Listens, and returns the port.
+
+        Args:
+            host: the address, of one interface.
+            port: 0 for any free one.
+            inner_port: where the server listens on the loopback interface.
+            is_tls: whether a connection has to begin with a TLS handshake, or with HTTP/2.
+
+        Raises:
+            ConfigurationError: the address cannot be had.
+        """
+        first = TLS_HANDSHAKE if is_tls else HTTP2_PREFACE
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(lambda: _Front(self, inner_port, first), host, port, backlog=4096)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        """Listens no more; connections that were let in go on."""
+        if self._server is not None:
+            self._server.close()
+        for stranger in list(self._strangers):
+            stranger.is_known = True
+            stranger.cut()
+
+    def admit(self, port: int) -> None:
+        """The connection that the server sees coming from this port of the loopback interface is known by now."""
+        if port in self._passages:
+            self._strangers.discard(self._passages[port])
+            self._passages[port].is_known = True
+
+    def address_of(self, port: int) -> str:
+        """From where a connection really comes that the server sees coming from this port."""
+        front = self._passages.get(port)
+        return front.address if front is not None else f"127.0.0.1:{port}"
+
+    # ---- what the connections call ----------------------------------------------------------------------------------
+
+    def came(self, front: _Front) -> bool:
+        """Whether there is room for one more whom nobody knows."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            self.on_refused(front.address, f"{MAX_STRANGERS} others have not shown a token yet")
+            return False
+        self._strangers.add(front)
+        return True
+
+    def passed(self, front: _Front, port: int) -> None:
+        """It was passed on to the server, from this port."""
+        self._passages[port] = front
+
+    def went(self, front: _Front, port: int | None) -> None:
+        """It has ended."""
+        self._strangers.discard(front)
+        if port is not None:
+            self._passages.pop(port, None)
+
+
+class _Front(asyncio.Protocol):
+    """The end of a connection that is turned to the network."""
+
+    def __init__(self, gate: Gate, inner_port: int, first: bytes) -> None:
+        self._gate = gate
+        self._inner_port = inner_port
+        self._first = first
+        self._begun = b""
+        self._back: _Back | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._passing: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._inner_from: int | None = None
+        self.address = "?"
+        self.is_known = False
+        """Its bearer has shown a token, be it a good one or one that was refused with a reason."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        host, port = transport.get_extra_info("peername")[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not self._gate.came(self):
+            self.is_known = True
+            transport.abort()
+            return
+        transport.set_write_buffer_limits(HIGH_WATER_BYTES)
+        self._timer = asyncio.get_running_loop().call_later(ADMISSION_S, self._is_late)
+
+    def data_received(self, data: bytes) -> None:
+        if self._back is not None:
+            self._back.write(data)
+            return
+        self._begun += data
+        seen = self._begun[: len(self._first)]
+        if seen != self._first[: len(seen)]:
+            self._refuse(f"it began with {self._begun[:16]!r}, which is no handshake")
+        elif len(seen) == len(self._first) and self._passing is None:
+            assert self._transport is not None
+            self._transport.pause_reading()
+            self._passing = asyncio.get_running_loop().create_task(self._pass_on())
+
+    async def _pass_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            inner, back = await loop.create_connection(lambda: _Back(self), "127.0.0.1", self._inner_port)
+        except OSError:
+            self.cut()  # the server behind is gone, and so is this
+            return
+        if self._transport is None:  # it went meanwhile
+            inner.close()
+            return
+        inner.set_write_buffer_limits(HIGH_WATER_BYTES)
+        self._inner_from = int(inner.get_extra_info("sockname")[1])
+        self._gate.passed(self, self._inner_from)
+        self._back = back
+        back.write(self._begun)
+        self._begun = b""
+        self._transport.resume_reading()
+
+    def write(self, data: bytes) -> None:
+        """From the server."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self._back is not None:
+            self._back.pause()
+
+    def resume_writing(self) -> None:
+        if self._back is not None:
+            self._back.resume()
+
+    def pause(self) -> None:
+        """The server does not keep up."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """The server has caught up."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def behind_ended(self) -> None:
+        """The server has ended the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._transport = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._gate.went(self, self._inner_from)
+        if not self.is_known:
+            self._tell("its handshake failed, or it went before it had shown a token")
+        if self._back is not None:
+            self._back.end()
+
+    def _is_late(self) -> None:
+        if not self.is_known:
+            said = "nothing" if not self._begun and self._back is None else "no token"
+            self._refuse(f"it has shown {said} within {ADMISSION_S:g} s")
+
+    def _refuse(self, why: str) -> None:
+        self._tell(why)
+        self.cut()
+
+    def _tell(self, why: str) -> None:
+        self.is_known = True  # once is enough
+        self._gate.on_refused(self.address, why)
+
+    def cut(self) -> None:
+        """Ends it at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Back(asyncio.Protocol):
+    """The end that is turned to the server."""
+
+    def __init__(self, front: _Front) -> None:
+        self._front = front
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._front.write(data)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._transport = None
+        self._front.behind_ended()
+
+    def write(self, data: bytes) -> None:
+        """From the network."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause_writing(self) -> None:
+        self._front.pause()
+
+    def resume_writing(self) -> None:
+        self._front.resume()
+
+    def pause(self) -> None:
+        """The network does not keep up."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """The network has caught up."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def end(self) -> None:
+        """The connection from the network has ended."""
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,191 @@
+"""The controller's end: a gRPC server on one address, and a line to each node whose agent has shown its token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from keepstep.errors import ConfigurationError, RemoteProtocolError, TokenRefused
+from keepstep.protocol.messages import AnyMessage
+from keepstep.transports.framing import frame
+from keepstep.transports.lines import Arrival, Connected
+from keepstep.transports.rpc.gate import Gate
+from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, METHOD, OPEN, SERVICE, SETTINGS, Outbox, messages_in
+from keepstep.trust.certificates import ServerFiles
+
+MAX_UNREAD_BYTES = 64 << 20
+"""What waits for an agent that does not read. Its node is about to lose its lease; a new connection begins anew."""
+MAX_ARRIVED = 4096
+"""Messages that wait for the controller; then gRPC's flow control has the agents wait."""
+STOP_S = 0.5
+
+Admit = Callable[[str], str]
+"""The node that the bearer of a token speaks for; raises `TokenRefused`."""
+OnRefused = Callable[[str, str], None]
+"""Told of whoever was sent away: its address, and why."""
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class _Visit:
+    """One connection of one node's agent."""
+
+    def __init__(self, node: str, address: str) -> None:
+        self.node = node
+        self.address = address
+        self.outbox = Outbox()
+        self.has_news = asyncio.Event()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why it is to end."""
+
+    def end(self, why: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(why)
+
+
+class RpcNodeLines:
+    """Implements `keepstep.transports.lines.NodeLines`."""
+
+    def __init__(self, admit: Admit, on_refused: OnRefused) -> None:
+        self._admit = admit
+        self._on_refused = on_refused
+        self._gate = Gate(on_refused)
+        self._server: grpc.aio.Server | None = None
+        self._visits: dict[str, _Visit] = {}
+        self._arrived: asyncio.Queue[Arrival] = asyncio.Queue(MAX_ARRIVED)
+
+    async def start(self, host: str, port: int, tls: ServerFiles | None) -> int:
+        """Listens, and returns the port.
+
+        Args:
+            host: the address, of one interface.
+            port: 0 for any free one.
+            tls: key and certificate; None: whatever is said can be read by whoever is on the way.
+
+        Raises:
+            ConfigurationError: the address cannot be had.
+        """
+        settings = [
+            *SETTINGS,
+            ("grpc.so_reuseport", 0),  # a second controller on one port is a mistake, and would get half of the agents
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.max_concurrent_streams", 4),
+        ]
+        server = grpc.aio.server(options=settings)
+        method: Any = grpc.stream_stream_rpc_method_handler(self._converse)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
+        if tls is None:
+            inner = server.add_insecure_port("127.0.0.1:0")
+        else:
+            inner = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(tls.key, tls.certificate)]))
+        await server.start()
+        self._server = server
+        try:
+            return await self._gate.open(host, port, inner, is_tls=tls is not None)
+        except ConfigurationError:
+            await server.stop(None)
+            raise
+
+    async def stop(self) -> None:
+        """Ends all connections, each after what waits to be sent, and listens no more."""
+        self._gate.close()
+        if self._server is not None:
+            await self._server.stop(STOP_S)
+
+    # ---- NodeLines --------------------------------------------------------------------------------------------------
+
+    def send(self, node: str, message: AnyMessage) -> None:
+        """Sends a message, or loses it while there is no connection to the node."""
+        visit = self._visits.get(node)
+        if visit is None:
+            return
+        visit.outbox.put(frame(message))
+        visit.has_news.set()
+        if visit.outbox.num_bytes > MAX_UNREAD_BYTES:
+            visit.end(f"it has not read {visit.outbox.num_bytes} bytes")
+
+    async def receive(self) -> Arrival:
+        """What comes next, from any node."""
+        return await self._arrived.get()
+
+    def refuse(self, node: str, why: str) -> None:
+        """Ends the connection to a node that has said what it must not say."""
+        if (visit := self._visits.get(node)) is not None:
+            visit.end(why)
+
+    # ---- one connection ---------------------------------------------------------------------------------------------
+
+    async def _converse(self, _requests: AsyncIterable[bytes], context: Context) -> None:
+        inner_port = int(context.peer().rpartition(":")[2])
+        address = self._gate.address_of(inner_port)
+        self._gate.admit(inner_port)
+        try:
+            node = self._admit(_bearer(context))
+        except TokenRefused as error:
+            self._on_refused(address, str(error))
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        visit = _Visit(node, address)
+        if (former := self._visits.get(node)) is not None:
+            former.end("its agent has connected again")
+        self._visits[node] = visit
+        why = await self._serve(visit, context)
+        if self._visits.get(node) is visit:
+            del self._visits[node]
+        if why:
+            self._on_refused(address, f"node {node}: {why}")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+
+    async def _serve(self, visit: _Visit, context: Context) -> str:
+        """Reads and writes until either end has enough; returns why, if it is this one."""
+        await context.send_initial_metadata(((OPEN, "1"),))
+        await self._arrived.put(Arrival(visit.node, Connected()))
+        reading = asyncio.create_task(self._read(visit, context))
+        writing = asyncio.create_task(_write(visit, context))
+        try:
+            waited: set[asyncio.Future[Any]] = {reading, writing, visit.ended}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)  # the connection may have ended in either
+        return visit.ended.result() if visit.ended.done() else ""
+
+    async def _read(self, visit: _Visit, context: Context) -> None:
+        while True:
+            data: Any = await context.read()
+            if data is grpc.aio.EOF:
+                return
+            try:
+                found = messages_in(data)
+            except RemoteProtocolError as error:
+                visit.end(str(error))
+                return
+            for message in found:
+                await self._arrived.put(Arrival(visit.node, message))
+
+
+async def _write(visit: _Visit, context: Context) -> None:
+    while True:
+        await visit.has_news.wait()
+        visit.has_news.clear()
+        while data := visit.outbox.take():
+            await context.write(data)
+
+
+def _bearer(context: Context) -> str:
+    """The token that came with the call.
+
+    Raises:
+        TokenRefused: none came.
+    """
+    with contextlib.suppress(UnicodeDecodeError):
+        for name, value in context.invocation_metadata() or ():
+            text = value if isinstance(value, str) else value.decode()
+            if name == AUTHORIZATION and text.startswith(BEARER):
+                return text.removeprefix(BEARER)
+    raise TokenRefused("no token")

@@ -1,0 +1,70 @@
+"""What both ends of a stream agree upon: its name, what a gRPC message holds, and gRPC's settings.
+
+A gRPC message is some whole frames, one after the other, as `keepstep.transports.framing` lays them out. What is sent
+at the same moment travels as one: gRPC costs a hundred microseconds a message, a frame costs two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage
+from keepstep.transports.framing import FrameDecoder
+
+SERVICE = "keepstep.Controller"
+METHOD = "Converse"
+PATH = f"/{SERVICE}/{METHOD}"
+AUTHORIZATION = "authorization"
+BEARER = "Bearer "
+OPEN = "keepstep-open"
+"""Stands in the first metadata of a controller that has let an agent in."""
+
+MAX_CALL_BYTES = MAX_MESSAGE_BYTES + 4
+"""Of a gRPC message; gRPC refuses a larger one by its length, before anything of it is read."""
+PING_S = 2.0
+"""A line on which nothing comes is asked so often whether it is still there, and ends when no answer comes as long."""
+
+SETTINGS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_CALL_BYTES),
+    ("grpc.max_send_message_length", MAX_CALL_BYTES),
+    ("grpc.max_metadata_size", 8192),
+    ("grpc.keepalive_time_ms", round(1000 * PING_S)),
+    ("grpc.keepalive_timeout_ms", round(1000 * PING_S)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
+)
+
+
+def messages_in(data: bytes) -> list[AnyMessage]:
+    """The messages of one gRPC message.
+
+    Raises:
+        RemoteProtocolError: it is not whole frames, or one of them is no message.
+    """
+    decoder = FrameDecoder()
+    found = decoder.feed(data)
+    if decoder.num_buffered:
+        raise RemoteProtocolError(f"{decoder.num_buffered} bytes that are no whole frame")
+    return found
+
+
+class Outbox:
+    """Frames that wait to be sent."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self.num_bytes = 0
+
+    def put(self, frame: bytes) -> None:
+        """Adds a frame."""
+        self._frames.append(frame)
+        self.num_bytes += len(frame)
+
+    def take(self) -> bytes:
+        """As many frames as one gRPC message may hold, at least one if there is any."""
+        taken = bytearray()
+        while self._frames and (not taken or len(taken) + len(self._frames[0]) <= MAX_CALL_BYTES):
+            taken += self._frames.popleft()
+        self.num_bytes -= len(taken)
+        return bytes(taken)

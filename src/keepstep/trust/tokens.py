@@ -1,0 +1,148 @@
+"""A job's secret, and the tokens that say who somebody is.
+
+Whoever has the secret can make a token for any role and name, and check one; a token is good for its own role and name
+only. So an agent that was given no more than its token can speak for no node but its own. A token is
+``ks1.ROLE.NAME.MAC``, where the last is HMAC-SHA256 (RFC 2104) of the rest under the secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import hashlib
+import hmac
+import secrets
+from pathlib import Path
+
+from keepstep.errors import ConfigurationError, TokenRefused
+
+_PREFIX = "ks1"
+_SECRET_BYTES = 32
+MAX_TOKEN_CHARS = 1024
+
+
+class Role(enum.StrEnum):
+    """What a token's bearer may do. Workers have none: each has a line of its own, inherited from its agent."""
+
+    AGENT = "agent"
+    """Speak for one node."""
+    OPERATOR = "operator"
+    """Act on the job: give a node back that is in quarantine, end the job."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """Who a token's bearer is: for an agent, the name of its node."""
+
+    role: Role
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Secret:
+    """What the whole trust of one job hangs on. Never shown, not even by ``repr``."""
+
+    key: bytes
+
+    @classmethod
+    def new(cls) -> Secret:
+        """A random one."""
+        return cls(secrets.token_bytes(_SECRET_BYTES))
+
+    @classmethod
+    def parse(cls, text: str, whence: str) -> Secret:
+        """The secret in a file or variable, as `text` wrote it.
+
+        Raises:
+            ConfigurationError: it is none; ``whence`` says where it was.
+        """
+        try:
+            key = bytes.fromhex(text.strip())
+        except ValueError:
+            key = b""
+        if len(key) != _SECRET_BYTES:
+            raise ConfigurationError(
+                f"{whence}: must be a job's secret, {2 * _SECRET_BYTES} hexadecimal digits; make one with: "
+                "keepstep token --new"
+            )
+        return cls(key)
+
+    def text(self) -> str:
+        """Its written form."""
+        return self.key.hex()
+
+    def derive(self, purpose: str) -> bytes:
+        """32 bytes that belong to a purpose, from which nothing can be learned of the secret or of other purposes."""
+        return hmac.digest(self.key, f"keepstep {purpose}".encode(), hashlib.sha256)
+
+
+def mint(secret: Secret, claim: Claim) -> str:
+    """A token for a role and name."""
+    body = f"{_PREFIX}.{claim.role}.{_armour(claim.name.encode())}"
+    return f"{body}.{_armour(_seal(secret, body))}"
+
+
+def check(secret: Secret, token: str) -> Claim:
+    """Who the bearer of a token is.
+
+    Raises:
+        TokenRefused: it was not made with this job's secret.
+    """
+    if len(token) > MAX_TOKEN_CHARS:
+        raise TokenRefused(f"a token of {len(token)} characters: at most {MAX_TOKEN_CHARS} are allowed")
+    body, _, seal = token.rpartition(".")
+    try:
+        prefix, role, name = body.split(".")
+        claim, sealed = Claim(Role(role), _bare(name).decode()), _bare(seal)
+    except ValueError:
+        raise TokenRefused("no token, or not one of keepstep's") from None
+    if prefix != _PREFIX or not hmac.compare_digest(sealed, _seal(secret, body)):
+        raise TokenRefused(f"the token of {claim.role} {claim.name!r} was not made with this job's secret")
+    return claim
+
+
+def name_in(token: str) -> str:
+    """The name that a token is for, as it says itself; empty where it says nothing that can be read."""
+    try:
+        return _bare(token.split(".")[2]).decode()
+    except (ValueError, IndexError):
+        return ""
+
+
+def _seal(secret: Secret, body: str) -> bytes:
+    return hmac.digest(secret.derive("tokens"), body.encode(), hashlib.sha256)
+
+
+def _armour(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _bare(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+
+
+def read_private(path: Path, what: str) -> str:
+    """What a file holds that nobody but its owner may read.
+
+    Raises:
+        ConfigurationError: it cannot be read, or others can read it.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{what} {path}: {getattr(error, 'strerror', None) or 'not a text'}") from error
+    if mode & 0o077:
+        raise ConfigurationError(f"{what} {path}: others can read it; run: chmod 600 {path}")
+    return text.strip()
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a new file that nobody but its owner may read.
+
+    Raises:
+        OSError: it cannot be written, or is there already.
+    """
+    path.touch(0o600, exist_ok=False)
+    path.write_text(text + "\n", encoding="ascii")

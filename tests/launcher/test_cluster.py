@@ -1,0 +1,225 @@
+"""Jobs on several nodes of one machine: what the flags mean, who hosts the controller, and how it all ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.network.cluster import SCRIPT
+from tests.support.watching import attempts
+
+from keepstep.config import SECRET_VARIABLE, TOKEN_VARIABLE
+from keepstep.errors import ConfigurationError
+from keepstep.launcher.cluster import flags
+from keepstep.launcher.cluster.flags import Shape
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role, Secret
+
+DEADLINE_S = 90.0
+KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
+SECRET = Secret(bytes(range(32)))
+
+
+@pytest.mark.parametrize(
+    ("text", "spares", "shape", "slots"),
+    [
+        ("2", 0, Shape(2, 2, 8, 0), 8),
+        ("2", 1, Shape(2, 2, 8, 1), 9),
+        ("2", 3, Shape(2, 2, 8, 3), 10),
+        ("2:3", 8, Shape(2, 3, 8, 8), 8),
+        ("2:3", 9, Shape(2, 3, 8, 9), 9),
+        ("2:4", 1, Shape(2, 4, 8, 1), 8),
+    ],
+)
+def test_ranks_and_slots(text: str, spares: int, shape: Shape, slots: int) -> None:
+    found = flags.shape_of(text, 8, spares)
+    assert found == shape
+    assert found.world_size == 16
+    assert found.slots(None) == slots
+    assert found.slots(11) == 11
+    assert found.max_nodes * slots >= found.world_size + spares, "there is room for all"
+
+
+@pytest.mark.parametrize("text", ["0", "2:1", "a", "1:", "2:3:4", "-1", ""])
+def test_numbers_of_nodes_that_cannot_be(text: str) -> None:
+    if text == "1:":
+        assert flags.shape_of(text, 1, 0) == Shape(1, 1, 1, 0)
+        return
+    with pytest.raises(ConfigurationError, match="--nnodes"):
+        flags.shape_of(text, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint", "parts"),
+    [
+        ("node-0", "node-0:29400", ("node-0", 29400)),
+        ("10.0.0.1:80", "10.0.0.1:80", ("10.0.0.1", 80)),
+        ("[::1]:80", "[::1]:80", ("::1", 80)),
+        ("[::1]", "[::1]:29400", ("::1", 29400)),
+    ],
+)
+def test_endpoints(text: str, endpoint: str, parts: tuple[str, int]) -> None:
+    assert flags.endpoint_of("--rdzv-endpoint", text) == endpoint
+    assert flags.split(endpoint) == parts
+
+
+@pytest.mark.parametrize("text", ["", ":80", "host:", "host:0", "host:70000", "host:http"])
+def test_endpoints_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--rdzv-endpoint"):
+        flags.endpoint_of("--rdzv-endpoint", text)
+
+
+def test_an_endpoint_is_owned_by_who_can_listen_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert not flags.owns(f"127.0.0.1:{port}")
+    assert flags.owns(f"127.0.0.1:{port}")
+    assert not flags.owns("192.0.2.1:80")  # of TEST-NET-1 (RFC 5737), which is nobody's
+
+
+# ---- real ones ------------------------------------------------------------------------------------------------------
+
+
+class Nodes:
+    """Processes of one job, with what they print."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
+        """Starts the command; its output goes into a file of that name."""
+        environment = {k: v for k, v in os.environ.items() if k not in (SECRET_VARIABLE, TOKEN_VARIABLE)}
+        with (self.folder / name).open("wb") as output:
+            process = subprocess.Popen(
+                [*KEEPSTEP, *map(str, arguments)], stdout=output, stderr=subprocess.STDOUT, env=environment | variables
+            )
+        self.started[name] = process
+        return process
+
+    def run(self, rank: int, *more: object, script: Path = SCRIPT) -> subprocess.Popen[bytes]:
+        """``keepstep run`` as one of two nodes."""
+        where = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 0, "--rdzv-endpoint", self.endpoint]
+        where += ["--node-rank", rank, "--run-dir", self.folder / f"run-{rank}", *more]
+        return self.start(f"out-{rank}", "run", *where, script, 8, 0.01, **{SECRET_VARIABLE: SECRET.text()})
+
+    def wait(self, name: str) -> tuple[int, str]:
+        """The exit code of a process, and what it has printed."""
+        try:
+            code = self.started[name].wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{name} has not ended:\n" + "\n".join(f"-- {n}\n{self.output(n)}" for n in self.started))
+        return code, self.output(name)
+
+    def output(self, name: str) -> str:
+        """What a process has printed so far."""
+        return (self.folder / name).read_text(errors="replace")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """Whatever is left of the processes is ended."""
+    found = Nodes(tmp_path)
+    yield found
+    left = [process for process in found.started.values() if process.poll() is None]
+    children = [child for process in left for child in psutil.Process(process.pid).children(recursive=True)]
+    for process in [*left, *children]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for process in left:
+        process.wait()
+
+
+def test_two_nodes_train_together(nodes: Nodes) -> None:
+    nodes.run(0)
+    nodes.run(1)
+    (code_0, out_0), (code_1, out_1) = nodes.wait("out-0"), nodes.wait("out-1")
+    assert (code_0, code_1) == (0, 0), out_0 + out_1
+    digests = {line for line in (out_0 + out_1).splitlines() if line.startswith("digest")}
+    assert len(digests) == 2
+    assert len({line.split()[2] for line in digests}) == 1
+
+
+def test_a_script_that_fails_ends_all_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text("import keepstep\nkeepstep.init()\nraise ValueError('bad')\n")
+    nodes.run(0, script=script)
+    nodes.run(1, script=script)
+    (code_0, out_0), (code_1, out_1) = nodes.wait("out-0"), nodes.wait("out-1")
+    assert (code_0, code_1) == (1, 1)
+    assert "ValueError: bad" in out_0
+    assert "ValueError: bad" in out_1
+
+
+def test_a_signal_to_the_hosting_node_ends_the_job(nodes: Nodes) -> None:
+    host, other = nodes.run(0), nodes.run(1)
+    controller = await_controller(nodes.folder, host.pid)
+    await_output(nodes, "out-0", "controller listens")
+    host.send_signal(signal.SIGTERM)
+    assert nodes.wait("out-0")[0] == 128 + signal.SIGTERM
+    code, out = nodes.wait("out-1")
+    assert other.returncode == code
+    assert code == 128 + signal.SIGTERM, out
+    assert not psutil.pid_exists(controller.pid)
+
+
+def test_agents_and_controller_apart(nodes: Nodes, tmp_path: Path) -> None:
+    """Each agent has credentials of its own only; one that uses another node's is refused."""
+    job = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 0]
+    nodes.start(
+        "controller", "controller", "--listen", nodes.endpoint, *job, "--run-dir", tmp_path / "run",
+        **{SECRET_VARIABLE: SECRET.text()},
+    )  # fmt: skip
+    await_output(nodes, "controller", "controller listens")
+    agent(nodes, "mistaken", "node-a", job, as_node="node-b")
+    code, out = nodes.wait("mistaken")
+    assert code == 2
+    assert "the credentials are those of node 'node-a', and this is 'node-b'" in out
+    for name in ("node-a", "node-b"):
+        agent(nodes, name, name, job, as_node=name)
+    assert [nodes.wait(name)[0] for name in ("node-a", "node-b", "controller")] == [0, 0, 0]
+
+
+def agent(nodes: Nodes, output: str, credentials: str, job: list[object], as_node: str) -> subprocess.Popen[bytes]:
+    """``keepstep agent`` with the credentials of one node, under the name of that or another one."""
+    text = Credentials.of(SECRET, Claim(Role.AGENT, credentials)).text()
+    return nodes.start(
+        output, "agent", "--controller", nodes.endpoint, *job, "--node-name", as_node, "--run-dir",
+        nodes.folder / f"run-{output}", SCRIPT, 8, 0.01, **{TOKEN_VARIABLE: text},
+    )  # fmt: skip
+
+
+def test_several_nodes_need_a_secret(nodes: Nodes) -> None:
+    nodes.start("out", "run", "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-endpoint", nodes.endpoint, SCRIPT, 8, 0.01)
+    code, out = nodes.wait("out")
+    assert code == 2
+    assert "several nodes need a secret that they share" in out
+
+
+def await_controller(folder: Path, parent: int) -> psutil.Process:
+    """The controller that a node hosts, as soon as there is one."""
+    for _ in attempts(folder, DEADLINE_S):
+        for child in psutil.Process(parent).children():
+            with contextlib.suppress(psutil.Error):
+                if "controller" in child.cmdline():
+                    return child
+    raise AssertionError("no controller has come up")
+
+
+def await_output(nodes: Nodes, name: str, text: str) -> None:
+    """Waits until a process has printed something."""
+    for _ in attempts(nodes.folder, DEADLINE_S):
+        if text in nodes.output(name):
+            return
+        assert nodes.started[name].poll() is None, nodes.output(name)
+    raise AssertionError(f"{name} did not print {text!r}:\n{nodes.output(name)}")

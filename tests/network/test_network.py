@@ -1,0 +1,165 @@
+"""Jobs on several machines whose network fails: real processes, in network namespaces.
+
+Whatever happens, the weights at the end are those of a run without failures, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.network.cluster import DEADLINE_S, SCRIPT, Cluster
+from tests.network.lab import Lab, why_not
+
+from keepstep.protocol.recovery import RecoveryMachine, Stage
+
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+STEPS, STEP_S = 60, 0.05
+TWO_RANKS = ["--nproc-per-node", "1", "--nnodes", "2:3", "--spares", "1"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What the ranks say of their weights after a run in which nothing fails, on one machine."""
+    command = [sys.executable, "-m", "keepstep.cli.main", "run", "--nproc-per-node", "2", "--spares", "0"]
+    command += ["--run-dir", str(tmp_path_factory.mktemp("reference")), str(SCRIPT), str(STEPS), "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    lines = [line.split() for line in ended.stdout.splitlines() if line.startswith("digest ")]
+    digests = {int(rank): digest for _, rank, digest in lines}
+    assert len(set(digests.values())) == 1
+    return digests
+
+
+@pytest.fixture
+def lab(seed: int) -> Iterator[Lab]:
+    """Three machines."""
+    with Lab(3, seed).built() as built:
+        yield built
+
+
+def a_job(lab: Lab, folder: Path, *, step_s: float = STEP_S, is_apart: bool = False) -> Cluster:
+    """The job of these tests, which takes three seconds and a bit where nothing fails."""
+    return Cluster(lab, folder, TWO_RANKS, [str(SCRIPT), str(STEPS), str(step_s)], is_apart=is_apart)
+
+
+def trains_with_a_spare(job: RecoveryMachine) -> bool:
+    """All is well: it trains, and a warm spare waits."""
+    return job.stage is Stage.TRAINING and job.roster.num_ready_spares > 0
+
+
+def has_recovered(job: RecoveryMachine) -> bool:
+    """The last recovery is over."""
+    return bool(job.records) and job.records[-1].resumed_s is not None
+
+
+def test_a_machine_loses_its_power(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    with a_job(lab, tmp_path).running() as cluster:
+        cluster.wait_until(trains_with_a_spare, "training")
+        cluster.power_off(1)
+        cluster.wait_until(has_recovered, "a recovery")
+        assert cluster.wait({0, 2}) == {0: 0, 2: 0}
+        (record,) = cluster.job.records
+        assert record.cause == "node lost"
+        assert [failure.rank for failure in record.failures] == [1]
+        assert cluster.digests() == undisturbed
+
+
+def test_a_machine_is_cut_off_and_comes_back(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """Its rank is somebody else's by then: it ends what still runs there, and is the next one to help out."""
+    with a_job(lab, tmp_path).running() as cluster:
+        cluster.wait_until(trains_with_a_spare, "training")
+        cluster.lab.cut_off(1)
+        cluster.wait_until(has_recovered, "a recovery")
+        zombies = [worker.pid for worker in cluster.job.roster.workers.values() if worker.lost]
+        cluster.lab.heal()
+        cluster.wait_until(trains_with_a_spare, "the machine offered as a spare")
+        assert not any(pid is not None and Path(f"/proc/{pid}").exists() for pid in zombies)
+        cluster.power_off(2)
+        cluster.wait_until(lambda job: len(job.records) == 2 and has_recovered(job), "a second recovery")
+        assert cluster.wait({0, 1}) == {0: 0, 1: 0}
+        assert cluster.digests() == undisturbed
+
+
+@pytest.mark.parametrize("way", ["nothing arrives there", "nothing comes from there"])
+def test_a_cable_works_one_way_only(lab: Lab, tmp_path: Path, undisturbed: dict[int, str], way: str) -> None:
+    with a_job(lab, tmp_path).running() as cluster:
+        cluster.wait_until(trains_with_a_spare, "training")
+        for other in (0, 2):
+            cluster.lab.change(*((other, 1) if way == "nothing arrives there" else (1, other)), lose=1.0)
+        cluster.wait_until(has_recovered, "a recovery")
+        cluster.lab.heal()
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}
+        assert cluster.digests() == undisturbed
+
+
+def test_a_fifth_of_all_packets_is_lost(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    with a_job(lab, tmp_path).running() as cluster:
+        cluster.wait_until(trains_with_a_spare, "training")
+        cluster.lab.change_between({0}, {1, 2}, lose=0.2)
+        cluster.lab.change_between({1}, {2}, lose=0.2)
+        cluster.wait_until(lambda job: job.stage is not Stage.TRAINING or job.trained_to > 0, "something")
+        cluster.lab.heal()
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}
+        assert cluster.digests() == undisturbed
+
+
+def test_everything_takes_a_fifth_of_a_second(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    with a_job(lab, tmp_path).running() as cluster:
+        cluster.wait_until(trains_with_a_spare, "training")
+        cluster.lab.change_between({0}, {1, 2}, delay_s=0.2)
+        cluster.lab.change_between({1}, {2}, delay_s=0.2)
+        assert cluster.kill_rank(1)
+        cluster.wait_until(has_recovered, "a recovery")
+        cluster.lab.heal()
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}
+        assert cluster.digests() == undisturbed
+
+
+def test_the_controller_is_cut_off_from_half_of_the_agents(
+    seed: int, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """The ranks still reach one another, and the one that was given up goes on for a while: it can harm nobody."""
+    with Lab(4, seed).built() as lab, a_job(lab, tmp_path, is_apart=True).running() as cluster:
+        cluster.wait_until(trains_with_a_spare, "training")
+        victim = next(worker.node for worker in cluster.job.roster.holders() if worker.rank == 1)
+        node = next(node for node in range(1, 4) if victim.endswith(f"-{node}"))
+        cluster.lab.change_between({0}, {node}, lose=1.0)
+        cluster.wait_until(has_recovered, "a recovery")
+        cluster.lab.heal()
+        assert set(cluster.wait().values()) == {0}
+        assert cluster.digests() == undisturbed
+
+
+def test_the_controller_dies_while_ranks_die(lab: Lab, tmp_path: Path, seed: int, undisturbed: dict[int, str]) -> None:
+    disturb(lab, tmp_path, seed, undisturbed, num_crashes=4, num_losses=2)
+
+
+@pytest.mark.full
+def test_the_controller_dies_twenty_times(lab: Lab, tmp_path: Path, seed: int, undisturbed: dict[int, str]) -> None:
+    disturb(lab, tmp_path, seed, undisturbed, num_crashes=20, num_losses=10)
+
+
+def disturb(
+    lab: Lab, folder: Path, seed: int, undisturbed: dict[int, str], *, num_crashes: int, num_losses: int
+) -> None:
+    """Kills the controller and ranks at random instants."""
+    generator = random.Random(seed)
+    kinds = ["controller"] * num_crashes + ["rank"] * num_losses
+    generator.shuffle(kinds)
+    with a_job(lab, folder, step_s=1.2 * len(kinds) / STEPS).running() as cluster:  # longer than the disturbance
+        cluster.wait_until(trains_with_a_spare, "training")
+        for kind in kinds:
+            cluster.let_pass(generator.uniform(0.0, 1.5))
+            if kind == "controller":
+                cluster.wait_for(lambda: cluster.kill_controller() != 0, "a controller to kill")
+            else:
+                rank = generator.randrange(2)
+                cluster.wait_for(lambda rank=rank: cluster.kill_rank(rank), f"a rank {rank} to kill")
+        assert set(cluster.wait().values()) == {0}
+        assert cluster.digests() == undisturbed

@@ -1,0 +1,46 @@
+"""Waits until something changes in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
+"""Of <sys/inotify.h>."""
+LOOK_S = 0.1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def attempts(folder: Path, timeout_s: float) -> Iterator[None]:
+    """One attempt now, one after each change in a folder, and some more, for a process may end without any."""
+    deadline_s = time.monotonic() + timeout_s
+    with contextlib.closing(FolderWatch(folder)) as watch:
+        while time.monotonic() < deadline_s:
+            yield
+            watch.wait(LOOK_S)
+
+
+class FolderWatch:
+    """Told by the kernel of what is written, made or moved in a folder (not below it) from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        watch = _libc.inotify_add_watch(self._descriptor, str(folder).encode(), _MODIFY | _MOVED_TO | _CREATE)
+        if watch < 0:
+            raise OSError(ctypes.get_errno(), f"cannot watch {folder}")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether something has changed since the last call, or does within so many seconds."""
+        there, _, _ = select.select([self._descriptor], [], [], timeout_s)
+        if there:
+            os.read(self._descriptor, 1 << 16)
+        return bool(there)
+
+    def close(self) -> None:
+        """Ends it."""
+        os.close(self._descriptor)

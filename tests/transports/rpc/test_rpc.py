@@ -1,0 +1,316 @@
+"""Agents and a controller over gRPC: what is said arrives, whoever may not speak is refused, and it is known who."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+import pytest
+from tests.transports.rpc.served import DEADLINE_S, Served, connected, served
+
+from keepstep.errors import ConfigurationError, PeerLost
+from keepstep.protocol.messages import MAX_MESSAGE_BYTES, ClockAsked, ClockTold, PhasesObserved
+from keepstep.transports.framing import frame
+from keepstep.transports.lines import Arrival, Connected
+from keepstep.transports.rpc import gate
+from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, PATH
+from keepstep.trust import certificates
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role, Secret, mint
+
+BOTH = pytest.mark.parametrize("is_tls", [True, False], ids=["tls", "plain"])
+
+
+def play(scene: Callable[[Served], Awaitable[None]], *, is_tls: bool = True) -> None:
+    """Lives through a scene with a controller's end."""
+
+    async def whole() -> None:
+        async with asyncio.timeout(3 * DEADLINE_S), served(is_tls=is_tls) as controller:
+            await scene(controller)
+
+    asyncio.run(whole())
+
+
+async def still_serves(controller: Served, node: str = "witness") -> None:
+    """Another agent comes, speaks and is answered."""
+    line = controller.line(controller.credentials(node))
+    async with connected(line):
+        assert await controller.lines.receive() == Arrival(node, Connected())
+        assert await line.receive() == Connected()
+        line.send(ClockAsked(node, 7))
+        assert await controller.lines.receive() == Arrival(node, ClockAsked(node, 7))
+        controller.lines.send(node, ClockTold(7, 8))
+        assert await line.receive() == ClockTold(7, 8)
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_what_is_said_arrives(is_tls: bool) -> None:
+    play(still_serves, is_tls=is_tls)
+
+
+def test_large_and_many_messages_arrive_in_order() -> None:
+    async def scene(controller: Served) -> None:
+        line = controller.line(controller.credentials("a"))
+        sent = [PhasesObserved("a", n, bytes([n]) * (n * 5_000)) for n in range(100)]
+        async with connected(line):
+            await controller.lines.receive()
+            await line.receive()
+            for message in sent:
+                line.send(message)
+            assert [(await controller.lines.receive()).message for _ in sent] == sent
+
+    play(scene)
+
+
+def test_what_is_said_before_the_end_arrives() -> None:
+    async def scene(controller: Served) -> None:
+        line = controller.line(controller.credentials("a"))
+        async with connected(line) as running:
+            await controller.lines.receive()
+            await line.receive()
+            line.send(ClockAsked("a", 1))
+            line.close()
+            assert await controller.lines.receive() == Arrival("a", ClockAsked("a", 1))
+            async with asyncio.timeout(DEADLINE_S):
+                await running
+
+    play(scene)
+
+
+def test_a_controller_that_comes_back_is_found_again() -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(3 * DEADLINE_S):
+            async with served() as first:
+                line = first.line(first.credentials("a"))
+                running = asyncio.create_task(line.run())
+                assert await line.receive() == Connected()
+            line.send(ClockAsked("a", 1))  # to nobody
+            async with served(port=first.port, secret=first.secret) as second:
+                assert await line.receive() == Connected()
+                assert await second.lines.receive() == Arrival("a", Connected())
+                line.send(ClockAsked("a", 2))
+                assert await second.lines.receive() == Arrival("a", ClockAsked("a", 2))
+                running.cancel()
+                await asyncio.wait({running})
+
+    asyncio.run(whole())
+
+
+def test_an_agent_that_connects_again_takes_the_place_of_its_former_line() -> None:
+    async def scene(controller: Served) -> None:
+        former, latter = (controller.line(controller.credentials("a")) for _ in range(2))
+        async with connected(former):
+            await controller.lines.receive()
+            async with connected(latter):
+                assert await controller.lines.receive() == Arrival("a", Connected())
+                assert await latter.receive() == Connected()
+                controller.lines.send("a", ClockTold(1, 2))
+                assert await latter.receive() == ClockTold(1, 2)
+                assert "has connected again" in (await controller.next_refusal())[1]
+
+    play(scene)
+
+
+def test_patience_has_an_end() -> None:
+    async def whole() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as nobody:  # accepts, and says nothing
+            controller = Served(None, nobody.getsockname()[1], Secret.new(), True)  # type: ignore[arg-type]  # not served
+            with pytest.raises(PeerLost, match=r"no controller was to be reached for 0\.1 s"):
+                await controller.line(controller.credentials("a"), patience_s=0.1).run()
+
+    asyncio.run(whole())
+
+
+# ---- who may speak --------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_the_token_of_another_job_is_refused(is_tls: bool) -> None:
+    async def scene(controller: Served) -> None:
+        with pytest.raises(ConfigurationError, match="was not made with this job's secret"):
+            await controller.line(controller.credentials("a", Secret.new())).run()
+        address, why = await controller.next_refusal()
+        assert address.startswith("127.0.0.1:")
+        assert "agent 'a' was not made with this job's secret" in why
+        await still_serves(controller)
+
+    play(scene, is_tls=is_tls)
+
+
+@BOTH
+@pytest.mark.parametrize("token", [None, "", "Bearer", BEARER + "ks1.agent.YQ.AAAA"])
+def test_no_token_is_refused(is_tls: bool, token: str | None) -> None:
+    async def scene(controller: Served) -> None:
+        metadata = () if token is None else ((AUTHORIZATION, token),)
+        async with channel_to(controller) as channel:
+            call = channel.stream_stream(PATH)(metadata=metadata)
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await controller.next_refusal())[0].startswith("127.0.0.1:")
+        await still_serves(controller)
+
+    play(scene, is_tls=is_tls)
+
+
+def test_an_operators_token_is_not_for_agents() -> None:
+    async def scene(controller: Served) -> None:
+        token = mint(controller.secret, Claim(Role.OPERATOR, "me"))
+        async with channel_to(controller) as channel:
+            call = channel.stream_stream(PATH)(metadata=((AUTHORIZATION, BEARER + token),))
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await controller.next_refusal())[1] == "not for agents"
+
+    play(scene)
+
+
+def test_the_controller_of_another_job_is_not_believed() -> None:
+    """Its certificate is from another authority, so not even the token is shown to it."""
+
+    async def scene(controller: Served) -> None:
+        other = Secret.new()
+        line = controller.line(Credentials.of(other, Claim(Role.AGENT, "a")), patience_s=0.1)
+        with pytest.raises(PeerLost):
+            await line.run()
+        address, why = await controller.next_refusal()
+        assert address.startswith("127.0.0.1:")
+        assert "handshake failed" in why
+        await still_serves(controller)
+
+    play(scene)
+
+
+# ---- what is no agent -----------------------------------------------------------------------------------------------
+
+HANDSHAKE = bytes.fromhex("160301") + struct.pack(">H", 512)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x00" * 100,
+        b"\xff" * 100_000,
+        frame(ClockAsked("a", 1)),
+        struct.pack("<I", 1 << 30) + b"x" * 100,
+    ],
+    ids=["http", "zeros", "ones", "a frame", "1 GiB"],
+)
+def test_rubbish_is_refused_at_once(is_tls: bool, rubbish: bytes) -> None:
+    async def scene(controller: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", controller.port)
+        own = "{}:{}".format(*writer.get_extra_info("sockname"))
+        writer.write(rubbish)
+        address, why = await controller.next_refusal()
+        assert address == own
+        assert "which is no handshake" in why
+        await expect_end(reader)
+        writer.close()
+        await still_serves(controller)
+
+    play(scene, is_tls=is_tls)
+
+
+@BOTH
+@pytest.mark.parametrize("said", ["nothing", "half a handshake", "rubbish in a handshake"])
+def test_who_shows_no_token_has_to_go(is_tls: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "ADMISSION_S", 0.2)
+    first = HANDSHAKE if is_tls else gate.HTTP2_PREFACE
+    words = {"nothing": b"", "half a handshake": first, "rubbish in a handshake": first + b"\x5a" * 4096}[said]
+
+    async def scene(controller: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", controller.port)
+        own = "{}:{}".format(*writer.get_extra_info("sockname"))
+        writer.write(words)
+        address, _why = await controller.next_refusal()
+        assert address == own
+        await expect_end(reader)
+        writer.close()
+        await still_serves(controller)
+
+    play(scene, is_tls=is_tls)
+
+
+def test_strangers_do_not_crowd_the_gate_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(gate, "ADMISSION_S", 0.5)
+
+    async def scene(controller: Served) -> None:
+        strangers = [await asyncio.open_connection("127.0.0.1", controller.port) for _ in range(5)]
+        reasons = [(await controller.next_refusal())[1] for _ in range(5)]
+        assert sum("have not shown a token yet" in why for why in reasons) == 2
+        for reader, writer in strangers:
+            await expect_end(reader)
+            writer.close()
+        await still_serves(controller)
+
+    play(scene)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\x01", b"\x05\x00\x00\x00abc", frame(ClockAsked("a", 1))[:-1], struct.pack("<I", 1 << 30), b"\xc1" * 50],
+    ids=["empty", "a byte", "half a frame", "all but a byte", "1 GiB", "no message"],
+)
+def test_an_agent_that_talks_rubbish_is_cut_off(is_tls: bool, said: bytes) -> None:
+    async def scene(controller: Served) -> None:
+        async with channel_to(controller) as channel:
+            call = channel.stream_stream(PATH)(metadata=bearer(controller, "a"))
+            await call.initial_metadata()
+            assert await controller.lines.receive() == Arrival("a", Connected())
+            await call.write(said)
+            if not said:
+                return  # no frames are no rubbish
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        address, why = await controller.next_refusal()
+        assert address.startswith("127.0.0.1:")
+        assert why.startswith("node a: ")
+        await still_serves(controller)
+
+    play(scene, is_tls=is_tls)
+
+
+def test_a_call_beyond_the_limit_is_refused_before_it_is_read() -> None:
+    async def scene(controller: Served) -> None:
+        async with channel_to(controller) as channel:
+            call = channel.stream_stream(PATH)(metadata=bearer(controller, "a"))
+            await call.initial_metadata()
+            await controller.lines.receive()
+            await call.write(bytes(MAX_MESSAGE_BYTES + 100))
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await still_serves(controller)
+
+    play(scene)
+
+
+def channel_to(controller: Served) -> grpc.aio.Channel:
+    """A channel of somebody who knows the authority, and need not be an agent."""
+    where = f"127.0.0.1:{controller.port}"
+    if not controller.is_tls:
+        return grpc.aio.insecure_channel(where)
+    credentials = grpc.ssl_channel_credentials(certificates.authority(controller.secret))
+    return grpc.aio.secure_channel(
+        where, credentials, options=[("grpc.ssl_target_name_override", certificates.CONTROLLER_NAME)]
+    )
+
+
+def bearer(controller: Served, node: str) -> tuple[tuple[str, str], ...]:
+    """What an agent shows."""
+    return ((AUTHORIZATION, BEARER + mint(controller.secret, Claim(Role.AGENT, node))),)
+
+
+async def expect_end(reader: asyncio.StreamReader) -> None:
+    """The other end has ended the connection; what came before does not matter."""
+    async with asyncio.timeout(DEADLINE_S):
+        try:
+            while await reader.read(1 << 16):
+                pass
+        except ConnectionError:
+            pass
