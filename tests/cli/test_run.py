@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_scripts_that_cannot_work(tmp_path: Path, body: str, message: str) -> No
         (["--nproc-per-node", "0", TINY], "--nproc-per-node 0"),
         (["--nproc-per-node", "many", TINY], "--nproc-per-node many"),
         (["--nproc-per-node", "1000000", TINY], "at most"),
-        (["--nnodes", "2", TINY], "--nnodes 2"),
+        (["--nnodes", "2", TINY], "--nnodes 2: name where they meet"),
         (["--max-restarts", "-2", TINY], "--max-restarts -2"),
         (["--hang-floor", "0", TINY], "--hang-floor"),
         (["no-such-script.py"], "no-such-script.py"),
@@ -249,3 +250,19 @@ def test_status_of_no_job(tmp_path: Path) -> None:
     code, _out, err = run("status", "--run-dir", tmp_path)
     assert code == 2
     assert "no job is running there" in err
+
+
+def test_lines_of_several_ranks_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python is told not to buffer, it writes each argument of a print() by itself."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    body = (
+        "session.protect(model=model, optimizer=optimizer)\n"
+        "for step in session.steps(1):\n    with step:\n        model(torch.ones(2)).sum().backward()\n"
+        "        optimizer.step()\n"
+    )
+    body += "for number in range(300):\n    print('line', number, 'of', 'rank', session.rank, 'ends', 'here')\n"
+    code, out, err = run("run", "--nproc-per-node", 3, "--spares", 0, script(tmp_path, body))
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if "line" in line or "here" in line]
+    assert len(lines) == 900
+    assert all(re.fullmatch(r"line \d+ of rank \d ends here", line) for line in lines)

@@ -23,7 +23,7 @@ from keepstep.trace.timeline.run import Run
 from keepstep.trust.tokens import Secret
 
 PORT = 29400
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 SCRIPT = Path(__file__).with_name("train.py")
 
 

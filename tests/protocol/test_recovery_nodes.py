@@ -21,7 +21,6 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
-from keepstep.protocol.recovery.machine import SPARES_GRACE_S
 from keepstep.protocol.recovery.processes import MAX_SPARE_FAILURES
 
 IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
@@ -65,7 +64,7 @@ def test_ranks_do_not_wait_for_ever_for_the_room_of_spares() -> None:
     assert job.effects == []
     joined_s = job.now_s - 0.001
     job.deadline()
-    assert job.now_s == pytest.approx(joined_s + SPARES_GRACE_S)
+    assert job.now_s == pytest.approx(joined_s + job.machine.settings.spares_grace_s)
     assert placed(job) == {"a": [0, 1], "b": [2, 3]}
     assert job.settle().where == (Stage.TRAINING, 1)
     job.offer("c", 9)

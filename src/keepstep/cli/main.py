@@ -12,9 +12,9 @@ from keepstep.errors import ConfigurationError, KeepstepError
 EXIT_USAGE = 2
 COMMANDS = {
     "run": ("run:main", "run a training script; takes torchrun's flags"),
-    "controller": ("controller:main", "decide for a job on several nodes"),
-    "agent": ("agent:main", "serve one node of a job whose controller runs elsewhere"),
-    "token": ("token:main", "make the secret of a job on several nodes, or one node's credentials"),
+    "controller": ("cluster.controller:main", "decide for a job on several nodes"),
+    "agent": ("cluster.agent:main", "serve one node of a job whose controller runs elsewhere"),
+    "token": ("cluster.token:main", "make the secret of a job on several nodes, or one node's credentials"),
     "drill": ("drill:main", "run it without and with failures, and compare the weights"),
     "dashboard": ("dashboard:main", "show a run in the browser, while it goes on or afterwards"),
     "top": ("top:main", "show a run in the terminal, while it goes on"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from keepstep.cli.agent import run_one_of_several
+from keepstep.cli.cluster.agent import run_one_of_several
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.console import follow

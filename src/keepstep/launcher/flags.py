@@ -189,7 +189,7 @@ def _environment(arguments: argparse.Namespace, place: Place) -> dict[str, str]:
     environment = script_environment()
     if place.ranks_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for the same reason
-    environment["MASTER_ADDR"] = arguments.master_addr or place.address
+    environment["MASTER_ADDR"] = arguments.master_addr
     if arguments.master_port is not None:
         if place.num_nodes == 1:
             _check_port(arguments.master_port)

@@ -17,7 +17,7 @@ from keepstep.trace.record import runfolder
 
 MAX_QUICK_DEATHS = 10
 QUICK_S = 5.0
-"""A controller that dies so soon so often in a row will do it again."""
+"""A controller that dies by itself so soon so often in a row will do it again."""
 END_DEADLINE_S = 20.0
 """It waits for its agents for ten seconds at most when the job ends, and writes a report."""
 
@@ -33,7 +33,7 @@ class HostedController:
         """
         self._command = command
         self._run_dir = run_dir
-        self._environment = {**os.environ, SECRET_VARIABLE: secret}
+        self._environment = {**os.environ, SECRET_VARIABLE: secret}  # environ: passed on to the child
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = False
 
@@ -52,7 +52,8 @@ class HostedController:
                 return code
             if not (self._run_dir / runfolder.INFO).exists() or code == 2:
                 raise ConfigurationError("the controller of the job did not come up")
-            num_quick = num_quick + 1 if time.monotonic() < started_s + QUICK_S else 0
+            is_own = code != -signal.SIGKILL  # whoever kills it from outside says nothing of how it will fare
+            num_quick = num_quick + 1 if is_own and time.monotonic() < started_s + QUICK_S else 0
             if num_quick > MAX_QUICK_DEATHS:
                 raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -21,9 +21,6 @@ from keepstep.protocol.recovery.records import Failure, RecoveryRecord
 from keepstep.protocol.recovery.roster import Roster, Worker
 from keepstep.protocol.recovery.stages import Course, Effect, RecoverySettings, Stage
 
-SPARES_GRACE_S = 30.0
-"""When there is room for all ranks, nodes that bring the room for the spares are waited for so long."""
-
 
 class RecoveryMachine(Course):
     """Decides for one job. Owns the generation number; never touches a tensor."""
@@ -205,7 +202,7 @@ class RecoveryMachine(Course):
             self.deadline_s = now_s + self.settings.start_deadline_s
         if not self._all_ranks_fit and self._processes.all_ranks_fit():
             self._all_ranks_fit = True
-            self.deadline_s = min(self.deadline_s, now_s + SPARES_GRACE_S)
+            self.deadline_s = min(self.deadline_s, now_s + self.settings.spares_grace_s)
         if self._all_ranks_fit and self._processes.all_spares_fit():
             self._start_job(now_s)
 

@@ -67,6 +67,8 @@ class RecoverySettings:
     max_recoveries_without_progress: int = 8
     """A step that fails so often in a row will fail again: the job ends instead of looping for ever."""
     start_deadline_s: float = 1800.0
+    spares_grace_s: float = 30.0
+    """When there is room for all ranks, nodes that bring the room for the spares are waited for so long."""
     stop_deadline_s: float = 600.0
     """A backstop: a survivor that stands still is found by its agent long before."""
     recover_deadline_s: float = 300.0

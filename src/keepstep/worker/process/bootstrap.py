@@ -24,7 +24,8 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
     sys.argv = list(command)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on a terminal: a line is out before its rank is killed, and in one piece between those of other ranks.
-        sys.stdout.reconfigure(line_buffering=True)
+        # PYTHONUNBUFFERED would have each argument of a print() written by itself.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if module:
             sys.path.insert(0, "")

@@ -15,6 +15,8 @@ from keepstep.launcher.cluster.node import NodeOptions, run_node
 from keepstep.launcher.flags import agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
 
+LOOPBACK = "127.0.0.1"
+
 
 def main(arguments: list[str]) -> int:
     """Serves one node of a job whose controller runs elsewhere, and returns the job's exit code."""
@@ -28,7 +30,7 @@ def run_one_of_several(arguments: argparse.Namespace) -> int:
     """``keepstep run`` on one of several nodes."""
     if arguments.rdzv_endpoint:
         endpoint = endpoint_of("--rdzv-endpoint", arguments.rdzv_endpoint)
-    elif arguments.master_addr:
+    elif arguments.master_addr != LOOPBACK:  # torchrun's default, which no other node can reach
         endpoint = endpoint_of("--master-addr", f"{arguments.master_addr}:{arguments.master_port or 29500}")
     else:
         raise ConfigurationError(f"--nnodes {arguments.nnodes}: name where they meet with --rdzv-endpoint HOST:PORT")
