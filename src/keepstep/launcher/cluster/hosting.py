@@ -18,6 +18,8 @@ from keepstep.trace.record import runfolder
 MAX_QUICK_DEATHS = 10
 QUICK_S = 5.0
 """A controller that dies by itself so soon so often in a row will do it again."""
+EXIT_USAGE = 2
+"""Of a controller that cannot be run as asked; no job ends with it."""
 END_DEADLINE_S = 20.0
 """It waits for its agents for ten seconds at most when the job ends, and writes a report."""
 
@@ -48,10 +50,10 @@ class HostedController:
         while True:
             started_s = time.monotonic()
             code = await self._once(again)
+            if code == EXIT_USAGE and not self._is_ending:
+                raise ConfigurationError("the controller of the job did not come up")
             if self._is_ending or self._has_ended():
                 return code
-            if not (self._run_dir / runfolder.INFO).exists() or code == 2:
-                raise ConfigurationError("the controller of the job did not come up")
             is_own = code != -signal.SIGKILL  # whoever kills it from outside says nothing of how it will fare
             num_quick = num_quick + 1 if is_own and time.monotonic() < started_s + QUICK_S else 0
             if num_quick > MAX_QUICK_DEATHS:

@@ -35,7 +35,6 @@ class NodeOptions:
     """What the controller's certificate is made out to; None: to its address."""
     patience_s: float
     """How long the node waits for a controller that it cannot reach."""
-    keep_run_dir: bool = True
 
 
 def run_node(options: NodeOptions, hosted: HostedController | None = None) -> EndJob:

@@ -99,107 +99,127 @@ class Gate:
             self._passages.pop(port, None)
 
 
-class _Front(asyncio.Protocol):
-    """The end of a connection that is turned to the network."""
+class _End(asyncio.Protocol):
+    """One end of a connection that is passed on: what comes here goes out at the other end."""
+
+    def __init__(self) -> None:
+        self.other: _End | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(HIGH_WATER_BYTES)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None:
+            self.other.write(data)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._transport = None
+        if self.other is not None:
+            self.other.end()
+
+    def pause_writing(self) -> None:
+        if self.other is not None:
+            self.other.pause()
+
+    def resume_writing(self) -> None:
+        if self.other is not None:
+            self.other.resume()
+
+    def write(self, data: bytes) -> None:
+        """What has come at the other end."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause(self) -> None:
+        """The other end does not keep up."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """The other end has caught up."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def end(self) -> None:
+        """Ends it, after what is still to be written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def cut(self) -> None:
+        """Ends it at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Front(_End):
+    """The end that is turned to the network; the other one is turned to the server."""
 
     def __init__(self, gate: Gate, inner_port: int, first: bytes) -> None:
+        super().__init__()
         self._gate = gate
         self._inner_port = inner_port
         self._first = first
         self._begun = b""
-        self._back: _Back | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._passing: asyncio.Task[None] | None = None
-        self._transport: asyncio.Transport | None = None
         self._inner_from: int | None = None
         self.address = "?"
         self.is_known = False
-        """Its bearer has shown a token, be it a good one or one that was refused with a reason."""
+        """Its bearer has shown a token, or it has been told why it was sent away."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        super().connection_made(transport)
         host, port = transport.get_extra_info("peername")[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if not self._gate.came(self):
+        if self._gate.came(self):
+            self._timer = asyncio.get_running_loop().call_later(ADMISSION_S, self._is_late)
+        else:
             self.is_known = True
-            transport.abort()
-            return
-        transport.set_write_buffer_limits(HIGH_WATER_BYTES)
-        self._timer = asyncio.get_running_loop().call_later(ADMISSION_S, self._is_late)
+            self.cut()
 
     def data_received(self, data: bytes) -> None:
-        if self._back is not None:
-            self._back.write(data)
+        if self.other is not None:
+            self.other.write(data)
             return
         self._begun += data
         seen = self._begun[: len(self._first)]
         if seen != self._first[: len(seen)]:
             self._refuse(f"it began with {self._begun[:16]!r}, which is no handshake")
         elif len(seen) == len(self._first) and self._passing is None:
-            assert self._transport is not None
-            self._transport.pause_reading()
+            self.pause()
             self._passing = asyncio.get_running_loop().create_task(self._pass_on())
 
     async def _pass_on(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            inner, back = await loop.create_connection(lambda: _Back(self), "127.0.0.1", self._inner_port)
+            inner, back = await loop.create_connection(_End, "127.0.0.1", self._inner_port)
         except OSError:
             self.cut()  # the server behind is gone, and so is this
             return
         if self._transport is None:  # it went meanwhile
             inner.close()
             return
-        inner.set_write_buffer_limits(HIGH_WATER_BYTES)
         self._inner_from = int(inner.get_extra_info("sockname")[1])
         self._gate.passed(self, self._inner_from)
-        self._back = back
+        back.other, self.other = self, back
         back.write(self._begun)
         self._begun = b""
-        self._transport.resume_reading()
+        self.resume()
 
-    def write(self, data: bytes) -> None:
-        """From the server."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def pause_writing(self) -> None:
-        if self._back is not None:
-            self._back.pause()
-
-    def resume_writing(self) -> None:
-        if self._back is not None:
-            self._back.resume()
-
-    def pause(self) -> None:
-        """The server does not keep up."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """The server has caught up."""
-        if self._transport is not None:
-            self._transport.resume_reading()
-
-    def behind_ended(self) -> None:
-        """The server has ended the connection."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        self._transport = None
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
         if self._timer is not None:
             self._timer.cancel()
         self._gate.went(self, self._inner_from)
         if not self.is_known:
             self._tell("its handshake failed, or it went before it had shown a token")
-        if self._back is not None:
-            self._back.end()
 
     def _is_late(self) -> None:
         if not self.is_known:
-            said = "nothing" if not self._begun and self._back is None else "no token"
+            said = "nothing" if not self._begun and self.other is None else "no token"
             self._refuse(f"it has shown {said} within {ADMISSION_S:g} s")
 
     def _refuse(self, why: str) -> None:
@@ -209,53 +229,3 @@ class _Front(asyncio.Protocol):
     def _tell(self, why: str) -> None:
         self.is_known = True  # once is enough
         self._gate.on_refused(self.address, why)
-
-    def cut(self) -> None:
-        """Ends it at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
-
-class _Back(asyncio.Protocol):
-    """The end that is turned to the server."""
-
-    def __init__(self, front: _Front) -> None:
-        self._front = front
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._front.write(data)
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        self._transport = None
-        self._front.behind_ended()
-
-    def write(self, data: bytes) -> None:
-        """From the network."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def pause_writing(self) -> None:
-        self._front.pause()
-
-    def resume_writing(self) -> None:
-        self._front.resume()
-
-    def pause(self) -> None:
-        """The network does not keep up."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """The network has caught up."""
-        if self._transport is not None:
-            self._transport.resume_reading()
-
-    def end(self) -> None:
-        """The connection from the network has ended."""
-        if self._transport is not None:
-            self._transport.close()
