@@ -1,0 +1,176 @@
+"""Many agents without workers, for benchmarks/controller.py: each has the real machine and a real line of its own.
+
+    python benchmarks/fleet.py ENDPOINT FIRST COUNT WORLD_SIZE      the job's secret is in KEEPSTEP_JOB_SECRET
+
+Agents FIRST to FIRST + COUNT - 1 of a job of WORLD_SIZE ranks, one rank each, and one more that holds the spare. Their
+workers are a few lines below: they start at once, train without computing anything, and come to a safe point when they
+are told to. On its standard input, ``lose N`` has the worker of agent N die; on its standard output is said how long,
+by this program's own clock, the agents had to wait for the order to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+import numpy as np
+
+from keepstep.config import SECRET_VARIABLE
+from keepstep.protocol import messages as msg
+from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Spawn
+from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.phases import Phase
+from keepstep.trace.record.phaselog import PHASE_DTYPE
+from keepstep.transports.lines import Connected
+from keepstep.transports.rpc.client import RpcControllerLine
+from keepstep.trust import certificates
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role, Secret, mint
+
+TICK_S = 0.1
+GATHER_S = 0.2
+STEP_S = 0.2
+"""The steps that the workers pretend to make: five phase changes each, as of a job with steps of 200 ms."""
+
+
+class Agent:
+    """One node: a machine, a line, and at most one worker that exists in name only."""
+
+    def __init__(self, number: int, world_size: int, endpoint: str, credentials: Credentials) -> None:
+        self.name = f"node-{number}"
+        joined = msg.NodeJoined(self.name, 1, self.name, number, world_size)
+        self.machine = AgentMachine(joined, time.time_ns(), LivenessSettings(between_steps_s=1e9))
+        self.line = RpcControllerLine([endpoint], credentials)
+        self.worker: int | None = None
+        self.step = 0
+        self.is_training = False
+        self.stopped_s: float | None = None
+        """When the order to stop came."""
+
+    async def listen(self) -> None:
+        """Hears the controller for ever."""
+        while True:
+            message = await self.line.receive()
+            if isinstance(message, Connected):
+                self.machine.reconnected()
+            elif isinstance(message, msg.Packet | msg.NodeEvicted):
+                self.machine.receive(message, time.monotonic())
+            self.act()
+
+    def act(self) -> None:
+        """Does what the machine wants done, and transmits."""
+        now_s = time.monotonic()
+        while effects := self.machine.take():
+            for effect in effects:
+                match effect:
+                    case Spawn():
+                        self._start(effect, now_s)
+                    case Kill():
+                        self.lose()
+                    case HandOver():
+                        self._obey(effect.order, now_s)
+                    case _:
+                        pass
+        for packet in self.machine.packets(now_s):
+            self.line.send(packet)
+
+    def lose(self) -> None:
+        """The worker's process dies."""
+        if self.worker is not None:
+            number, self.worker, self.is_training = self.worker, None, False
+            tag = msg.Tag(1, self.step, Phase.BACKWARD)
+            self.machine.exited(number, msg.Cause.SIGNAL, "killed by SIGKILL", tag, time.monotonic())
+
+    def _start(self, effect: Spawn, now_s: float) -> None:
+        self.worker = effect.worker
+        self.machine.spawned(effect.worker, 1 << 22)
+        self.machine.said(effect.worker, msg.WorkerJoined(effect.worker, 1 << 22), now_s)
+        if effect.rank is None:
+            self.machine.said(effect.worker, msg.WorkerReady(effect.worker, 0, (), (), False, "0"), now_s)
+
+    def _obey(self, order: msg.WorkerOrder, now_s: float) -> None:
+        assert self.worker is not None
+        me = (self.worker,)
+        match order:
+            case msg.Assign() if order.generation == 1:
+                self.machine.said(self.worker, msg.GroupsReset(me, 1), now_s)
+                self.machine.said(self.worker, msg.WorkerReady(self.worker, 1, (0,), (), False, "0"), now_s)
+            case msg.Stop():
+                self.is_training, self.stopped_s = False, now_s
+                reach = (self.step,)
+                at = self.step - 1
+                self.machine.said(
+                    self.worker,
+                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, self.step, ()),
+                    now_s,
+                )
+            case msg.Recover():
+                self.step = order.resume_step
+                self.machine.said(self.worker, msg.GroupsReset(me, order.generation), now_s)
+                self.machine.said(self.worker, msg.StateRecovered(me, order.generation, 0), now_s)
+            case msg.Resume():
+                self.is_training = True
+                self.machine.step_completed(self.worker, order.generation, self.step, now_s, STEP_S)
+            case _:
+                pass
+
+    def show_phases(self, now_ns: int) -> None:
+        """What a worker went through since the last time."""
+        if self.is_training:
+            records = np.zeros(round(5 * GATHER_S / STEP_S), PHASE_DTYPE)
+            records["at_ns"], records["worker"], records["step"] = now_ns, self.worker, self.step
+            self.line.send(msg.PhasesObserved(self.name, 0, records.tobytes()))
+
+
+async def main() -> None:
+    """Serves until standard input ends."""
+    endpoint, first, count, world_size = sys.argv[1], *map(int, sys.argv[2:5])
+    secret = Secret.parse(os.environ[SECRET_VARIABLE], SECRET_VARIABLE)
+    authority = certificates.authority(secret)
+    agents = {
+        number: Agent(
+            number,
+            world_size,
+            endpoint,
+            Credentials(mint(secret, Claim(Role.AGENT, f"node-{number}")), authority),
+        )
+        for number in range(first, first + count)
+    }
+    tasks = [asyncio.create_task(each) for agent in agents.values() for each in (agent.line.run(), agent.listen())]
+    tasks.append(asyncio.create_task(tick(agents)))
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        word, _, number = line.decode().strip().partition(" ")
+        if word == "lose":
+            agents[int(number)].lose()
+            agents[int(number)].act()
+        print(f"{word} {time.monotonic()}", flush=True)
+    for task in tasks:
+        task.cancel()
+
+
+async def tick(agents: dict[int, Agent]) -> None:
+    """The regular looks, spread over time as those of separate machines are."""
+    loop = asyncio.get_running_loop()
+    due_s = loop.time()
+    turn = 0
+    slices = round(GATHER_S / TICK_S) * 10
+    while True:
+        due_s += TICK_S / 10
+        await asyncio.sleep(max(0.0, due_s - loop.time()))
+        now_s, now_ns = time.monotonic(), time.monotonic_ns()
+        for number, agent in agents.items():
+            if number % 10 == turn % 10:
+                agent.machine.tick(now_s)
+                agent.act()
+            if number % slices == turn % slices:
+                agent.show_phases(now_ns)
+        turn += 1
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
