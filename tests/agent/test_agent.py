@@ -171,7 +171,7 @@ def test_a_node_that_was_given_up_ends_its_processes_and_offers_itself_anew(tmp_
         pid = agent.workers[0].pid
         assert pid is not None
         descriptor = os.pidfd_open(pid)
-        controller.channel.send(msg.NodeEvicted(NODE, life, "not heard of"))
+        controller.channel.send(msg.NodeEvicted(NODE, life, "not heard of", False))
         assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1)]
         assert controller.line.life == life + 1
         assert agent.workers == {}

@@ -136,7 +136,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             recorder.decided([JournalEntry(at_s, event, machine.stage, machine.generation, orders)])
 
         for number in range(NODES):
-            happens(Heard(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, ""),)))
+            happens(Heard(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0),)))
         holders = {worker.rank: worker for worker in machine.roster.holders()}
         for node in machine.roster.nodes:
             there = [worker for worker in holders.values() if worker.node == node]

@@ -36,7 +36,7 @@ def test_a_cancellation_that_meets_a_message_is_not_lost(tmp_path: Path, turns: 
         ours, theirs = channel_pair()
         machine = ControllerMachine(RecoverySettings(1, 0), lease_s=None)
         running = asyncio.create_task(Controller(machine, OneNode("node", ours), recorder).run())
-        theirs.send(Packet("node", 1, 0, 0, (NodeJoined("node", 1, ""),)))
+        theirs.send(Packet("node", 1, 0, 0, (NodeJoined("node", 1, "", 0, 0),)))
         answer = await theirs.receive()
         assert isinstance(answer, Packet)
         assert isinstance(answer.messages[0], StartWorker)
@@ -54,8 +54,8 @@ def test_a_cancellation_that_meets_a_message_is_not_lost(tmp_path: Path, turns: 
 @pytest.mark.parametrize(
     "said",
     [
-        Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, ""),)),
-        Packet("node-a", 1, 0, 0, (NodeJoined("node-b", 1, ""),)),
+        Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0),)),
+        Packet("node-a", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0),)),
         ClockAsked("node-b", 1),
         PhasesObserved("node-b", 1, b""),
         PhasesObserved("node-a", 1, b"no records"),
@@ -74,7 +74,7 @@ def test_an_agent_speaks_for_its_own_node_only(tmp_path: Path, said: AnyMessage)
             honest, thief = (network.line(network.credentials(name)) for name in ("node-b", "node-a"))
             async with connected(honest), connected(thief):
                 assert await honest.receive() == Connected()
-                honest.send(Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, ""),)))
+                honest.send(Packet("node-b", 1, 0, 0, (NodeJoined("node-b", 1, "", 0, 0),)))
                 assert isinstance(await honest.receive(), Packet)  # to start the worker
                 assert await thief.receive() == Connected()
                 thief.send(said)

@@ -13,11 +13,11 @@ from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 
 NODE, LIFE = "node-a", 5
-JOINED = msg.NodeJoined(NODE, 4, "rack-1")
+JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0)
 IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
 BETWEEN = Tag(1, 3, Phase.UPDATED)
 LOOK_S = LivenessSettings().blind_s / 2
-EVICTED = msg.NodeEvicted(NODE, LIFE, "not heard of")
+EVICTED = msg.NodeEvicted(NODE, LIFE, "not heard of", False)
 
 
 class Node:
@@ -366,7 +366,7 @@ def test_times_go_up_on_the_controllers_clock() -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        msg.NodeEvicted(NODE, LIFE - 1, "an earlier life"),
+        msg.NodeEvicted(NODE, LIFE - 1, "an earlier life", False),
         msg.Packet(NODE, LIFE - 1, 0, 0, (msg.EndJob(0, "an earlier life"),)),
     ],
 )

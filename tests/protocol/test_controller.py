@@ -129,7 +129,7 @@ def watching(*names: str) -> ControllerMachine:
     """A controller that heard of these nodes at second 100, and never again."""
     controller = ControllerMachine(RecoverySettings(1, 0))
     for name in names:
-        controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x"),)), 100.0)
+        controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x", 0, 0),)), 100.0)
     controller.take_entries()
     return controller
 
@@ -241,7 +241,9 @@ def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
     cluster.go()
     num_entries = len(cluster.journal)
     for life in (1, 5):
-        cluster.controller.receive(Packet("node-2", life, 0, 0, (msg.NodeJoined("node-2", 1, "x"),)), cluster.now_s)
+        cluster.controller.receive(
+            Packet("node-2", life, 0, 0, (msg.NodeJoined("node-2", 1, "x", 0, 0),)), cluster.now_s
+        )
         (answer,) = cluster.controller.packets(cluster.now_s)
         why = "another agent speaks for node node-2 by now; each needs a name of its own"
         assert answer == msg.NodeEvicted("node-2", life, why, is_final=True)
@@ -283,9 +285,9 @@ def test_a_node_is_not_known_before_its_first_words() -> None:
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 FORGED: list[tuple[int, msg.Report | msg.AgentOrder]] = [
-    (0, msg.NodeJoined("node-2", 8, "x")),
+    (0, msg.NodeJoined("node-2", 8, "x", 0, 0)),
     (0, msg.WorkerFenced(0)),
-    (3, msg.NodeJoined("node-1", 8, "x")),
+    (3, msg.NodeJoined("node-1", 8, "x", 0, 0)),
     (3, msg.StepObserved("node-2", 1, 5, 1.0, 1.0)),
     (3, msg.JobStalled("node-2", 1, "all wait")),
     (3, msg.StoreRequested(1, 1, 0, "get", ("key",), b"")),

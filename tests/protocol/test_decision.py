@@ -35,7 +35,7 @@ def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
     """Rank after rank, what the worker of each reported last."""
     roster = Roster(max(2, len(reports)), None)
-    roster.add_node(NodeJoined("a", len(reports), ""))
+    roster.add_node(NodeJoined("a", len(reports), "", 0, 0))
     for rank, report in enumerate(reports):
         worker = roster.add("a", rank)
         for name, value in report.items():

@@ -156,7 +156,7 @@ def test_random_bytes_are_refused(frame: bytes) -> None:
 
 
 @given(any_message, st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4))
-@example(NodeEvicted("ab", 0, "why"), [(14, 0xFF)])
+@example(NodeEvicted("ab", 0, "why", False), [(14, 0xFF)])
 def test_damaged_bytes_are_refused_or_still_a_message(message: AnyMessage, damage: list[tuple[int, int]]) -> None:
     """A changed byte can hit a value, so the message may stay valid; but no other error may come out."""
     frame = bytearray(messages.encode(message))

@@ -140,7 +140,7 @@ class ControllerMachine:
             self._answers.append(msg.NodeEvicted(packet.node, packet.life, why, is_final=True))
             return
         if packet.life <= life:
-            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why))
+            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why, False))
             return
         if (mistake := self._mistaken(packet)) is not None:
             self._answers.append(msg.NodeEvicted(packet.node, packet.life, mistake, is_final=True))

@@ -171,8 +171,8 @@ class NodeJoined(Message, frozen=True):
     node: str
     slots: int
     domain: str
-    position: int = 0
-    world_size: int = 0
+    position: int
+    world_size: int
 
 
 class WorkerStarted(Message, frozen=True):
@@ -410,7 +410,7 @@ class NodeEvicted(Message, frozen=True):
     node: str
     life: int
     reason: str
-    is_final: bool = False
+    is_final: bool
 
 
 Aside: TypeAlias = PhasesObserved | ClockAsked | ClockTold

@@ -33,7 +33,7 @@ class SimulatedNode:
         self._machine = self._agent()
 
     def _agent(self) -> AgentMachine:
-        joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain)
+        joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain, 0, 0)
         return AgentMachine(joined, self._life, self.world.layout.liveness)
 
     @property
