@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from keepstep.cli.cluster.agent import run_one_of_several
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.console import follow
@@ -28,6 +27,8 @@ def main(arguments: list[str]) -> int:
     if is_one_of_several(chosen):
         if chosen.otel:
             raise ConfigurationError("--otel: not supported on several nodes yet; leave it out")
+        from keepstep.cli.cluster.agent import run_one_of_several  # here, for a job on one node does without gRPC
+
         return run_one_of_several(chosen)
     exporting = _otel() if chosen.otel else None
     options = job_options(chosen)

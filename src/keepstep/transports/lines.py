@@ -11,6 +11,9 @@ from typing import Protocol
 
 from keepstep.protocol.messages import AnyMessage
 
+PATIENCE_S = 600.0
+"""As long as a script may take between two steps: workers that end a step need the controller no later than then."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connected:

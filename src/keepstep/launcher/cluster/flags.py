@@ -16,7 +16,7 @@ from keepstep.agent.settings import Place
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import LEASE_S
 from keepstep.protocol.recovery import RecoverySettings
-from keepstep.transports.rpc.client import PATIENCE_S
+from keepstep.transports.lines import PATIENCE_S
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, read_private

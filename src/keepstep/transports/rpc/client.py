@@ -15,7 +15,7 @@ import grpc.aio
 from keepstep.errors import ConfigurationError, PeerLost
 from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.framing import frame
-from keepstep.transports.lines import Connected
+from keepstep.transports.lines import PATIENCE_S, Connected
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, OPEN, PATH, SETTINGS, Outbox, messages_in
 from keepstep.trust.certificates import CONTROLLER_NAME
 from keepstep.trust.credentials import Credentials
@@ -24,8 +24,6 @@ CONNECT_S = 5.0
 """How long one attempt may take."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
 """Between two attempts: doubled at each, with up to as much again at random, so that not all agents come at once."""
-PATIENCE_S = 600.0
-"""As long as a script may take between two steps: workers that end a step need the controller no later than then."""
 MAX_UNSENT_BYTES = 64 << 20
 """While a connection stands still no more is kept than this; whatever is lost is said again on the next one."""
 
