@@ -15,8 +15,10 @@ from tests.protocol.positions import (
 
 from keepstep.protocol.messages import NodeJoined, SafePointReached, Transfer, WorkerReady
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.recovery.decision import MAX_SOURCES, decide, reachable_step
-from keepstep.protocol.recovery.roster import Roster, Worker
+from keepstep.protocol.recovery.placement.quarantine import Quarantine
+from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.resume import Action
 
 GENERATION = 4
@@ -34,7 +36,7 @@ def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, 
 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
     """Rank after rank, what the worker of each reported last."""
-    roster = Roster(max(2, len(reports)), None)
+    roster = Roster(RecoverySettings(max(2, len(reports)), 0), Quarantine(0, 1.0))
     roster.add_node(NodeJoined("a", len(reports), "", 0, 0))
     for rank, report in enumerate(reports):
         worker = roster.add("a", rank)

@@ -17,6 +17,7 @@ from keepstep.protocol.messages import (
     AnyMessage,
     Message,
     NodeEvicted,
+    NodeLeft,
     Packet,
     Tag,
     WorkerFailed,
@@ -28,7 +29,7 @@ MESSAGE_TYPES: list[type[Message]] = sorted(typing.get_args(AnyMessage), key=lam
 SCALARS: dict[object, st.SearchStrategy[typing.Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
     bool: st.booleans(),
-    float: st.floats(allow_nan=False),
+    float: st.floats(allow_nan=False, allow_infinity=False),
     str: st.text(max_size=30),
     bytes: st.binary(max_size=30),
     types.NoneType: st.none(),
@@ -80,7 +81,9 @@ def test_every_message_is_known_to_the_codec() -> None:
 def test_a_message_is_either_a_report_or_an_order_or_what_carries_them() -> None:
     reports, orders = set(typing.get_args(messages.Report)), set(typing.get_args(messages.AgentOrder))
     assert reports & orders == set()
-    assert reports | orders == set(MESSAGE_TYPES) - {Packet, NodeEvicted} - set(typing.get_args(messages.Aside))
+    assert reports | orders == set(MESSAGE_TYPES) - {Packet, NodeEvicted, NodeLeft} - set(
+        typing.get_args(messages.Aside)
+    )
 
 
 @each_type

@@ -20,7 +20,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import TRANSITIONS, Stage
-from keepstep.protocol.recovery.processes import MAX_SPARE_FAILURES
+from keepstep.protocol.recovery.placement.processes import MAX_SPARE_FAILURES
 from keepstep.protocol.resume import Action
 
 IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]
@@ -76,7 +76,7 @@ def test_a_job_goes_on_from_the_newest_checkpoint_of_an_earlier_one() -> None:
     job.settle()
     assert job.orders(Recover) == [Recover(1, 10, ())]
     assert {job.holder(rank).action for rank in range(3)} == {Action.REWIND}
-    assert job.machine.trained_to == 10
+    assert job.machine.progress.trained_to == 10
     job.finish_well()
 
 

@@ -188,7 +188,7 @@ def test_nobody_left_with_a_checkpoint_starts_all_anew_from_the_newest(num_spare
     assert job.where == (Stage.TRAINING, 2)
     assert job.machine.records[-1].actions == {0: "rewind", 1: "rewind"}
     assert job.machine.records[-1].resume_step == 6
-    assert job.machine.trained_to == 7, "the tag of a lost rank says how far it was"
+    assert job.machine.progress.trained_to == 7, "the tag of a lost rank says how far it was"
     job.finish_well()
 
 
@@ -453,9 +453,9 @@ def test_a_step_that_nobody_has_reported_is_known_by_the_tags_of_the_lost(phase:
     job = SimulatedJob(world_size=2, num_spares=2)
     job.withhold(NODE, StepObserved)
     job.bring_all(3, phase)
-    assert job.machine.trained_to == 0
+    assert job.machine.progress.trained_to == 0
     kill_all(job)
-    assert job.machine.trained_to == (4 if phase in (Phase.OPTIMIZER, Phase.UPDATED) else 3)
+    assert job.machine.progress.trained_to == (4 if phase in (Phase.OPTIMIZER, Phase.UPDATED) else 3)
     assert ended(job)[0] == 75
 
 
@@ -464,11 +464,11 @@ def test_a_lost_rank_that_trained_on_until_it_was_killed_is_known_by_its_last_ta
     job = SimulatedJob(world_size=1, num_spares=0).bring_all(0, Phase.BACKWARD)
     rank = job.holder(0)
     job.say(WorkerLost(rank.number, Cause.HANG, "no progress", False, Tag(1, 0, Phase.BACKWARD), job.now_s))
-    assert job.machine.trained_to == 0
+    assert job.machine.progress.trained_to == 0
     rank.step, rank.phase = 1, Phase.FORWARD
     job.kill(rank)
     job.settle()
-    assert job.machine.trained_to == 1
+    assert job.machine.progress.trained_to == 1
     assert ended(job)[0] == 75
 
 
@@ -479,8 +479,8 @@ def test_a_step_that_nobody_has_reported_is_known_by_the_safe_points() -> None:
     job.say(CollectiveFailed(0, 1, "world", "connection closed by peer"))
     while job.machine.stage is not Stage.RECOVERING:
         next(job.moves(training=False))[1]()
-    assert job.machine.trained_to == 3, "the fourth step is not complete yet"
-    assert job.settle().machine.trained_to == 4
+    assert job.machine.progress.trained_to == 3, "the fourth step is not complete yet"
+    assert job.settle().machine.progress.trained_to == 4
 
 
 def test_a_script_that_ends_while_a_lost_rank_is_missing_is_no_success() -> None:

@@ -97,13 +97,13 @@ def test_a_report_of_another_generation_changes_nothing(report: messages.Report,
     job = held_in(stage)
     assert job.machine.stage is stage
     before = state_of(job.machine)
-    remembered = job.machine.trained_to, job.machine._progressed_in
+    remembered = job.machine.progress.trained_to, job.machine.progress.last_generation
     for generation in (job.machine.generation - 1, 1, job.machine.generation + 1):
         (old,) = [other for other in of_generation(generation) if type(other) is type(report)]
         assert job.machine.receive(NODE, old, job.now_s) == []
         if isinstance(old, StepObserved):
-            assert job.machine.trained_to == old.step + 1, "that it was completed stays true"
-            job.machine.trained_to, job.machine._progressed_in = remembered
+            assert job.machine.progress.trained_to == old.step + 1, "that it was completed stays true"
+            job.machine.progress.trained_to, job.machine.progress.last_generation = remembered
         assert state_of(job.machine) == before
 
 

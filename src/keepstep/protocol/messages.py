@@ -15,7 +15,8 @@ received can run code.
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+import sys
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -25,6 +26,10 @@ from keepstep.protocol.phases import Phase
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger frames are refused before they are decoded. State never travels in messages, so only error texts and
 rendezvous keys come near it."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A time or a duration. Finite: the journal is JSON, which has no other numbers, so one that is not would be written
+and never be read again."""
 
 
 class Cause(enum.StrEnum):
@@ -39,13 +44,14 @@ class Cause(enum.StrEnum):
     STUCK = "stuck collective"
     NODE = "node lost"
     CONTROLLER = "controller restarted"
+    MOVED = "rank moved"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
     """The root of all messages."""
 
 
-class Tag(msgspec.Struct, frozen=True, array_like=True):
+class Tag(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """(generation, step, phase) of one rank, as its tag page shows it."""
 
     generation: int
@@ -194,7 +200,7 @@ class WorkerLost(Message, frozen=True):
     detail: str
     gone: bool
     tag: Tag | None
-    since_s: float
+    since_s: Seconds
 
 
 class WorkerEnded(Message, frozen=True):
@@ -235,8 +241,8 @@ class StepObserved(Message, frozen=True):
     node: str
     generation: int
     step: int
-    at_s: float
-    step_s: float
+    at_s: Seconds
+    step_s: Seconds
 
 
 class PhasesObserved(Message, frozen=True):
@@ -263,10 +269,11 @@ class ClockAsked(Message, frozen=True):
 
 
 class StartWorker(Message, frozen=True):
-    """Start a process; ``rank`` is None for a spare."""
+    """Start a process on one of the node's devices, counted from 0; ``rank`` is None for a spare."""
 
     worker: int
     rank: int | None
+    device: int
     reason: str
 
 
@@ -298,7 +305,7 @@ class Stop(Message, frozen=True):
     synced_step: int | None
 
 
-class Transfer(msgspec.Struct, frozen=True, array_like=True):
+class Transfer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """State that moves within one replica group: ranks that hold it at the resume step, and ranks that need it."""
 
     sources: tuple[int, ...]
@@ -350,10 +357,14 @@ class StoreAnswered(Message, frozen=True):
 
 
 class ClockTold(Message, frozen=True):
-    """The answer to `ClockAsked`: the controller's monotonic time, ``told_ns``."""
+    """The answer to `ClockAsked`: the controller's monotonic time, ``told_ns``.
+
+    ``gather_s`` is how often it wants to hear of phases from each node: the more nodes, the less often.
+    """
 
     asked_ns: int
     told_ns: int
+    gather_s: Seconds
 
 
 class EndJob(Message, frozen=True):
@@ -392,6 +403,8 @@ class Packet(Message, frozen=True):
 
     ``life`` tells one life of a node's agent from the next: a new agent, or one whose node was given up, begins anew.
     ``first`` is the number of ``messages[0]``; ``received`` is how many of the other end's have arrived without a gap.
+    ``misses``: something has arrived beyond a gap. Without that a small ``received`` says nothing: it may have met
+    the messages on the way.
     """
 
     node: str
@@ -399,6 +412,7 @@ class Packet(Message, frozen=True):
     first: int
     received: int
     messages: tuple[Report | AgentOrder, ...]
+    misses: bool
 
 
 class NodeEvicted(Message, frozen=True):
@@ -413,10 +427,18 @@ class NodeEvicted(Message, frozen=True):
     is_final: bool
 
 
+class NodeLeft(Message, frozen=True):
+    """The node takes its leave in this life, with everything on it. The answer is a `NodeEvicted` that is final."""
+
+    node: str
+    life: int
+    reason: str
+
+
 Aside: TypeAlias = PhasesObserved | ClockAsked | ClockTold
 """What agent and controller say outside of any packet, and nothing is decided by."""
 
-AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | Aside
+AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | NodeLeft | Aside
 
 
 def text(value: object, limit: int = 4000) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from keepstep.protocol.messages import Abandon, Complete, EndJob, Rescue
 from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.records import Failure
-from keepstep.protocol.recovery.roster import Roster, Worker
 from keepstep.protocol.recovery.stages import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS, Course, Stage
 
 # ---- The script's own failure ---------------------------------------------------------------------------------------

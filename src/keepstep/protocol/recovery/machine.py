@@ -14,11 +14,14 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol import resume
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import ending, invariants
-from keepstep.protocol.recovery.decision import decide, reachable_step, ready_now, snapshots_of
+from keepstep.protocol.recovery.decision import decide, movable, reachable_step, ready_now, snapshots_of
 from keepstep.protocol.recovery.orders import Orders
-from keepstep.protocol.recovery.processes import Processes
+from keepstep.protocol.recovery.placement.gathering import Gathering
+from keepstep.protocol.recovery.placement.processes import Processes
+from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
+from keepstep.protocol.recovery.placement.roster import Roster, Worker
+from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.records import Failure, RecoveryRecord
-from keepstep.protocol.recovery.roster import Roster, Worker
 from keepstep.protocol.recovery.stages import Course, Effect, RecoverySettings, Stage
 
 
@@ -28,36 +31,24 @@ class RecoveryMachine(Course):
     def __init__(self, settings: RecoverySettings) -> None:
         super().__init__()
         self.settings = settings
-        first = settings.world_size + settings.num_spares
-        limit = None if settings.max_restarts is None else first + settings.max_restarts
-        self.roster = Roster(settings.world_size, limit)
+        self.quarantine = Quarantine(settings.quarantine_failures, settings.quarantine_window_s)
+        self.roster = Roster(settings, self.quarantine)
         self.shard_of: dict[int, str] = {}
         self.records: list[RecoveryRecord] = []
         self.digests: dict[int, str] = {}
-        self.trained_to = 0
-        """The greatest step at which the job is known to have been."""
-        self._has_trained = False
-        """Whether all ranks ever stood at a step together: before that, a script that fails is at fault itself."""
-        self._is_fresh = True
-        """Whether no live rank has trained yet: all were started since the job last did, if it ever did."""
-        self._all_ranks_fit = False
-        """Whether the nodes have room for all ranks, and only that for spares is waited for."""
+        self.progress = Progress()
         self._waited_in = 0
         """The last generation in which processes or nodes were waited for."""
-        self._is_placed = False
-        """Whether the ranks have been given to nodes."""
         self._connected: set[int] = set()
         """The rank holders whose groups are connected in this generation."""
         self._moving: set[str] = set()
         """The nodes with ranks of which not all are known to wait in a collective past its deadline."""
-        self._resume_at = 0
         self._checkpointing = False
-        self._progressed_in = self.generation
-        """The newest generation in which a step was completed."""
         self._record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
         """What happens in this generation. That of the first is in no list: nothing is recovered from there."""
         self._orders = Orders()
         self._processes = Processes(settings, self.roster, self._orders)
+        self._gathering = Gathering(settings, self, self._processes)
         self._ending = ending.Ending(self, self.roster, self._orders, settings.end_deadline_s)
 
     # ---- the entrances ----------------------------------------------------------------------------------------------
@@ -65,21 +56,21 @@ class RecoveryMachine(Course):
     def receive(self, node: str, message: msg.Report, now_s: float) -> list[Effect]:
         """One report of a node in, orders out. Of an older generation only this is heard: that a step was completed."""
         if isinstance(message, msg.StepObserved) and self.stage is not Stage.ENDED:
-            self.trained_to = max(self.trained_to, message.step + 1)
-            self._progressed_in = max(self._progressed_in, message.generation)
+            self.progress.completed(message.step, message.generation)
         generation = None if isinstance(message, msg.WorkerReady) else getattr(message, "generation", None)
         if self.stage is Stage.ENDED or generation not in (None, self.generation):
             return []
         self._dispatch(node, message, now_s)
         return self._proceed(now_s)
 
-    def node_lost(self, node: str, why: str, since_s: float, now_s: float) -> list[Effect]:
-        """A node was given up with everything on it. What still runs there is harmless: it is of an old generation."""
+    def node_lost(self, node: str, why: str, since_s: float, now_s: float, *, is_fault: bool = True) -> list[Effect]:
+        """A node was given up, or left, with everything on it. What still runs there is of an old generation."""
         if self.stage is Stage.ENDED:
             return []
+        if is_fault and node in self.roster.nodes:
+            self.quarantine.failed(Place(node), why, now_s)
         lost = self.roster.remove_node(node)
-        if self._all_ranks_fit and not self._is_placed:
-            self._all_ranks_fit, self.deadline_s = False, now_s + self.settings.start_deadline_s
+        self._gathering.lost(now_s)
         self._mourn(
             [(worker, msg.WorkerLost(worker.worker, msg.Cause.NODE, why, True, None, since_s)) for worker in lost],
             now_s,
@@ -90,7 +81,7 @@ class RecoveryMachine(Course):
         """The controller is back after a crash, with its journal: what was lost is the rendezvous of the ranks."""
         if self.deadline_s is not None:
             self.deadline_s = max(self.deadline_s, now_s + self.settings.end_deadline_s)
-        if self._is_placed and self.stage in (Stage.STARTING, Stage.RECOVERING):
+        if self._gathering.is_over and self.stage in (Stage.STARTING, Stage.RECOVERING):
             self._interrupt(msg.Cause.CONTROLLER, "the controller was restarted", [], now_s)
         return self._proceed(now_s)
 
@@ -120,7 +111,7 @@ class RecoveryMachine(Course):
             case msg.JobStalled():
                 self._job_stalled(message, now_s)
             case msg.StepObserved():
-                self._step_observed(message)
+                self._step_observed(message, now_s)
             case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
             case msg.SafePointReached() | msg.GroupsReset() | msg.StateRecovered() | msg.StepsFinished():
@@ -142,7 +133,7 @@ class RecoveryMachine(Course):
             case msg.SafePointReached():
                 for worker in speakers:
                     worker.safe = message
-                self.trained_to = max(self.trained_to, min(message.reach, default=0))
+                self.progress.reached(min(message.reach, default=0))
                 self._answered_in(Stage.STOPPING, numbers)
             case msg.GroupsReset():
                 self._connected.update(numbers)
@@ -151,7 +142,7 @@ class RecoveryMachine(Course):
                 self._answered_in(Stage.RECOVERING, numbers)
             case msg.StepsFinished():
                 self._answered_in(Stage.TRAINING, numbers)
-                self.trained_to = max(self.trained_to, message.step)
+                self.progress.reached(message.step)
                 if message.digest is not None:
                     self.digests |= {worker.rank: message.digest for worker in speakers if worker.rank is not None}
 
@@ -187,7 +178,7 @@ class RecoveryMachine(Course):
             case msg.RankAwaited() if not worker.lost:
                 worker.awaits_rank = True
             case msg.WorkerReady() if not worker.lost:
-                self._ready(worker, message)
+                self._ready(worker, message, now_s)
             case _:
                 pass
 
@@ -195,15 +186,9 @@ class RecoveryMachine(Course):
 
     def _node_joined(self, message: msg.NodeJoined, now_s: float) -> None:
         self.roster.add_node(message)
-        if self._is_placed:
+        if self._gathering.is_over:
             self._there_is_room(f"node {message.node} has joined")
-            return
-        if self.deadline_s is None:
-            self.deadline_s = now_s + self.settings.start_deadline_s
-        if not self._all_ranks_fit and self._processes.all_ranks_fit():
-            self._all_ranks_fit = True
-            self.deadline_s = min(self.deadline_s, now_s + self.settings.spares_grace_s)
-        if self._all_ranks_fit and self._processes.all_spares_fit():
+        elif self._gathering.joined(now_s):
             self._start_job(now_s)
 
     def _there_is_room(self, reason: str) -> None:
@@ -212,12 +197,12 @@ class RecoveryMachine(Course):
             self._processes.top_up_spares(reason)
 
     def _start_job(self, now_s: float) -> None:
-        self._is_placed = True
+        self._gathering.is_over = True
         self._start_ranks(now_s, "the job starts")
         self._processes.top_up_spares("the job starts")
 
     def _start_ranks(self, now_s: float, reason: str) -> None:
-        self._is_fresh = True
+        self.progress.is_fresh = True
         self._processes.start_ranks(reason)
         self._connected.clear()
         self.enter(Stage.STARTING, self.roster.holder_numbers(), now_s + self.settings.start_deadline_s)
@@ -231,12 +216,23 @@ class RecoveryMachine(Course):
         order = msg.Assign(worker.worker, self.generation, worker.rank, self.settings.world_size)
         self._orders.send(worker.node, order, reason)
 
-    def _ready(self, worker: Worker, message: msg.WorkerReady) -> None:
+    def _ready(self, worker: Worker, message: msg.WorkerReady, now_s: float) -> None:
         worker.ready = message
         self._checkpointing = message.checkpointing
         self._processes.came_up()
         if self.stage is Stage.STARTING and ready_now(worker, self.generation):
             self.awaited.discard(worker.worker)
+        self._spread(now_s)
+
+    def _spread(self, now_s: float) -> None:
+        """A rank that shares a device goes to a spare that has one of its own, as soon as that is warm."""
+        if self.stage is not Stage.TRAINING or not self.roster.crowded():
+            return
+        detail = "it shared a device, and another one is free"
+        moved = movable(self.roster, self.shard_of)
+        for worker in moved:
+            self.roster.mark_lost(worker, gone=False)
+        self._mourn([(w, msg.WorkerLost(w.worker, msg.Cause.MOVED, detail, False, None, now_s)) for w in moved], now_s)
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 
@@ -247,13 +243,13 @@ class RecoveryMachine(Course):
 
     def _fails_in_start_up(self, worker: Worker) -> bool:
         """Whether a failing script ends the job: started anew it would fail again, and nothing is lost yet."""
-        if worker.rank is None or worker.lost or self._has_trained:
+        if worker.rank is None or worker.lost or self.progress.has_trained:
             return False
         return self.stage in (Stage.STARTING, Stage.STOPPING, Stage.RECOVERING)
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.rank is not None and message.tag:
-            self.trained_to = max(self.trained_to, min(resume.reach(message.tag.step, message.tag.phase), default=0))
+            self.progress.reached(min(resume.reach(message.tag.step, message.tag.phase), default=0))
         if worker.lost or worker.done:
             self.roster.mark_lost(worker, gone=message.gone)
             return
@@ -270,6 +266,8 @@ class RecoveryMachine(Course):
         for worker, message in lost:
             self.awaited.discard(worker.worker)
             detail = worker.explain(message.detail)
+            if message.cause not in (msg.Cause.NODE, msg.Cause.MOVED):
+                self.quarantine.failed(Place(worker.node, worker.device), detail, now_s)
             if not worker.gone:
                 self._orders.fence(worker, detail)
             if worker.rank is not None:
@@ -323,9 +321,10 @@ class RecoveryMachine(Course):
 
     def _proceed(self, now_s: float) -> list[Effect]:
         """The end of every event: the stage goes on when it has all that it waits for. Returns the event's orders."""
+        self.quarantine.release(now_s)
         match self.stage:
             case Stage.STARTING:
-                if self._is_placed and not self.awaited and self.roster.num_holders == self.settings.world_size:
+                if self._gathering.is_over and not self.awaited and self.roster.num_holders == self.settings.world_size:
                     self._all_stand_ready(now_s)
             case Stage.STOPPING:
                 if not self.awaited and not self.roster.unfenced():
@@ -347,7 +346,7 @@ class RecoveryMachine(Course):
     def _stopped(self, now_s: float) -> None:
         record = self._record
         record.stopped_s = record.stopped_s or now_s
-        if (idle := self.generation - self._progressed_in) > self.settings.max_recoveries_without_progress:
+        if (idle := self.generation - self.progress.last_generation) > self.settings.max_recoveries_without_progress:
             self._ending.rescue(f"{idle} failures in a row without a completed step: {record.detail}", now_s)
         elif ended_early := ending.ended_early(self.roster):
             self._ending.end(ended_early)
@@ -356,12 +355,12 @@ class RecoveryMachine(Course):
         elif (step := reachable_step(self.roster, self.shard_of, self.generation)) is None:
             self._nobody_reaches(now_s)
         elif self._begins_again(step):
-            self._ending.end(ending.no_checkpoint_found(self.trained_to))
+            self._ending.end(ending.no_checkpoint_found(self.progress.trained_to))
         elif self._fill_ranks(now_s):
             self._decide(step, now_s)
 
     def _nobody_reaches(self, now_s: float) -> None:
-        if self.trained_to > 0 and not self._checkpointing:
+        if self.progress.trained_to > 0 and not self._checkpointing:
             self._ending.end(ending.nothing_to_recover(self.generation, self._record.detail))
             return
         reason = "no live rank reaches a step: all ranks start anew"
@@ -411,7 +410,7 @@ class RecoveryMachine(Course):
                 self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
         if step is None or self._begins_again(step):
-            self._ending.end(ending.no_checkpoint_found(self.trained_to))
+            self._ending.end(ending.no_checkpoint_found(self.progress.trained_to))
         else:
             self._decide(step, now_s)
 
@@ -422,7 +421,7 @@ class RecoveryMachine(Course):
         record.decided_s = now_s
         record.stopped_at_step = max((w.safe.step for w in self.roster.holders() if w.safe), default=None)
         record.actions |= decision.actions
-        self._resume_at = step
+        self.progress.resumes(step, self.generation)
         self.enter(Stage.RECOVERING, self.roster.holder_numbers(), now_s + self.settings.recover_deadline_s)
         reason = f"resume at step {step}, where every shard can be"
         self._orders.to_all(msg.Recover(self.generation, step, decision.transfers), reason)
@@ -430,20 +429,20 @@ class RecoveryMachine(Course):
     def _begins_again(self, step: int) -> bool:
         """Whether fresh ranks would begin at step 0 what has trained before."""
         is_checkpoint = any(step in snapshots_of(worker) for worker in self.roster.holders())
-        return self._is_fresh and step == 0 < self.trained_to and not is_checkpoint
+        return self.progress.would_begin_again(step) and not is_checkpoint
 
     def _recovered(self, now_s: float) -> None:
         self._record.restored_s = now_s
-        self.trained_to = max(self.trained_to, self._resume_at)
-        self._has_trained, self._is_fresh = True, False
+        self.progress.stands()
         self._moving = {worker.node for worker in self.roster.holders()}
         self.enter(Stage.TRAINING, self.roster.holder_numbers(), None)
-        self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self._resume_at}")
+        self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self.progress.resume_at}")
 
-    def _step_observed(self, message: msg.StepObserved) -> None:
+    def _step_observed(self, message: msg.StepObserved, now_s: float) -> None:
         self._record.observe_step(message.node, message.at_s, message.step_s)
         if self.stage is Stage.TRAINING:
             self._processes.top_up_spares("a spare took a rank: another is started")
+            self._spread(now_s)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -462,13 +461,13 @@ class RecoveryMachine(Course):
 
     def _overdue(self, now_s: float) -> None:
         match self.stage:
-            case Stage.STARTING if not self._is_placed:
+            case Stage.STARTING if not self._gathering.is_over:
                 if self._processes.room_for_ranks() >= self.settings.world_size:
                     self._start_job(now_s)
                 else:
                     order = ending.too_few_nodes(self.settings.world_size, self._processes.room_for_ranks())
                     self._ending.end(order)
-            case Stage.STARTING if not self._has_trained:
+            case Stage.STARTING if not self.progress.has_trained:
                 self._ending.end(ending.start_overdue(self._late_ranks(), self.settings.start_deadline_s))
             case Stage.STOPPING:
                 self._give_up([self.roster.workers[number] for number in sorted(self.awaited)], now_s)

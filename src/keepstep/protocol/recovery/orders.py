@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from keepstep.protocol.messages import AgentOrder, FenceWorker, StartWorker
-from keepstep.protocol.recovery.roster import Worker
+from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.stages import Effect
 
 
@@ -26,7 +26,7 @@ class Orders:
 
     def start(self, worker: Worker, reason: str) -> None:
         """Has the process of a new worker started."""
-        self.send(worker.node, StartWorker(worker.worker, worker.rank, reason), reason)
+        self.send(worker.node, StartWorker(worker.worker, worker.rank, worker.device, reason), reason)
 
     def fence(self, worker: Worker, reason: str) -> None:
         """Has the worker's process killed."""

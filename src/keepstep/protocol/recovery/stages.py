@@ -7,6 +7,7 @@ import enum
 
 from keepstep.errors import InternalError
 from keepstep.protocol.messages import AgentOrder, EndJob
+from keepstep.protocol.recovery.placement.quarantine import NUM_FAILURES, WINDOW_S
 
 EXIT_FAILED = 1
 EXIT_NOTHING_TO_RECOVER = 75
@@ -62,6 +63,8 @@ class RecoverySettings:
     num_spares: int
     ranks_per_node: int | None = None
     """None: as many as a node has room for."""
+    most_per_node: int = 0
+    """So many workers a node takes in where there is no other room: they share its devices, until others are free."""
     max_restarts: int | None = None
     """Processes that may be started beyond the first ones; None: no bound while the job makes progress."""
     max_recoveries_without_progress: int = 8
@@ -73,6 +76,9 @@ class RecoverySettings:
     """A backstop: a survivor that stands still is found by its agent long before."""
     recover_deadline_s: float = 300.0
     end_deadline_s: float = 60.0
+    quarantine_failures: int = NUM_FAILURES
+    """A node or device that failed so often within the window is the last to be taken; 0: none is."""
+    quarantine_window_s: float = WINDOW_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Collection
 
 from keepstep.protocol.messages import NodeJoined, SafePointReached, WorkerReady
-from keepstep.protocol.recovery.topology import Placement, choose_spare
+from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
+from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
+from keepstep.protocol.recovery.stages import RecoverySettings
 
 
 @dataclasses.dataclass(slots=True)
@@ -18,6 +20,7 @@ class Worker:
 
     worker: int
     node: str
+    device: int
     rank: int | None
     pid: int | None = None
     ready: WorkerReady | None = None
@@ -47,33 +50,45 @@ class Node:
 
     name: str
     slots: int
+    most: int
+    """So many workers it takes in where there is no other room, and then they share devices."""
     domain: str
     position: int = 0
-    workers: set[int] = dataclasses.field(default_factory=set)
-    """Those whose process exists there, be it that of a worker that is lost and not yet gone."""
+    workers: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Those whose process exists there, be it that of a worker that is lost and not yet gone, with its device."""
+
+    def devices(self) -> tuple[list[int], list[int]]:
+        """The devices that are free, and the numbers beyond them under which workers may share one."""
+        taken = set(self.workers.values())
+        numbers = [device for device in range(self.most) if device not in taken]
+        return [each for each in numbers if each < self.slots], [each for each in numbers if each >= self.slots]
 
     @property
     def num_free(self) -> int:
-        """How many more workers fit."""
-        return self.slots - len(self.workers)
+        """On how many devices nothing runs."""
+        return self.slots - sum(device < self.slots for device in self.workers.values())
 
 
 class Roster:
     """All nodes and workers of the job, and the process budget."""
 
-    def __init__(self, world_size: int, max_starts: int | None) -> None:
-        self.world_size = world_size
-        self.max_starts = max_starts
+    def __init__(self, settings: RecoverySettings, quarantine: Quarantine) -> None:
+        self.world_size = settings.world_size
+        self._quarantine = quarantine
+        self._most_per_node = settings.most_per_node
+        first = settings.world_size + settings.num_spares
+        self.max_starts = None if settings.max_restarts is None else first + settings.max_restarts
         """How many processes may be started in all, None for no bound."""
         self.nodes: dict[str, Node] = {}
         self.workers: dict[int, Worker] = {}
         """Every worker there ever was."""
         self.num_started = 0
         self.num_free = 0
-        """How many more workers fit on all nodes together."""
+        """On how many devices of all nodes nothing runs."""
         self._holders: dict[int, Worker] = {}
         self._spares: dict[int, Worker] = {}
         self._unfenced: dict[int, Worker] = {}
+        self._crowded: dict[int, Worker] = {}
         self._last_place: dict[int, Placement] = {}
         """rank -> where its process is, or was: the node itself may be given up by now."""
 
@@ -81,7 +96,8 @@ class Roster:
 
     def add_node(self, joined: NodeJoined) -> None:
         """Enters a node that has offered itself."""
-        self.nodes[joined.node] = Node(joined.node, joined.slots, joined.domain, joined.position)
+        most = max(joined.slots, self._most_per_node)
+        self.nodes[joined.node] = Node(joined.node, joined.slots, most, joined.domain, joined.position)
         self.num_free += joined.slots
 
     def remove_node(self, name: str) -> list[Worker]:
@@ -93,40 +109,65 @@ class Roster:
         live = [worker for worker in there if not worker.lost]
         for worker in there:
             self.mark_lost(worker, gone=True)
+        self.num_free -= node.num_free
         del self.nodes[name]
-        self.num_free -= node.slots
         return live
 
     def roomiest(self, near: str | None = None) -> Node | None:
-        """The node for a new process: ``near`` if there is room, else where there is most; None if there is none."""
+        """The node for a new process: ``near`` if it has a free device, else that with most; None if none has.
+
+        A place in quarantine comes after all others.
+        """
         if self.num_free <= 0:
             return None
-        if near in self.nodes and self.nodes[near].num_free > 0:
+        if near in self.nodes and self.nodes[near].num_free > 0 and not self.doubt(near):
             return self.nodes[near]
-        return max(self.nodes.values(), key=lambda node: node.num_free)
+        if not self._quarantine.held:
+            return max(self.nodes.values(), key=lambda node: node.num_free)
+        there = [node for node in self.nodes.values() if node.num_free > 0]
+        return min(there, key=lambda node: (self.doubt(node.name), node.name != near, -node.num_free))
+
+    def is_held(self, node: str) -> bool:
+        """Whether a node is in quarantine."""
+        return Place(node) in self._quarantine.held
+
+    def least_crowded(self) -> Node | None:
+        """The node for a rank where no device is free: that with most room beyond them; None if there is none."""
+        there = [node for node in self.nodes.values() if len(node.workers) < node.most]
+        return min(there, key=lambda node: (self.is_held(node.name), len(node.workers) - node.most), default=None)
+
+    def doubt(self, node: str) -> int:
+        """How much is to be said against the best free device of a node that has one."""
+        return min(self._quarantine.doubt(node, device) for device in self.nodes[node].devices()[0])
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
     def add(self, node: str, rank: int | None) -> Worker:
         """Enters a worker that is about to be started."""
-        worker = Worker(self.num_started, node, rank)
+        free, beyond = self.nodes[node].devices()
+        device = min(free or beyond, key=lambda each: (self._quarantine.doubt(node, each), each))
+        worker = Worker(self.num_started, node, device, rank)
         self.workers[worker.worker] = worker
         self.num_started += 1
-        self.nodes[node].workers.add(worker.worker)
-        self.num_free -= 1
+        self.nodes[node].workers[worker.worker] = device
+        self.num_free -= bool(free)
         if rank is None:
             self._spares[worker.worker] = worker
         else:
-            self._holders[rank] = worker
-            self._last_place[rank] = self._place(node)
+            self._hold(worker, rank)
         return worker
 
     def give_rank(self, worker: Worker, rank: int) -> None:
         """A spare holds a rank from now on."""
         worker.rank = rank
         del self._spares[worker.worker]
+        self._hold(worker, rank)
+
+    def _hold(self, worker: Worker, rank: int) -> None:
         self._holders[rank] = worker
-        self._last_place[rank] = self._place(worker.node)
+        self._last_place[rank] = self._place(worker)
+        if worker.device >= self.nodes[worker.node].slots:
+            self._crowded[worker.worker] = worker
 
     def mark_lost(self, worker: Worker, *, gone: bool) -> None:
         """A worker can do nothing any more; ``gone`` where its process no longer exists."""
@@ -144,8 +185,9 @@ class Roster:
         worker.gone = True
         self._unfenced.pop(worker.worker, None)
         if worker.node in self.nodes:
-            self.nodes[worker.node].workers.discard(worker.worker)
-            self.num_free += 1
+            node = self.nodes[worker.node]
+            device = node.workers.pop(worker.worker, None)
+            self.num_free += device is not None and device < node.slots
 
     def mark_done(self, worker: Worker) -> None:
         """The script of a worker that is not lost is through."""
@@ -155,6 +197,7 @@ class Roster:
 
     def _forget_live(self, worker: Worker) -> None:
         self._spares.pop(worker.worker, None)
+        self._crowded.pop(worker.worker, None)
         if worker.rank is not None and self._holders.get(worker.rank) is worker:
             del self._holders[worker.rank]
 
@@ -181,6 +224,15 @@ class Roster:
         """The live workers without a rank, warm or still starting; a view that changes with the roster."""
         return self._spares.values()
 
+    def crowded(self) -> Collection[Worker]:
+        """The live workers that hold a rank and share a device; a view that changes with the roster."""
+        return self._crowded.values()
+
+    @property
+    def num_sound_spares(self) -> int:
+        """How many live workers without a rank are at a place that is not in quarantine."""
+        return sum(not self._quarantine.doubt(spare.node, spare.device) for spare in self._spares.values())
+
     @property
     def num_ready_spares(self) -> int:
         """How many spares stand at their first step."""
@@ -205,10 +257,8 @@ class Roster:
 
         Those that stand at their first step come before those that only wait for a rank.
         """
-        ready = {spare.worker: self._place(spare.node) for spare in self.spares() if spare.ready}
-        waiting = {
-            spare.worker: self._place(spare.node) for spare in self.spares() if spare.awaits_rank and not spare.ready
-        }
+        ready = {spare.worker: self._place(spare) for spare in self.spares() if spare.ready}
+        waiting = {spare.worker: self._place(spare) for spare in self.spares() if spare.awaits_rank and not spare.ready}
         chosen: dict[int, Worker] = {}
         for rank in self.missing_ranks():
             pool = ready or waiting
@@ -220,5 +270,6 @@ class Roster:
             chosen[rank] = self.workers[spare]
         return chosen
 
-    def _place(self, name: str) -> Placement:
-        return Placement(name, self.nodes[name].domain)
+    def _place(self, worker: Worker) -> Placement:
+        doubt = self._quarantine.doubt(worker.node, worker.device)
+        return Placement(worker.node, self.nodes[worker.node].domain, doubt)

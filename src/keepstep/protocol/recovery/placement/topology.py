@@ -12,6 +12,8 @@ class Placement:
 
     node: str
     domain: str = ""
+    doubt: int = 0
+    """How much is to be said against it, as `Quarantine.doubt` counts."""
 
 
 def replica_groups(shard_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
@@ -25,8 +27,9 @@ def replica_groups(shard_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
 def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault: bool) -> int | None:
     """The spare that takes a lost rank's place, or None if there is none.
 
-    A software fault prefers the lost rank's own node, then its failure domain; a fault of the node prefers another
-    domain. Among equals the lowest worker number, so that the choice is the same everywhere.
+    One in quarantine is the last to be taken. A software fault prefers the lost rank's own node, then its failure
+    domain; a fault of the node prefers another domain. Among equals the lowest worker number, so that the choice is the
+    same everywhere.
 
     Args:
         lost: where the lost worker was.
@@ -34,9 +37,9 @@ def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault
         node_at_fault: whether the node itself failed.
     """
 
-    def order(worker: int) -> tuple[int, int]:
+    def order(worker: int) -> tuple[int, int, int]:
         place = spares[worker]
         near = (place.node == lost.node) + (place.domain == lost.domain)
-        return (near if node_at_fault else -near), worker
+        return place.doubt, (near if node_at_fault else -near), worker
 
     return min(spares, key=order, default=None)

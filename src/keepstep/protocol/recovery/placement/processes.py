@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.protocol.recovery.orders import Orders
-from keepstep.protocol.recovery.roster import Roster, Worker
+from keepstep.protocol.recovery.placement.roster import Node, Roster, Worker
 from keepstep.protocol.recovery.stages import RecoverySettings
 
 MAX_SPARE_FAILURES = 3
@@ -26,35 +26,45 @@ class Processes:
         return self._failures > MAX_SPARE_FAILURES
 
     def room_for_ranks(self) -> int:
-        """How many ranks the nodes have room for."""
-        limit = self._settings.ranks_per_node
-        return sum(min(node.num_free, limit or node.num_free) for node in self._roster.nodes.values())
+        """How many ranks the nodes have room for, with devices shared where that is allowed."""
+        return sum(self._share(node) + node.most - node.slots for node in self._roster.nodes.values())
+
+    def _share(self, node: Node) -> int:
+        """How many ranks belong on a node."""
+        return min(node.num_free, self._settings.ranks_per_node or node.num_free)
 
     def all_ranks_fit(self) -> bool:
-        """Whether there is room for all ranks. Asked of each node that joins, it counts only where it can be enough."""
+        """Whether each rank can have a device. Asked of each node that joins, it counts only where it can be enough."""
         world_size, free = self._settings.world_size, self._roster.num_free
         if free < world_size or len(self._roster.nodes) * (self._settings.ranks_per_node or world_size) < world_size:
             return False
-        return self.room_for_ranks() >= world_size
+        return sum(self._share(node) for node in self._roster.nodes.values()) >= world_size
 
     def all_spares_fit(self) -> bool:
         """Whether there is room for all spares beside all ranks."""
         return self._roster.num_free >= self._settings.world_size + self._settings.num_spares
 
     def start_ranks(self, reason: str) -> None:
-        """A process for every rank, node by node."""
-        rank = 0
-        for node in sorted(self._roster.nodes.values(), key=lambda each: each.position):  # a stable sort
-            for _ in range(min(node.num_free, self._settings.ranks_per_node or node.num_free)):
-                if rank < self._settings.world_size:
-                    self._start(node.name, rank, reason)
-                    rank += 1
+        """A process for every rank, node by node; those in quarantine come last. Then devices are shared."""
+        nodes = self._roster.nodes.values()
+        order = sorted(nodes, key=lambda each: (self._roster.is_held(each.name), each.position))  # a stable sort
+        places = [node for node in order for _ in range(self._share(node))]
+        for rank in range(self._settings.world_size):
+            node = places[rank] if rank < len(places) else self._roster.least_crowded()
+            assert node is not None, "ranks are started where they all have room"
+            self._start(node.name, rank, reason)
 
     def top_up_spares(self, reason: str) -> None:
-        """Brings the number of spares back to what was asked for."""
-        for _ in range(self._settings.num_spares - len(self._roster.spares())):
+        """Brings the number of spares back to what was asked for: of sound ones where they can be had.
+
+        Ranks that share a device need one more each, on a device that is free.
+        """
+        wanted = self._settings.num_spares + len(self._roster.crowded())
+        for _ in range(wanted - self._roster.num_sound_spares):
             node = self._roster.roomiest()
             if node is None or self.keep_failing or not self._roster.may_start():
+                return
+            if self._roster.doubt(node.name) and len(self._roster.spares()) >= wanted:
                 return
             self._start(node.name, None, reason)
 
@@ -67,7 +77,7 @@ class Processes:
         for rank in missing_ranks[len(self._roster.spares()) :]:
             if not self._roster.may_start():
                 return False
-            node = self._roster.roomiest(near=self._roster.node_of(rank))
+            node = self._roster.roomiest(near=self._roster.node_of(rank)) or self._roster.least_crowded()
             if node is not None:
                 self._start(node.name, None, "no spare is left: a fresh process takes the rank")
         return True

@@ -1,0 +1,1 @@
+"""Who is where: nodes, devices, workers, ranks; which process is started where, and what is better left alone."""
