@@ -67,6 +67,7 @@ class SimulatedJob(SimulatedNodes):
         super().__init__()
         self.machine = RecoveryMachine(RecoverySettings(world_size, num_spares, **settings))
         self.oracle = Oracle(self.machine, shards, checkpoint_every is not None)
+        self.most_per_node = self.machine.settings.most_per_node
         self.num_steps = num_steps
         self.checkpoint_every = checkpoint_every
         self.checkpoints: set[int] = set()

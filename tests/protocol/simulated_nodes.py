@@ -44,6 +44,8 @@ class SimulatedNodes:
         self.handed: list[tuple[tuple[int, ...], AnyMessage]] = []
         """Every order for workers, and those whom their agents gave it to."""
         self._placed: dict[int, str] = {}
+        self.most_per_node = 0
+        """So many processes a node takes in where it must."""
 
     def offer(self, name: str, slots: int, domain: str = "") -> None:
         """A node comes up and offers itself."""
@@ -90,7 +92,8 @@ class SimulatedNodes:
             case StartWorker(number, rank):
                 name = node.offer.node
                 assert number not in self._placed, f"worker {number} is started twice"
-                assert len(node.ranks) < node.offer.slots, f"all {node.offer.slots} slots of {name} are taken"
+                most = max(node.offer.slots, self.most_per_node)
+                assert len(node.ranks) < most, f"all {most} slots of {name} are taken"
                 self._placed[number] = name
                 node.ranks[number] = rank
                 self.workers[number] = SimulatedWorker(number, name, rank)

@@ -74,7 +74,9 @@ class Oracle:
         assert unfenced == {worker.worker for worker in roster.unfenced()}
         for node in roster.nodes.values():
             there = {worker.worker for worker in roster.workers.values() if worker.node == node.name}
-            assert node.workers == {number for number in there if not roster.workers[number].gone}
+            assert node.workers.keys() == {number for number in there if not roster.workers[number].gone}
+            assert len(set(node.workers.values())) == len(node.workers), "two workers on one device"
+            assert set(node.workers.values()) <= set(range(node.most)), "a device that does not exist"
             assert 0 <= node.num_free <= node.slots
         assert roster.num_free == sum(node.num_free for node in roster.nodes.values())
         assert self.machine.awaited <= roster.holder_numbers(), "one that is gone is waited for"

@@ -6,7 +6,18 @@ import pytest
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import HEARTBEAT_S, HOLD_S, AgentEffect, AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.agent import (
+    HEARTBEAT_S,
+    HOLD_S,
+    SOONEST,
+    AgentEffect,
+    AgentMachine,
+    Depart,
+    HandOver,
+    Kill,
+    Leave,
+    Spawn,
+)
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessSettings, Observation
 from keepstep.protocol.messages import Cause, Tag
@@ -29,7 +40,7 @@ class Node:
         self.controller = Conversation(NODE, LIFE)
         assert self.heard() == [JOINED]
         for number in range(ranks + spares):
-            self.order(msg.StartWorker(number, number if number < ranks else None, "the job starts"))
+            self.order(msg.StartWorker(number, number if number < ranks else None, number, "the job starts"))
             self.agent.spawned(number, 4000 + number)
         self.heard()
 
@@ -77,7 +88,7 @@ def safe(*workers: int, step: int = 3) -> msg.SafePointReached:
 
 def test_a_worker_is_started_and_reported() -> None:
     node = Node()
-    assert node.order(msg.StartWorker(0, 0, "the job starts")) == [Spawn(0, 0)]
+    assert node.order(msg.StartWorker(0, 0, 0, "the job starts")) == [Spawn(0, 0, 0)]
     node.agent.spawned(0, 4000)
     assert node.heard() == [msg.WorkerStarted(0, 4000)]
 
@@ -127,7 +138,7 @@ def test_a_fence_of_what_is_gone_is_confirmed_at_once() -> None:
 
 def test_a_fence_that_comes_before_the_process_is_there_still_kills_it() -> None:
     node = Node()
-    assert node.order(msg.StartWorker(0, 0, "start"), msg.FenceWorker(0, "no")) == [Spawn(0, 0), Kill(0)]
+    assert node.order(msg.StartWorker(0, 0, 0, "start"), msg.FenceWorker(0, "no")) == [Spawn(0, 0, 0), Kill(0)]
     node.agent.spawned(0, 4000)
     assert node.agent.take() == [Kill(0)]
 
@@ -252,10 +263,21 @@ def test_a_node_that_has_nothing_to_say_is_heard_of_nonetheless() -> None:
     node = Node()
     node.order(msg.Stop(2, "rank 0 lost", None))
     due_s = node.agent.next_deadline()
-    assert node.now_s < due_s <= node.now_s + HEARTBEAT_S
+    assert node.now_s < due_s <= node.now_s + HEARTBEAT_S * (1 + SOONEST)
     assert node.agent.packets(node.now_s) == []
-    assert node.agent.packets(due_s) == [msg.Packet(NODE, LIFE, 1, 1, ())]
-    assert node.agent.next_deadline() == due_s + HEARTBEAT_S
+    assert node.agent.packets(due_s) == [msg.Packet(NODE, LIFE, 1, 1, (), misses=False)]
+    assert node.agent.next_deadline() == pytest.approx(due_s + HEARTBEAT_S)
+
+
+def test_nodes_that_answered_at_the_same_moment_have_a_heartbeat_each_in_its_own() -> None:
+    names = [f"node-{number}" for number in range(100)]
+    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0), LIFE, LivenessSettings()) for name in names]
+    for agent in agents:
+        assert agent.packets(100.0)
+    dues = [agent.next_deadline() for agent in agents]
+    for tenth in range(10):
+        begin_s = 100.0 + HEARTBEAT_S * (SOONEST + tenth / 10)
+        assert 3 <= sum(begin_s <= due < begin_s + HEARTBEAT_S / 10 for due in dues) <= 20
 
 
 def test_a_new_connection_begins_with_what_has_arrived() -> None:
@@ -263,7 +285,7 @@ def test_a_new_connection_begins_with_what_has_arrived() -> None:
     node.order(msg.Resume(1))
     node.heard()
     node.agent.reconnected()
-    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE, 1, 1, ())]
+    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE, 1, 1, (), misses=False)]
 
 
 # ---- The first step after a recovery --------------------------------------------------------------------------------
@@ -316,7 +338,7 @@ def test_a_node_that_was_given_up_offers_itself_anew_when_all_its_processes_are_
     node.exit(0, "killed by SIGKILL", IN_A_STEP)
     assert node.agent.life == LIFE
     node.agent.exited(1, Cause.SIGNAL, "killed by SIGKILL", BETWEEN, node.now_s)
-    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE + 1, 0, 0, (JOINED,))]
+    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE + 1, 0, 0, (JOINED,), misses=False)]
     assert node.agent.next_deadline() > node.now_s
 
 
@@ -329,7 +351,7 @@ def test_an_idle_node_that_was_given_up_offers_itself_at_once() -> None:
 
 def test_a_process_that_comes_up_after_its_node_was_given_up_is_killed() -> None:
     node = Node()
-    node.order(msg.StartWorker(0, 0, "the job starts"))
+    node.order(msg.StartWorker(0, 0, 0, "the job starts"))
     node.agent.receive(EVICTED, node.now_s)
     node.agent.take()
     node.agent.spawned(0, 4000)
@@ -343,7 +365,7 @@ def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -
     node.said(0, safe(0))
     node.agent.receive(EVICTED, node.now_s)
     node.agent.take()
-    assert node.order(msg.StartWorker(7, 0, "start")) == []
+    assert node.order(msg.StartWorker(7, 0, 0, "start")) == []
     assert node.said(1, safe(1)) == []
     assert node.wait(1000.0) == []
     assert node.agent.next_deadline() > node.now_s  # it does not wait for answers that nobody is to hear
@@ -353,6 +375,20 @@ def test_a_node_that_is_not_wanted_any_more_leaves() -> None:
     node = Node(ranks=1)
     node.agent.receive(msg.NodeEvicted(NODE, LIFE, "another agent speaks for it", is_final=True), node.now_s)
     assert node.agent.take() == [Leave(1, "another agent speaks for it"), Kill(0)]
+
+
+def test_a_node_that_takes_its_leave_says_so_until_it_was_heard_and_nothing_else() -> None:
+    node = Node(ranks=1)
+    node.agent.depart("ended by SIGTERM")
+    farewell = Depart(msg.NodeLeft(NODE, LIFE, "ended by SIGTERM"))
+    assert node.agent.take() == [farewell, Kill(0)]
+    assert node.exit(0, "killed by SIGKILL", IN_A_STEP) == []
+    assert node.wait(1000.0) == []
+    node.agent.reconnected()
+    assert node.agent.take() == [farewell]
+    node.agent.receive(msg.NodeEvicted(NODE, LIFE, "ended by SIGTERM", is_final=True), node.now_s)
+    assert node.agent.take() == [Leave(1, "ended by SIGTERM")]
+    assert node.agent.packets(node.now_s + 1000.0) == []
 
 
 def test_times_go_up_on_the_controllers_clock() -> None:
@@ -367,7 +403,7 @@ def test_times_go_up_on_the_controllers_clock() -> None:
     "stale",
     [
         msg.NodeEvicted(NODE, LIFE - 1, "an earlier life", False),
-        msg.Packet(NODE, LIFE - 1, 0, 0, (msg.EndJob(0, "an earlier life"),)),
+        msg.Packet(NODE, LIFE - 1, 0, 0, (msg.EndJob(0, "an earlier life"),), misses=False),
     ],
 )
 def test_what_was_meant_for_an_earlier_life_is_dropped(stale: msg.Packet | msg.NodeEvicted) -> None:

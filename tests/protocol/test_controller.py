@@ -11,6 +11,7 @@ from tests.protocol.toy_cluster import Crashed, ToyCluster
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
+from keepstep.protocol.agent import HEARTBEAT_S, SOONEST
 from keepstep.protocol.controller import (
     ISOLATED_S,
     LEASE_S,
@@ -61,7 +62,7 @@ def test_the_job_waits_for_room() -> None:
     cluster.go()
     assert not cluster.nodes["node-0"].workers
     cluster.nodes["node-1"].is_cut_off = False
-    cluster.wait(1.0)
+    cluster.wait(HEARTBEAT_S * (1 + SOONEST))
     assert where(cluster) == (Stage.TRAINING, 1)
 
 
@@ -129,7 +130,7 @@ def watching(*names: str) -> ControllerMachine:
     """A controller that heard of these nodes at second 100, and never again."""
     controller = ControllerMachine(RecoverySettings(1, 0))
     for name in names:
-        controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x", 0, 0),)), 100.0)
+        controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x", 0, 0),), misses=False), 100.0)
     controller.take_entries()
     return controller
 
@@ -140,7 +141,7 @@ def given_up_s(controller: ControllerMachine, *, heard: str | None = None, late_
         due = controller.next_deadline()
         assert due is not None
         if heard is not None:
-            controller.receive(Packet(heard, 1, 1, 0, ()), due + late_s)
+            controller.receive(Packet(heard, 1, 1, 0, (), misses=False), due + late_s)
         controller.tick(due + late_s)
         if any(isinstance(entry.event, LeaseExpired) for entry in controller.take_entries()):
             return due + late_s
@@ -150,7 +151,7 @@ def given_up_s(controller: ControllerMachine, *, heard: str | None = None, late_
 def test_leases_are_looked_at_often_and_when_one_runs_out() -> None:
     controller = watching("node-0", "node-1")
     assert controller.next_deadline() == 100.0 + LEASE_S / 4
-    controller.receive(Packet("node-1", 1, 1, 0, ()), 100.1)
+    controller.receive(Packet("node-1", 1, 1, 0, (), misses=False), 100.1)
     assert given_up_s(controller, heard="node-0") == pytest.approx(100.1 + LEASE_S)
 
 
@@ -160,7 +161,7 @@ def test_the_time_in_which_the_controller_was_held_up_is_nobodys_silence(wakes_w
     controller = watching("node-0", "node-1")
     for now_s in (101.0, 102.0, 104.0):
         if now_s < 104.0 or not wakes_with_a_look:
-            controller.receive(Packet("node-0", 1, 1, 0, ()), now_s)
+            controller.receive(Packet("node-0", 1, 1, 0, (), misses=False), now_s)
         controller.tick(now_s)
     assert controller.take_entries() == []
     assert given_up_s(controller, heard="node-0") == pytest.approx(100.0 + LEASE_S + 2.0)
@@ -183,12 +184,12 @@ def test_a_deadline_that_has_come_is_not_the_next_one_again() -> None:
         controller = watching("node-0", "node-1")
         heard_s = rng.uniform(125.0, 128.0)  # and three seconds later another number of bits is left
         for node in ("node-0", "node-1"):
-            controller.receive(Packet(node, 1, 1, 0, ()), heard_s)
+            controller.receive(Packet(node, 1, 1, 0, (), misses=False), heard_s)
         expired: list[float] = []
         while not expired:
             due_s = controller.next_deadline()
             assert due_s is not None
-            controller.receive(Packet("node-0", 1, 1, 0, ()), due_s)
+            controller.receive(Packet("node-0", 1, 1, 0, (), misses=False), due_s)
             controller.tick(due_s)
             following_s = controller.next_deadline()
             assert following_s is not None
@@ -225,6 +226,33 @@ def test_a_node_that_comes_back_kills_what_it_has_and_is_of_use_again() -> None:
     assert where(cluster) == (Stage.TRAINING, 3)
 
 
+def test_a_node_that_takes_its_leave_is_replaced_at_once_and_not_blamed() -> None:
+    cluster = ToyCluster().go()
+    leaving = cluster.nodes["node-1"]
+    began_s = cluster.now_s
+    for _ in range(2):  # it could be lost twice, and come back
+        leaving.agent.depart("ended by SIGTERM")
+        cluster.go()
+        assert leaving.has_left
+        assert leaving.workers == {}
+        leaving = cluster.add_node("node-1", life=leaving.agent.life + 1)
+        cluster.go()
+    assert cluster.now_s < began_s + LEASE_S
+    (record,) = cluster.controller.job.records
+    assert record.detail == "rank 1 lost: node node-1 has left: ended by SIGTERM"
+    assert where(cluster) == (Stage.TRAINING, 2)
+    assert cluster.controller.job.quarantine.held == {}
+    cluster.restart_controller().go()
+    assert where(cluster) == (Stage.TRAINING, 2)
+
+
+def test_a_node_that_nobody_knows_may_leave() -> None:
+    controller = ControllerMachine(RecoverySettings(2, 0))
+    controller.left(msg.NodeLeft("node-7", 3, "ended by SIGTERM"), 100.0)
+    assert controller.packets(100.0) == [msg.NodeEvicted("node-7", 3, "ended by SIGTERM", is_final=True)]
+    assert controller.take_entries() == []
+
+
 def test_an_agent_that_was_started_again_is_another_one() -> None:
     cluster = ToyCluster().go()
     cluster.add_node("node-2", life=9)
@@ -242,7 +270,7 @@ def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
     num_entries = len(cluster.journal)
     for life in (1, 5):
         cluster.controller.receive(
-            Packet("node-2", life, 0, 0, (msg.NodeJoined("node-2", 1, "x", 0, 0),)), cluster.now_s
+            Packet("node-2", life, 0, 0, (msg.NodeJoined("node-2", 1, "x", 0, 0),), misses=False), cluster.now_s
         )
         (answer,) = cluster.controller.packets(cluster.now_s)
         why = "another agent speaks for node node-2 by now; each needs a name of its own"
@@ -253,13 +281,13 @@ def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
 
 def test_a_node_that_was_started_for_a_job_of_another_size_is_sent_away() -> None:
     controller = ControllerMachine(RecoverySettings(2, 0))
-    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 3),)), 100.0)
+    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 3),), misses=False), 100.0)
     (answer,) = controller.packets(100.0)
     assert answer == msg.NodeEvicted(
         "node-0", 1, "node node-0 was started for 3 ranks, and this job has 2", is_final=True
     )
     assert (controller.take_entries(), controller.lines) == ([], {})
-    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 2),)), 100.0)
+    controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 2),), misses=False), 100.0)
     assert list(controller.lines) == ["node-0"]
 
 
@@ -275,9 +303,9 @@ def test_a_job_can_be_called_off() -> None:
 
 def test_a_node_is_not_known_before_its_first_words() -> None:
     controller = ControllerMachine(RecoverySettings(1, 0))
-    controller.receive(Packet("node-0", 1, 3, 0, (msg.WorkerFenced(0),)), 100.0)
-    controller.receive(Packet("node-0", 1, 0, 0, ()), 100.0)
-    nothing_came = Packet("node-0", 1, 0, 0, ())
+    controller.receive(Packet("node-0", 1, 3, 0, (msg.WorkerFenced(0),), misses=False), 100.0)
+    controller.receive(Packet("node-0", 1, 0, 0, (), misses=False), 100.0)
+    nothing_came = Packet("node-0", 1, 0, 0, (), misses=True)
     assert (controller.take_entries(), controller.packets(100.0)) == ([], [nothing_came, nothing_came])
     assert controller.next_deadline() is None
 
@@ -303,7 +331,7 @@ def test_what_is_not_for_a_node_to_send_is_refused_with_all_that_comes_with_it(
     before = cluster.controller.job.stage, len(cluster.journal)
     good = msg.WorkerLost(1, Cause.EXIT, "exit code 1", True, None, 1.0)
     with pytest.raises(RemoteProtocolError, match=re.escape(f"node node-1 sent {type(forged).__name__} of")):
-        cluster.controller.receive(Packet("node-1", 1, number - 1, 0, (good, forged)), cluster.now_s)
+        cluster.controller.receive(Packet("node-1", 1, number - 1, 0, (good, forged), misses=False), cluster.now_s)
     assert cluster.controller.take_entries() == []
     assert (cluster.controller.job.stage, len(cluster.journal)) == before
     assert cluster.kill_rank(1).controller.job.generation == 2
@@ -323,7 +351,7 @@ def test_a_node_cannot_speak_for_the_workers_of_another() -> None:
         node.agent.conversation.say([report])
     cluster.go()
     assert where(cluster) == (Stage.TRAINING, 1)
-    assert (controller.job.trained_to, controller.job.digests) == (1, {})
+    assert (controller.job.progress.trained_to, controller.job.digests) == (1, {})
     assert cluster.finish().controller.job.digests == {0: "d", 1: "d", 2: "d"}
 
 
@@ -390,8 +418,8 @@ def test_a_journal_gives_back_the_state_and_every_order_with_its_number(length: 
     for node in ("node-0", "node-1"):
         num_reports = sum(len(event.reports) for event in heard if event.node == node)
         if num_reports:
-            machine.receive(Packet(node, 1, num_reports, 0, ()), 1000.0)
-            (packet,) = machine.packets(1000.0) or [Packet(node, 1, 0, num_reports, ())]
+            machine.receive(Packet(node, 1, num_reports, 0, (), misses=False), 1000.0)
+            (packet,) = machine.packets(1000.0) or [Packet(node, 1, 0, num_reports, (), misses=False)]
             assert isinstance(packet, Packet)
             assert (packet.first, packet.received) == (0, num_reports)
             assert list(packet.messages) == orders_of([*entries, last], node)
@@ -446,6 +474,7 @@ def test_a_deadline_is_an_event() -> None:
 
 
 def test_leases_begin_anew_after_a_crash() -> None:
+    """And an agent has twice as long to find the controller again."""
     cluster = ToyCluster().go()
     cluster.now_s += 100 * LEASE_S
     cluster.restart_controller()
@@ -453,4 +482,6 @@ def test_leases_begin_anew_after_a_crash() -> None:
     assert where(cluster) == (Stage.TRAINING, 1)
     cluster.nodes["node-1"].is_cut_off = True
     cluster.wait(LEASE_S * 1.4)
+    assert where(cluster) == (Stage.TRAINING, 1)
+    cluster.wait(LEASE_S)
     assert cluster.controller.job.records[-1].cause == Cause.NODE

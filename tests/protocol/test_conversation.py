@@ -131,7 +131,7 @@ def test_the_check_finds_a_broken_conversation(mutant: type[Conversation], kinds
 
 
 def packet(first: int, received: int, *numbers: int) -> Packet:
-    return Packet(NODE, LIFE, first, received, tuple(WorkerFenced(number) for number in numbers))
+    return Packet(NODE, LIFE, first, received, tuple(WorkerFenced(number) for number in numbers), misses=False)
 
 
 def test_what_was_said_goes_out_at_once_and_once() -> None:
@@ -149,8 +149,9 @@ def test_what_was_not_acknowledged_goes_out_again() -> None:
     end.packets(0.0)
     assert end.packets(RESEND_S * 0.9) == []
     assert end.packets(RESEND_S) == [packet(0, 0, 0, 1)]
-    end.receive(Packet(NODE, LIFE, 0, 1, ()), RESEND_S)
-    assert end.packets(RESEND_S) == [packet(1, 0, 1)]
+    end.receive(Packet(NODE, LIFE, 0, 1, (), misses=False), RESEND_S)
+    assert end.packets(RESEND_S) == []
+    assert end.packets(2 * RESEND_S) == [packet(1, 0, 1)]
 
 
 def test_a_new_connection_is_not_waited_for() -> None:
@@ -169,7 +170,7 @@ def test_what_came_is_acknowledged_and_an_acknowledgement_is_not() -> None:
     (heartbeat,) = agent.packets(1.0, heartbeat=True)
     controller.receive(heartbeat, 1.0)
     (answer,) = controller.packets(1.0)
-    assert answer == Packet(NODE, LIFE, 0, 1, ())
+    assert answer == Packet(NODE, LIFE, 0, 1, (), misses=False)
     agent.receive(answer, 1.0)
     assert agent.packets(100.0) == []
     assert controller.packets(100.0) == []
@@ -179,7 +180,7 @@ def test_what_comes_twice_is_acknowledged_at_once() -> None:
     end = Conversation(NODE, LIFE)
     for _ in range(2):
         end.receive(packet(0, 0, 0), 0.0)
-    assert end.packets(0.0) == [Packet(NODE, LIFE, 0, 1, ())]
+    assert end.packets(0.0) == [Packet(NODE, LIFE, 0, 1, (), misses=False)]
 
 
 def test_a_heartbeat_shows_what_is_missing_and_it_comes_at_once() -> None:
@@ -189,9 +190,21 @@ def test_a_heartbeat_shows_what_is_missing_and_it_comes_at_once() -> None:
     (heartbeat,) = agent.packets(1.0, heartbeat=True)
     assert controller.receive(heartbeat, 1.0) == ()
     (answer,) = controller.packets(1.0)
+    assert answer == Packet(NODE, LIFE, 0, 0, (), misses=True)
+    assert controller.packets(1.0) == []
     agent.receive(answer, 1.0)
     (again,) = agent.packets(1.0)
     assert controller.receive(again, 1.0) == (WorkerFenced(0),)
+
+
+def test_a_heartbeat_that_meets_an_order_on_the_way_does_not_bring_it_again() -> None:
+    agent, controller = Conversation(NODE, LIFE), Conversation(NODE, LIFE)
+    (heartbeat,) = agent.packets(0.0, heartbeat=True)
+    controller.say([WorkerFenced(0)])
+    (order,) = controller.packets(0.0)
+    controller.receive(heartbeat, 0.1)
+    assert controller.packets(0.1) == []
+    assert agent.receive(order, 0.1) == (WorkerFenced(0),)
 
 
 def test_a_gap_waits_for_what_is_missing() -> None:

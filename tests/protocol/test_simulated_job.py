@@ -10,7 +10,7 @@ from keepstep.protocol import resume
 from keepstep.protocol.messages import SafePointReached, Transfer, WorkerFenced
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoveryMachine, Stage, decision
-from keepstep.protocol.recovery.roster import Roster
+from keepstep.protocol.recovery.placement.roster import Roster
 from keepstep.protocol.resume import Action
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import msgspec
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
 from keepstep.protocol.controller import LEASE_S, ControllerMachine, JournalEntry
 from keepstep.protocol.conversation import RESEND_S
 from keepstep.protocol.liveness import LivenessSettings
@@ -47,6 +47,8 @@ class ToyNode:
         self.orders: list[msg.AgentOrder] = []
         """What has arrived here, each order once; not those for the agent itself."""
         self.has_left = False
+        self.departing: list[msg.NodeLeft] = []
+        """What the agent says when it takes its leave."""
         self.is_cut_off = False
         """Nothing gets through to the controller, nor from it."""
 
@@ -65,6 +67,8 @@ class ToyNode:
                             self._obey(self.workers[number], effect.order, now_s)
                     case Leave():
                         self.has_left = True
+                    case Depart():
+                        self.departing.append(effect.message)
 
     def exit(self, number: int, detail: str, now_s: float) -> None:
         """A worker's process ends."""
@@ -201,6 +205,8 @@ class ToyCluster:
                 if not node.is_cut_off:
                     self.controller.receive(packet, self.now_s)
                     moved = True
+            while node.departing and not node.is_cut_off:
+                self.controller.left(node.departing.pop(), self.now_s)
         self._write()
         for packet in self.controller.packets(self.now_s):
             moved = True

@@ -7,6 +7,7 @@ packets. Who is lost because it stands still is decided in `keepstep.protocol.li
 from __future__ import annotations
 
 import dataclasses
+import zlib
 
 import msgspec
 
@@ -20,6 +21,8 @@ from keepstep.protocol.recovery import EXIT_FAILED
 
 HEARTBEAT_S = 1.0
 """A third of the default lease: two may be lost before the node is."""
+SOONEST = 0.25
+"""After a packet the next heartbeat may come after such a part of that, where the node's own beat is so soon."""
 MIDDLE_OF_A_STEP = "exit code 0 in the middle of a step"
 HOLD_S = 0.05
 """How long answers wait for those of the node's other ranks, to go up as one."""
@@ -31,6 +34,7 @@ class Spawn:
 
     worker: int
     rank: int | None
+    device: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +60,14 @@ class Leave:
     reason: str
 
 
-AgentEffect = Spawn | Kill | HandOver | Leave
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depart:
+    """Tell the controller that the node leaves the job."""
+
+    message: msg.NodeLeft
+
+
+AgentEffect = Spawn | Kill | HandOver | Leave | Depart
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +105,9 @@ class AgentMachine:
         """Who has given each answer since the last `Stop`, be it held or gone up."""
         self._first_steps: dict[int, _FirstSteps] = {}
         self._evicted = False
+        self._departing: msg.NodeLeft | None = None
         self._heartbeat_s = 0.0
+        self._beat_s = HEARTBEAT_S * zlib.crc32(joined.node.encode()) / 2**32
         self.clock_offset_s = 0.0
         """What to add to a time of this node to get the controller's, as far as it is known."""
         self._effects: list[AgentEffect] = []
@@ -108,16 +121,31 @@ class AgentMachine:
 
     def packets(self, now_s: float) -> list[msg.Packet]:
         """What is to be transmitted to the controller now."""
+        if self._departing is not None:
+            return []
         due = now_s >= self._heartbeat_s
         packets = self.conversation.packets(now_s, heartbeat=due)
         if packets:
-            self._heartbeat_s = now_s + HEARTBEAT_S
+            self._heartbeat_s = self._beat_after(now_s + HEARTBEAT_S * SOONEST)
         return packets
+
+    def _beat_after(self, earliest_s: float) -> float:
+        """The first beat of the node's own from then on. Each has another, or all would have the controller's ear at
+        the same moment once they have all answered the same order."""
+        return earliest_s + (self._beat_s - earliest_s) % HEARTBEAT_S
 
     def reconnected(self) -> None:
         """There is a new connection to the controller, which may be another one and waits to hear what has arrived."""
         self.conversation.reconnected()
         self._heartbeat_s = 0.0
+        if self._departing is not None:
+            self._effects.append(Depart(self._departing))
+
+    def depart(self, reason: str) -> None:
+        """The node is to leave the job. `Leave` follows when the controller has heard so."""
+        self._departing = msg.NodeLeft(self.node, self.life, reason)
+        self._effects.append(Depart(self._departing))
+        self._be_silent()
 
     def next_deadline(self) -> float:
         """When `tick` and `packets` are next due, apart from the regular looks at the workers."""
@@ -134,11 +162,16 @@ class AgentMachine:
 
     def receive(self, packet: msg.Packet | msg.NodeEvicted, now_s: float) -> None:
         """A packet of the controller. One that was meant for an earlier life is dropped."""
-        if packet.life != self.life or self._evicted:
+        if packet.life != self.life:
+            return
+        if isinstance(packet, msg.NodeEvicted) and packet.is_final:
+            self._effects.append(Leave(EXIT_FAILED, packet.reason))
+            self._be_silent()
+            self._departing = self._departing or msg.NodeLeft(self.node, self.life, packet.reason)
+            return
+        if self._evicted:
             return
         if isinstance(packet, msg.NodeEvicted):
-            if packet.is_final:
-                self._effects.append(Leave(EXIT_FAILED, packet.reason))
             self._begin_new_life(now_s)
             return
         for order in self.conversation.receive(packet, now_s):
@@ -151,7 +184,7 @@ class AgentMachine:
             case msg.StartWorker():
                 self._processes[order.worker] = _Process(order.rank)
                 self.liveness.watch(order.worker, order.rank, now_s)
-                self._effects.append(Spawn(order.worker, order.rank))
+                self._effects.append(Spawn(order.worker, order.rank, order.device))
             case msg.FenceWorker():
                 self._fence(order.worker)
             case msg.EndJob():
@@ -196,13 +229,16 @@ class AgentMachine:
 
     def _begin_new_life(self, now_s: float) -> None:
         """The node was given up: whatever still runs here is nobody's. When it is gone, the node offers itself anew."""
+        self._be_silent()
+        self._be_reborn(now_s)
+
+    def _be_silent(self) -> None:
         self._evicted = True
         self._forget_answers()
         self._effects += [Kill(number) for number in self._processes]
-        self._be_reborn(now_s)
 
     def _be_reborn(self, now_s: float) -> None:
-        if self._processes:
+        if self._processes or self._departing is not None:
             return
         self._evicted = False
         self.life += 1

@@ -1,6 +1,6 @@
 """The controller's machine as its shell sees it: packets of all nodes in, packets out, leases, and a journal.
 
-Everything that changes the decisions of `RecoveryMachine` is one of five events, and each is written to the journal
+Everything that changes the decisions of `RecoveryMachine` is one of six events, and each is written to the journal
 before anything that follows from it is transmitted. The machine is a function of its events, so a controller that was
 killed comes back by living through its journal once more: the same state, the same orders with the same numbers. What
 an agent sent after the last entry was never acknowledged, so it comes again, and orders that an agent has not heard
@@ -22,6 +22,9 @@ from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
 
 LEASE_S = 3.0
 """A node not heard of for so long is given up."""
+REJOINING = 2.0
+"""After a restart the first lease is so many times as long: an agent may need one to find the controller again, and
+where nobody holds the state any more because one was slow at that, the job is lost."""
 LOOKS = 0.25
 """The leases are looked at so often in the time of one."""
 ISOLATED_S = 60.0
@@ -45,6 +48,13 @@ class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
     heard_s: float
 
 
+class Departed(msgspec.Struct, frozen=True, tag=True):
+    """A node has taken its leave."""
+
+    node: str
+    why: str
+
+
 class DeadlineCame(msgspec.Struct, frozen=True, tag=True):
     """A deadline of the recovery machine has come."""
 
@@ -59,7 +69,7 @@ class CalledOff(msgspec.Struct, frozen=True, tag=True):
     order: msg.EndJob
 
 
-Event = Heard | LeaseExpired | DeadlineCame | Restarted | CalledOff
+Event = Heard | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,6 +89,8 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
             return [effect for report in event.reports for effect in job.receive(event.node, _let_in(report), now_s)]
         case LeaseExpired():
             return job.node_lost(event.node, f"node {event.node} lost: {event.why}", event.heard_s, now_s)
+        case Departed():
+            return job.node_lost(event.node, f"node {event.node} has left: {event.why}", now_s, now_s, is_fault=False)
         case DeadlineCame():
             return job.tick(now_s)
         case Restarted():
@@ -102,6 +114,10 @@ class _Line:
     heard_s: float
     is_silent: bool = False
     """Not heard of since the controller was restarted, so nobody knows which orders have arrived there."""
+
+    def end_s(self, lease_s: float) -> float:
+        """When the lease runs out."""
+        return self.heard_s + lease_s * (REJOINING if self.is_silent else 1.0)
 
 
 class ControllerMachine:
@@ -150,8 +166,8 @@ class ControllerMachine:
             line = None
         if line is None:
             if packet.first != 0 or packet.received != 0 or not packet.messages:
-                # Its first words are still under way, or were lost: it hears that none have come.
-                self._answers.append(msg.Packet(packet.node, packet.life, 0, 0, ()))
+                # Its first words are still under way, or were lost.
+                self._answers.append(msg.Packet(packet.node, packet.life, 0, 0, (), misses=True))
                 return
             line = self._open(packet.node, packet.life, now_s)
         self._forgive_deafness(now_s)
@@ -160,6 +176,13 @@ class ControllerMachine:
         reports = line.conversation.receive(packet, now_s)
         if reports:
             self._happened(Heard(packet.node, packet.life, reports), now_s)
+
+    def left(self, message: msg.NodeLeft, now_s: float) -> None:
+        """A node takes its leave; it is told that this was heard."""
+        line = self.lines.get(message.node)
+        if line is not None and line.conversation.life == message.life:
+            self._happened(Departed(message.node, message.reason), now_s)
+        self._answers.append(msg.NodeEvicted(message.node, message.life, message.reason, is_final=True))
 
     def _mistaken(self, packet: msg.Packet) -> str | None:
         """Why a node that offers itself cannot be meant for this job; None where it can."""
@@ -196,17 +219,19 @@ class ControllerMachine:
                 line.heard_s += gap_s
 
     def _look_at_leases(self, lease_s: float, now_s: float) -> None:
-        silent = [node for node, line in self.lines.items() if now_s >= line.heard_s + lease_s]
+        silent = [node for node, line in self.lines.items() if now_s >= line.end_s(lease_s)]
         last_heard_s = max((line.heard_s for line in self.lines.values()), default=now_s)
         is_isolated = len(silent) == len(self.lines) and now_s < last_heard_s + ISOLATED_S
         for node in [] if is_isolated else silent:
-            self._happened(LeaseExpired(node, f"not heard of for {lease_s:g} s", self.lines[node].heard_s), now_s)
+            line = self.lines[node]
+            why = f"not heard of for {line.end_s(lease_s) - line.heard_s:g} s"
+            self._happened(LeaseExpired(node, why, line.heard_s), now_s)
         self._look_again(lease_s, now_s)
 
     def _look_again(self, lease_s: float, now_s: float) -> None:
         """At the next moment at which a lease may run out, and often enough to notice that it was held up itself."""
         soon_s = now_s + lease_s * LOOKS
-        due_s = min((line.heard_s for line in self.lines.values()), default=now_s) + lease_s
+        due_s = min((line.end_s(lease_s) for line in self.lines.values()), default=now_s)
         self._look_at_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.lines else None
 
     @property
@@ -245,7 +270,7 @@ class ControllerMachine:
         self._entries.append(JournalEntry(now_s, event, self.job.stage, self.job.generation, orders))
 
     def _apply(self, event: Event, now_s: float) -> list[Effect]:
-        if isinstance(event, LeaseExpired):
+        if isinstance(event, LeaseExpired | Departed):
             self._given_up[event.node] = (self.lines.pop(event.node).conversation.life, event.why)
         effects = relive(self.job, event, now_s)
         for effect in effects:
@@ -267,7 +292,7 @@ class ControllerMachine:
     def from_journal(
         cls, settings: RecoverySettings, entries: Iterable[JournalEntry], now_s: float, lease_s: float | None = LEASE_S
     ) -> ControllerMachine:
-        """The controller as its journal left it. Every lease begins anew: nobody could renew it meanwhile.
+        """The controller as its journal left it. Every lease begins anew, for nobody could renew it meanwhile.
 
         Args:
             settings: those of the job, as at the first start.

@@ -39,6 +39,8 @@ class Conversation:
         """Something has arrived that nothing transmitted since acknowledges."""
         self._owes_answer = False
         """The other end waits for that, and transmits for nothing what has arrived."""
+        self._misses = False
+        """Something has arrived beyond a gap, and the other end has not been told."""
 
     @property
     def received(self) -> int:
@@ -68,11 +70,11 @@ class Conversation:
                 f"{self._acknowledged + len(self._unheard)} were said, and begins with number {packet.first}"
             )
         self.heard(packet.received, now_s)
-        if not packet.messages and packet.received < self._transmitted:
-            self._transmitted = self._acknowledged  # the other end has nothing else to say, and misses something
+        if packet.misses:
+            self._transmitted = self._acknowledged
         skip = self._received - packet.first
         if skip < 0:
-            self._owes_answer = True
+            self._misses = True
             return ()  # some before it are missing, and will come again together with these
         new = packet.messages[skip:]
         came_before = len(new) < len(packet.messages)
@@ -108,14 +110,16 @@ class Conversation:
         """
         if self._resend_at_s is not None and now_s >= self._resend_at_s:
             self._transmitted = self._acknowledged
-        if self._transmitted - self._acknowledged == len(self._unheard) and not (heartbeat or self._owes_answer):
+        has_to_speak = heartbeat or self._owes_answer or self._misses
+        if self._transmitted - self._acknowledged == len(self._unheard) and not has_to_speak:
             return []
         waiting = list(self._unheard)[self._transmitted - self._acknowledged :]
         chunks = [tuple(waiting[at : at + MAX_MESSAGES]) for at in range(0, len(waiting), MAX_MESSAGES)]
         packets = []
         for chunk in chunks or [()]:
-            packets.append(Packet(self.node, self.life, self._transmitted, self._received, chunk))
+            packets.append(Packet(self.node, self.life, self._transmitted, self._received, chunk, self._misses))
             self._transmitted += len(chunk)
+            self._misses = False
         if waiting:
             self._resend_at_s = now_s + RESEND_S
         self._owes_answer = self._owes_news = False
