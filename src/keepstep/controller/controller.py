@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from keepstep.controller.rendezvous import Rendezvous
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import (
+    AnyMessage,
     ClockAsked,
     ClockTold,
     EndJob,
+    NodeLeft,
     Packet,
     PhasesObserved,
     StoreAnswered,
     StoreRequested,
 )
 from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
 from keepstep.transports.lines import Arrival, Connected, NodeLines
 
+GATHER_S = 0.2
+"""Phases are for the eye, which is content with five pictures a second; a ring holds far more than that."""
+PHASE_MESSAGES_PER_S = 1024
+"""From all nodes together: a message takes up to a third of a millisecond (benchmarks/controller.py)."""
+MAX_TOGETHER = 256
+"""Messages that are lived through before the journal is written and anything is transmitted."""
+CALM_S = 3.0
+"""What comes with the beginning of a generation is over by then."""
 FAREWELL_S = 10.0
 """How long a job that has ended waits until every agent has heard so."""
 
@@ -30,17 +40,34 @@ class Controller:
     """Runs a `ControllerMachine` over the lines to the agents until the job has ended."""
 
     def __init__(
-        self, machine: ControllerMachine, lines: NodeLines, recorder: Recorder, *, is_restarted: bool = False
+        self,
+        machine: ControllerMachine,
+        lines: NodeLines,
+        recorder: Recorder,
+        *,
+        clock: JobClock | None = None,
+        confirm: Callable[[], None] = lambda: None,
+        when_calm: Callable[[], None] = lambda: None,
+        is_restarted: bool = False,
     ) -> None:
         """Args:
         machine: decides; fresh, or as its journal left it.
         lines: to the agents.
         recorder: what is decided is written there before it is transmitted.
+        clock: of the job; None: it begins here.
+        confirm: called after the journal was written and before anything is transmitted; raises `LeaseLost` where
+            another controller may serve the run by now.
+        when_calm: called when a generation has trained for a little while, for what takes a moment.
         is_restarted: a former controller of the job has died, and the rendezvous with it.
         """
         self.machine = machine
         self._lines = lines
         self._recorder = recorder
+        self._clock = clock or JobClock()
+        self._confirm = confirm
+        self._when_calm = when_calm
+        self._calm: asyncio.TimerHandle | None = None
+        self._unsent: list[tuple[str, AnyMessage]] = []
         # In other stages either a new generation has just begun, or nobody has met in this one yet.
         has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
         self._rendezvous = Rendezvous(forgotten=machine.job.generation if has_forgotten else 0)
@@ -59,7 +86,7 @@ class Controller:
 
     async def end(self, order: EndJob) -> EndJob:
         """Ends the job from outside, after `run` was cancelled; returns when every agent knows."""
-        self.machine.call_off(order, time.monotonic())
+        self.machine.call_off(order, self._clock.now_s())
         self._settle()
         assert self.job.ended is not None
         return await self._see_off(self.job.ended)
@@ -74,21 +101,24 @@ class Controller:
         return ended
 
     async def _turn(self) -> None:
-        """Lives through whatever comes next: a message, or a deadline."""
+        """Lives through whatever comes next: messages, or a deadline. What has come together is settled together."""
         arrival = await self._next()
         if arrival is None:
-            self.machine.tick(time.monotonic())
-        else:
+            self.machine.tick(self._clock.now_s())
+        num = 0
+        while arrival is not None:
             try:
                 self._arrived(arrival.node, arrival.message)
             except RemoteProtocolError as error:
                 self._lines.refuse(arrival.node, str(error))
+            num += 1
+            arrival = self._lines.more() if num < MAX_TOGETHER else None
         self._settle()
 
     async def _next(self) -> Arrival | None:
         """What comes next from a node, or None when a deadline has come first."""
         due = self.machine.next_deadline()
-        timeout = None if due is None else max(0.0, due - time.monotonic())
+        timeout = None if due is None else max(0.0, due - self._clock.now_s())
         try:
             # Not wait_for: up to Python 3.11 it can lose a cancellation that meets a message, and then never ends.
             async with asyncio.timeout(timeout):
@@ -102,25 +132,47 @@ class Controller:
             raise RemoteProtocolError(f"node {node} spoke for node {speaks_for}")
         match message:
             case Packet():
-                self.machine.receive(message, time.monotonic())
+                self.machine.receive(message, self._clock.now_s())
             case Connected():
                 self.machine.reconnected(node)
+            case NodeLeft():
+                self.machine.left(message, self._clock.now_s())
             case StoreRequested():
                 self._requested(node, message)
             case PhasesObserved():
                 self._recorder.observed(message)
             case ClockAsked():
-                self._lines.send(node, ClockTold(message.asked_ns, time.monotonic_ns()))
+                self._unsent.append((node, ClockTold(message.asked_ns, self._clock.now_ns(), self._gather_s())))
             case _:
                 raise RemoteProtocolError(f"an agent sent {type(message).__name__} outside of any packet")
 
+    def _gather_s(self) -> float:
+        return max(GATHER_S, len(self.machine.lines) / PHASE_MESSAGES_PER_S)
+
     def _settle(self) -> None:
-        """After every event: writes the journal, and only then transmits."""
-        self._recorder.decided(self.machine.take_entries())
+        """After every event: writes the journal, makes sure that no other one serves the run, and then transmits."""
+        try:
+            self._recorder.decided(self.machine.take_entries())
+        except OSError:
+            self._confirm()  # where another one serves the run by now, that is why
+            raise
         # Whoever waits in the rendezvous of a generation that is over is told so before the order that ended it.
         self._answer(self._rendezvous.begin(self.job.generation))
-        for packet in self.machine.packets(time.monotonic()):
-            self._lines.send(packet.node, packet)
+        self._unsent += ((packet.node, packet) for packet in self.machine.packets(self._clock.now_s()))
+        if self._unsent:
+            self._confirm()
+            for node, message in self._unsent:
+                self._lines.send(node, message)
+            self._unsent.clear()
+        self._look_if_calm()
+
+    def _look_if_calm(self) -> None:
+        is_training = self.job.stage is Stage.TRAINING
+        if is_training and self._calm is None:
+            self._calm = asyncio.get_running_loop().call_later(CALM_S, self._when_calm)
+        elif not is_training and self._calm is not None:
+            self._calm.cancel()
+            self._calm = None
 
     # ---- the rendezvous of the ranks --------------------------------------------------------------------------------
 
@@ -132,4 +184,4 @@ class Controller:
 
     def _answer(self, answers: Iterable[StoreAnswered]) -> None:
         for answer in answers:
-            self._lines.send(self.job.roster.workers[answer.worker].node, answer)
+            self._unsent.append((self.job.roster.workers[answer.worker].node, answer))

@@ -19,7 +19,7 @@ from keepstep.protocol.controller import ControllerMachine, DeadlineCame, Heard,
 from keepstep.protocol.messages import Cause, FenceWorker, NodeJoined, Stop, Tag, WorkerLost
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
-from keepstep.trace.record.journal import Journal, read
+from keepstep.trace.record.journal import Journal, read, take_over
 
 LOST = WorkerLost(1, Cause.SIGNAL, "killed by SIGKILL\u00e9\n", True, Tag(1, 7, Phase.SYNCED), 12.000000000000002)
 ENTRIES = [
@@ -75,6 +75,27 @@ def test_who_writes_on_cuts_off_what_is_torn(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+def test_who_takes_over_reads_what_the_former_writer_cannot_change_any_more(tmp_path: Path) -> None:
+    """It may only have stood still, and go on in the middle of a line."""
+    path = tmp_path / "journal.jsonl"
+    whole = written(path, ENTRIES)
+    with Journal(path) as former:
+        path.write_bytes(whole[:-3])
+        assert take_over(path) == ENTRIES[:-1]
+        former.write(ENTRIES[:1])
+        with Journal(path, is_durable=True) as latter:
+            former.write(ENTRIES[:2])
+            latter.write(ENTRIES[-1:])
+            former.write(ENTRIES[2:])
+    assert path.read_bytes() == whole
+    assert [each.name for each in tmp_path.iterdir()] == ["journal.jsonl"]
+
+
+def test_a_journal_to_take_over_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        take_over(tmp_path / "journal.jsonl")
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"at_s":1,"event":{"type":"Nothing"}}', b"\xff\xfe", b"[1]"])
 def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "journal.jsonl"
@@ -127,5 +148,9 @@ def test_a_real_job_can_be_relived(tmp_path: Path) -> None:
     assert len(job.records) == 1
     assert again.records == job.records
     assert (again.stage, again.generation, again.ended) == (Stage.ENDED, job.generation, job.ended)
-    assert (again.trained_to, again.digests, again.shard_of) == (job.trained_to, job.digests, job.shard_of)
+    assert (again.progress.trained_to, again.digests, again.shard_of) == (
+        job.progress.trained_to,
+        job.digests,
+        job.shard_of,
+    )
     assert again.roster.workers == job.roster.workers

@@ -51,6 +51,17 @@ def test_a_folder_belongs_to_one_job_until_its_process_ends(tmp_path: Path) -> N
         assert runfolder.is_occupied(tmp_path)
 
 
+def test_who_has_the_lease_replaces_the_lock(tmp_path: Path) -> None:
+    """The process that has lost it may stand still, or be on a machine whose locks a server still keeps."""
+    with runfolder.occupied(tmp_path):
+        with runfolder.occupied(tmp_path, is_displacing=True):
+            with pytest.raises(ConfigurationError, match="another job"), runfolder.occupied(tmp_path):
+                pass
+            assert runfolder.is_occupied(tmp_path)
+        assert not runfolder.is_occupied(tmp_path), "what the first one holds is of no meaning any more"
+    assert [each.name for each in tmp_path.iterdir()] == ["run.lock"]
+
+
 def test_what_an_earlier_run_left_is_moved_aside(tmp_path: Path) -> None:
     first, second, third = info("first.py"), info("second.py"), info("third.py")
     for each in (first, second, third):

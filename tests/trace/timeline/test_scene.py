@@ -100,7 +100,7 @@ def test_time_is_lost_once(folders: list[Path]) -> None:
 def test_every_step_that_a_controller_heard_of_was_seen(folders: list[Path]) -> None:
     """Two sources that know nothing of each other: the journal's decisions, and the pages of the ranks."""
     for each in whole_runs(folders):
-        assert each.pace.step >= each.job.trained_to - 1
+        assert each.pace.step >= each.job.progress.trained_to - 1
 
 
 def test_a_rank_is_held_by_one_worker_in_a_generation(folders: list[Path]) -> None:

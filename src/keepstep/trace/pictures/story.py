@@ -33,7 +33,7 @@ def story(run: Run) -> dict[str, Any]:
         "exit_code": info.ended.exit_code if info.ended else None,
         "reason": info.ended.reason if info.ended else None,
         "is_running": run.is_alive,
-        "steps": max(run.pace.step, run.job.trained_to or 0),
+        "steps": max(run.pace.step, run.job.progress.trained_to or 0),
         "goodput": None if run.goodput is None else round(run.goodput, 6),
         "num_failures": sum(len(scene.record.failures) for scene in run.scenes),
         "spares_used": spares_used,

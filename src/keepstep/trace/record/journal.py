@@ -15,26 +15,31 @@ import xxhash
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import JournalEntry
+from keepstep.trace.targets import replacing
 
 
 class Journal:
-    """Appends to a journal; a torn last line of an earlier writer is cut off first.
+    """Appends to a journal; a torn last line of an earlier writer is cut off first."""
 
-    What was written has left this process, so it survives the process, though not the machine: another node cannot
-    know the difference, for the controller does not come back on a machine that has lost its files.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_durable: bool = False) -> None:
+        """Args:
+        path: of the journal, which need not exist yet.
+        is_durable: what was written survives the machine too, if its disk does, and can be read on another one.
+            Otherwise it survives the process, which is enough for a controller that only comes back where it was.
+        """
         self._file = path.open("ab", buffering=0)
+        self._is_durable = is_durable
         _cut_torn_line(path)
         self._encoder = msgspec.json.Encoder()
 
     def write(self, entries: list[JournalEntry]) -> None:
-        """Appends entries; when this returns they are with the operating system."""
+        """Appends entries; when this returns they are with the operating system, or on the disk."""
         if entries:
             data = memoryview(b"".join(_sealed(self._encoder.encode(entry)) + b"\n" for entry in entries))
             while data:
                 data = data[self._file.write(data) :]
+            if self._is_durable:
+                os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
         """Ends the journal."""
@@ -47,6 +52,26 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def take_over(path: Path) -> list[JournalEntry]:
+    """Puts a copy in the place of a journal, and returns its entries, oldest first.
+
+    An earlier writer may only have stood still: whatever it still writes goes into the file that it has open, which
+    nobody reads any more.
+
+    Raises:
+        ConfigurationError: a line cannot be read, or the file cannot; naming file and line.
+    """
+    try:
+        data = path.read_bytes()
+        with replacing(path) as file:
+            file.write(data[: data.rfind(b"\n") + 1])
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigurationError(f"journal {path}: {error.strerror}") from error
+    return read(path)
 
 
 def read(path: Path) -> list[JournalEntry]:
@@ -85,7 +110,7 @@ class JournalTail:
             self._num_lines += 1
             try:
                 entries.append(self._decoder.decode(_opened(line)))
-            except (ValueError, msgspec.MsgspecError) as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigurationError(
                     f"journal {self.path}, line {self._num_lines}: not an entry of a journal: {error}"
                 ) from error

@@ -20,9 +20,14 @@ Listener = Callable[[list[JournalEntry]], None]
 class Recorder:
     """The journal, without which nothing goes on, and the log of phases, without which everything does."""
 
-    def __init__(self, folder: Path, listener: Listener | None = None) -> None:
+    def __init__(self, folder: Path, listener: Listener | None = None, *, is_durable: bool = False) -> None:
+        """Args:
+        folder: of the run.
+        listener: told of what was written.
+        is_durable: the journal is to be read on other machines, even when this one is gone.
+        """
         self._listener = listener
-        self._journal = Journal(folder / runfolder.JOURNAL)
+        self._journal = Journal(folder / runfolder.JOURNAL, is_durable=is_durable)
         self._phases: PhaseLog | None = None
         try:
             self._phases = PhaseLog(folder / runfolder.PHASES)
@@ -30,7 +35,7 @@ class Recorder:
             self._give_up_phases(error)
 
     def decided(self, entries: list[JournalEntry]) -> None:
-        """Entries of the journal; when this returns they are with the operating system."""
+        """Entries of the journal; when this returns they are written."""
         self._journal.write(entries)
         if self._phases is not None and any(isinstance(order, Stop) for e in entries for _, order, _ in e.orders):
             self._phases.mark()

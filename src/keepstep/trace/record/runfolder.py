@@ -15,6 +15,7 @@ import msgspec
 
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.trace.record.jobclock import JobClock, this_machine
 from keepstep.trace.targets import write_whole
 
 INFO = "run.json"
@@ -25,7 +26,7 @@ _EARLIER = "earlier-{}"
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a run ended. ``at_ns`` is on the controller's monotonic clock."""
+    """How a run ended. ``at_ns`` is on the job's clock."""
 
     exit_code: int
     reason: str
@@ -43,14 +44,31 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     settings: RecoverySettings
     started_ns: int
-    """On the controller's monotonic clock, as all times of the journal and of the log of phases."""
+    """On the job's clock (`keepstep.trace.record.jobclock`), as all times of the journal and of the log of phases."""
     started_unix_ns: int
     """The same moment on the clock on the wall."""
+    machine: str = ""
+    """Whose monotonic clock the job's present controller reads."""
+    clock_offset_ns: int = 0
+    """What that controller adds to it to get the job's clock."""
     ended: Ended | None = None
 
     def unix_ns(self, at_s: float) -> int:
         """A time of the journal or of the log of phases, on the clock on the wall as it went when the run began."""
         return self.started_unix_ns + round(at_s * 1e9) - self.started_ns
+
+    def clock(self, last_s: float | None = None) -> JobClock:
+        """The job's clock, as well as this machine can know it.
+
+        Args:
+            last_s: the time of the last entry of the journal, for a controller that is to go on from there.
+        """
+        offset_ns = self.clock_offset_ns
+        if self.machine != this_machine():
+            offset_ns = self.started_ns + (time.time_ns() - self.started_unix_ns) - time.monotonic_ns()
+        if last_s is not None:
+            offset_ns = max(offset_ns, round(last_s * 1e9) + 1 - time.monotonic_ns())
+        return JobClock(offset_ns)
 
 
 def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> RunInfo:
@@ -64,22 +82,46 @@ def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> 
         settings=settings,
         started_ns=time.monotonic_ns(),
         started_unix_ns=time.time_ns(),
+        machine=this_machine(),
+    )
+
+
+def goes_on(info: RunInfo, node: str, last_s: float | None) -> RunInfo:
+    """What is to be known of a run whose controller is this process from now on.
+
+    Args:
+        info: what was known of it before.
+        node: the name of this machine.
+        last_s: the time of the last entry of its journal, None if that is empty.
+    """
+    offset_ns = info.clock(last_s).offset_ns
+    return msgspec.structs.replace(
+        info, node=node, pid=os.getpid(), machine=this_machine(), clock_offset_ns=offset_ns, ended=None
     )
 
 
 @contextlib.contextmanager
-def occupied(folder: Path) -> Iterator[None]:
+def occupied(folder: Path, *, is_displacing: bool = False) -> Iterator[None]:
     """Holds a folder for one job, for as long as its process lives.
+
+    Args:
+        folder: of the run.
+        is_displacing: whoever holds it has lost the run's lease to this process, and may be stopped or on another
+            machine: the lock is replaced together with its file.
 
     Raises:
         ConfigurationError: another job runs there.
     """
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = folder / _LOCK
+    name = f"{_LOCK}.{secrets.token_hex(4)}" if is_displacing else _LOCK
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(f"--run-dir {folder}: another job is running there; name another folder") from None
+        if is_displacing:
+            (folder / name).replace(lock)
         yield
     finally:
         os.close(descriptor)
@@ -139,7 +181,7 @@ def read_info(folder: Path) -> RunInfo:
         return msgspec.json.decode(path.read_bytes(), type=RunInfo)
     except OSError as error:
         raise ConfigurationError(f"{folder}: no run is recorded there ({INFO}: {error.strerror})") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not what keepstep writes: {error}") from error
 
 

@@ -17,7 +17,8 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "generation": machine.generation,
         "world_size": machine.settings.world_size,
         "spares": machine.roster.num_ready_spares,
-        "steps": machine.trained_to,
+        "steps": machine.progress.trained_to,
+        "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
         "digests": {str(rank): digest for rank, digest in sorted(machine.digests.items())},
         "recoveries": [describe_recovery(record) for record in machine.records],
     }

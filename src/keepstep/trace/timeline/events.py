@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.controller import Departed, Heard, JournalEntry, LeaseExpired, Restarted
 from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.protocol.recovery.placement.quarantine import Place
 from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.trace.timeline.scene import is_over
 
@@ -51,15 +52,19 @@ class Teller:
         self._num_records = 0
         self._num_failures = 0
         self._has_resumed = True
+        self._held: set[Place] = set()
 
     def tell(self, entry: JournalEntry) -> list[ControlEvent]:
         """What came with one entry, in the order of cause and effect."""
-        return [*self._seen(entry), *self._failed(entry), *self._decided(entry), *self._recovered(entry)]
+        told = [self._seen, self._failed, self._kept_apart, self._decided, self._recovered]
+        return [event for tell in told for event in tell(entry)]
 
     def _seen(self, entry: JournalEntry) -> Iterator[ControlEvent]:
         match entry.event:
             case LeaseExpired(node, why):
                 yield ControlEvent(entry.at_s, "node lost", "error", f"{node}: {why}", entry.generation, node=node)
+            case Departed(node, why):
+                yield ControlEvent(entry.at_s, "node left", "warning", f"{node}: {why}", entry.generation, node=node)
             case Restarted():
                 yield ControlEvent(entry.at_s, "controller restarted", "warning", "from its journal", entry.generation)
             case Heard(node, _, reports):
@@ -98,6 +103,16 @@ class Teller:
                 )
             self._num_failures = len(records[-1].failures)
 
+    def _kept_apart(self, entry: JournalEntry) -> Iterator[ControlEvent]:
+        """Nodes and devices that have come into quarantine."""
+        held = self._job.quarantine.held
+        for place in held.keys() - self._held:
+            yield ControlEvent(
+                entry.at_s, "quarantine", "warning", quarantine_text(place, held[place]), entry.generation,
+                node=place.node,
+            )  # fmt: skip
+        self._held = set(held)
+
     def _decided(self, entry: JournalEntry) -> Iterator[ControlEvent]:
         """Orders; those of one kind that were given for one reason are one event."""
         together: dict[tuple[str, str, str], list[tuple[str | None, msg.AgentOrder]]] = {}
@@ -123,6 +138,11 @@ class Teller:
             yield ControlEvent(
                 record.resumed_s, "recovered", "info", recovery_text(record), entry.generation, step=record.resume_step
             )
+
+
+def quarantine_text(place: Place, why: str) -> str:
+    """What is kept apart, in a sentence."""
+    return f"{place} is in quarantine, and the last to be taken: it {why}"
 
 
 def recovery_text(record: RecoveryRecord) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,11 +125,11 @@ class Run:
 
     @property
     def now_s(self) -> float:
-        """The present, on the controller's clock: that of the last event, where nobody runs any more."""
+        """The present, on the job's clock: that of the last event, where nobody runs any more."""
         if self.info.ended is not None:
             return self.info.ended.at_ns / 1e9
         if self.is_alive:
-            return time.monotonic()
+            return max(self._last_s, self.info.clock().now_s())
         return max(self._last_s, self.history.end_ns / 1e9)
 
     @property

@@ -1,0 +1,257 @@
+"""The lease of a run as a file in its folder, for controllers on all machines that see the folder.
+
+The lease is one empty file, and its name is all that it says (`keepstep.protocol.lease`): to replace it is to rename
+it. That is atomic also between the machines of a network file system, and fails where somebody else was first. What a
+machine has cached of the folder can therefore make a controller late, but never let it take what was renewed meanwhile.
+
+Next to it lies a file of each controller that says who it is. It is locked for as long as the process lives, so on one
+machine nobody has to wait for the lease of a process that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from keepstep.errors import ConfigurationError, LeaseLost
+from keepstep.protocol.lease import FIRST, Candidate, Holder, Lease, Replace
+from keepstep.trace.record.jobclock import this_machine
+
+FOLDER = "lease"
+
+
+class Who(msgspec.Struct, frozen=True):
+    """What a controller tells of itself, for people and for others on its machine."""
+
+    host: str
+    pid: int
+    place: str
+    """Where the process lives: processes of one place see the same files, and one another's locks."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLease:
+    """The lease of one run as one controller sees it: it waits for it, holds it, gives it back."""
+
+    def __init__(self, run_dir: Path, hold_s: float) -> None:
+        """Args:
+        run_dir: the run's folder.
+        hold_s: when this controller's lease has not changed for so long, another one may take it.
+
+        Raises:
+            ConfigurationError: the folder cannot be used for that.
+        """
+        self._folder = run_dir / FOLDER
+        self._candidate = Candidate(secrets.token_hex(8), hold_s)
+        self._holder: Holder | None = None
+        self.taken_from: Who | None = None
+        """From whom it was taken, where it was not free."""
+        self._trouble = ""
+        try:
+            self._set_up(run_dir)
+            self._me = self._introduce()
+        except OSError as error:
+            raise ConfigurationError(f"--run-dir {run_dir}: holds no lease: {error}") from error
+
+    def _set_up(self, run_dir: Path) -> None:
+        """Makes the folder with its one lease in it, whole or not at all; nothing if it is there."""
+        if self._folder.exists():
+            return
+        draft = run_dir / f"{FOLDER}.{self._candidate.holder}"
+        draft.mkdir(0o700)
+        try:
+            (draft / FIRST.name).touch(0o600)
+            draft.rename(self._folder)
+        except OSError:
+            if not self._folder.is_dir():  # another one was first: it is never empty, so it is not replaced
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _introduce(self) -> int:
+        path = self._file_of(self._candidate.holder)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.write(descriptor, msgspec.json.encode(Who(socket.gethostname(), os.getpid(), _place())))
+        os.fsync(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return descriptor
+
+    # ---- while it is somebody else's ------------------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """One look: takes it if that is allowed. Whether this controller holds it now.
+
+        Raises:
+            ConfigurationError: the folder cannot be read.
+        """
+        lease = self._look()
+        if lease is None:
+            return False  # it is just being renamed
+        self._candidate.observe(lease, _now_s())
+        claim = self._candidate.claim(_now_s(), is_gone=not lease.is_free and self._is_gone(lease.holder))
+        if claim is None or not self._replace(claim):
+            return False
+        self._holder = Holder(claim)
+        if not lease.is_free:
+            self.taken_from = self._who(lease.holder) or Who("an unknown host", 0, "")
+            self._file_of(lease.holder).unlink(missing_ok=True)
+        return True
+
+    @property
+    def is_served(self) -> bool:
+        """Whether somebody surely holds it: it was seen to change, or its holder lives on this machine."""
+        seen = self._candidate.seen
+        return self._candidate.num_changes > 0 or (seen is not None and self._is_here(seen.holder))
+
+    def served_by(self) -> str:
+        """Who holds it, and how long it has not changed."""
+        seen = self._candidate.seen
+        if seen is None or seen.is_free:
+            return "nobody"
+        who = self._who(seen.holder) or "an unknown process"
+        return f"{who} (lease unchanged for {self._candidate.unchanged_s(_now_s()):.1f} s)"
+
+    # ---- while it is this one's -------------------------------------------------------------------------------------
+
+    @property
+    def term(self) -> int:
+        """Number of this controller among all that have held it."""
+        assert self._holder is not None, "it is held"
+        return self._holder.lease.term
+
+    async def keep(self) -> None:
+        """Renews it for ever.
+
+        Raises:
+            LeaseLost: another controller has taken it.
+        """
+        assert self._holder is not None, "it is held"
+        while True:
+            await asyncio.sleep(self._holder.renew_every_s)
+            try:
+                self._renew(self._holder)
+                self._trouble = ""
+            except OSError as error:  # `confirm` says when there were too many of them
+                if str(error) != self._trouble:
+                    self._trouble = str(error)
+                    print(f"keepstep: the run's lease cannot be renewed: {error}", file=sys.stderr, flush=True)
+
+    def confirm(self) -> None:
+        """Returns if nobody else can serve the run at this moment.
+
+        Raises:
+            LeaseLost: somebody may.
+        """
+        assert self._holder is not None, "it is held"
+        if self._holder.may_transmit(_now_s()):
+            return
+        try:
+            self._renew(self._holder)
+        except OSError as error:
+            raise LeaseLost(f"the lease of {self._folder.parent} cannot be renewed: {error}") from error
+        if not self._holder.may_transmit(_now_s()):
+            raise LeaseLost(f"the lease of {self._folder.parent} was renewed, but that took too long to count")
+
+    def _renew(self, holder: Holder) -> None:
+        renewal = holder.renewal(_now_s())
+        if not self._replace(renewal):
+            now = self._look()
+            who = self._who(now.holder) if now is not None else None
+            raise LeaseLost(
+                f"{self._folder.parent} is served by {who or 'another controller'} by now: this one was not heard of "
+                "for too long, and says nothing more"
+            )
+        holder.renewed(renewal)
+
+    def close(self) -> None:
+        """Gives it back, if it is held; the process is nobody to it any more."""
+        holder, self._holder = self._holder, None
+        with contextlib.suppress(OSError):
+            if holder is not None:
+                self._replace(holder.release())
+            self._file_of(self._candidate.holder).unlink(missing_ok=True)
+        os.close(self._me)
+
+    def __enter__(self) -> RunLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- the folder -------------------------------------------------------------------------------------------------
+
+    def _look(self) -> Lease | None:
+        """The newest lease that is there. Opening a folder asks the server, whatever is cached."""
+        try:
+            found = [Lease.parse(name) for name in os.listdir(self._folder)]
+        except OSError as error:
+            raise ConfigurationError(f"{self._folder}: {error.strerror}") from error
+        return max((lease for lease in found if lease is not None), default=None)
+
+    def _replace(self, order: Replace) -> bool:
+        """Whether the lease was the old one, and is the new one now."""
+        try:
+            os.rename(self._folder / order.old.name, self._folder / order.new.name)
+        except FileNotFoundError:
+            # A server may have done it and its answer been lost; the name has this process's own in it.
+            return order.new.name in os.listdir(self._folder)
+        return True
+
+    def _file_of(self, holder: str) -> Path:
+        return self._folder / f"{holder}.json"
+
+    def _who(self, holder: str) -> Who | None:
+        try:
+            return msgspec.json.decode(self._file_of(holder).read_bytes(), type=Who)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _is_gone(self, holder: str) -> bool:
+        """Whether its process surely has ended. Of another machine's nobody knows."""
+        return self._is_near(holder) and not self._is_locked(holder)
+
+    def _is_here(self, holder: str) -> bool:
+        """Whether its process surely exists, be it stopped."""
+        return self._is_near(holder) and self._is_locked(holder)
+
+    def _is_near(self, holder: str) -> bool:
+        who = self._who(holder)
+        return who is not None and who.place == _place()
+
+    def _is_locked(self, holder: str) -> bool:
+        try:
+            descriptor = os.open(self._file_of(holder), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True  # it cannot be told
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+
+def _now_s() -> float:
+    """A clock that goes on while the machine is suspended: that time counts against a lease as well."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _place() -> str:
+    """One start of one machine, and there the same mounts: a container is another place."""
+    return f"{this_machine()} {os.readlink('/proc/self/ns/mnt')}"

@@ -1,0 +1,42 @@
+"""The clock of a job: all times of its journal are on it, whichever machine its controller runs on.
+
+It begins as the monotonic clock of the machine on which the job begins. A controller that goes on elsewhere, or after
+its machine was started again, has another monotonic clock: it adds what makes the job's time go on by as much as the
+clock on the wall has. It never goes back behind the last entry of the journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_TIME_NAMESPACE = "/proc/self/ns/time"
+
+
+class JobClock:
+    """What the present time is in a job."""
+
+    def __init__(self, offset_ns: int = 0) -> None:
+        """Args:
+        offset_ns: how far the job's time is ahead of this machine's monotonic clock.
+        """
+        self.offset_ns = offset_ns
+
+    def now_ns(self) -> int:
+        """The present time in nanoseconds."""
+        return time.monotonic_ns() + self.offset_ns
+
+    def now_s(self) -> float:
+        """The present time in seconds."""
+        return self.now_ns() / 1e9
+
+
+def this_machine() -> str:
+    """Whose monotonic clock this process reads: one start of one kernel, in one time namespace."""
+    namespace = ""
+    with contextlib.suppress(OSError):  # a kernel from before 5.6 has none
+        namespace = os.readlink(_TIME_NAMESPACE)
+    return f"{_BOOT.read_text().strip()} {namespace}".strip()
