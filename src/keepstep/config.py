@@ -73,6 +73,11 @@ def agent_token() -> str | None:
     return os.environ.get(TOKEN_VARIABLE)
 
 
+def ray_address() -> str | None:
+    """The Ray cluster that the environment names, in the variable that all of Ray's own commands read."""
+    return os.environ.get("RAY_ADDRESS")
+
+
 def script_environment() -> dict[str, str]:
     """What workers inherit: everything but what would let them speak as an agent."""
     return {name: value for name, value in os.environ.items() if name not in (SECRET_VARIABLE, TOKEN_VARIABLE)}

@@ -12,6 +12,7 @@
     ├── PeerLost                the world broke: another rank, the agent or the controller is gone
     │   ├── PublisherLost       ... a process that publishes weights, named
     │   └── SubscriberLost      ... a process that consumes them, named
+    ├── LeaseLost               another controller serves the run by now, or may
     ├── LoadError               a consumer's own code raised while it loaded new weights
     ├── ProtocolError           a message broke the rules
     │   ├── LocalProtocolError  ... and we were about to send it (a bug of ours)
@@ -64,6 +65,10 @@ class PublisherLost(PeerLost):
 
 class SubscriberLost(PeerLost):
     """A consumer died or stopped moving, so it was left out of the update."""
+
+
+class LeaseLost(KeepstepError):
+    """This controller cannot show any more that it is the one that serves the run, so it is silent from now on."""
 
 
 class LoadError(KeepstepError):

@@ -26,7 +26,7 @@ from keepstep.transports.memory import MemoryChannel, channel_pair
 DEADLINE_S = 60.0
 """Ends a test that hangs; no measure of anything."""
 NODE = "node-a"
-START = msg.StartWorker(0, 0, "the job starts")
+START = msg.StartWorker(0, 0, 0, "the job starts")
 AT_START = Tag(0, 0, Phase.STARTING)
 COMPANION = """
 import os, signal, sys
@@ -211,7 +211,7 @@ def test_phases_are_told_on_the_controllers_clock(tmp_path: Path) -> None:
                     case msg.ClockAsked():
                         assert aside.node == NODE
                         assert told == []
-                        answer = msg.ClockTold(aside.asked_ns, time.monotonic_ns() + ahead_ns)
+                        answer = msg.ClockTold(aside.asked_ns, time.monotonic_ns() + ahead_ns, 0.0)
                         controller.channel.send(answer)
                     case msg.PhasesObserved():
                         told.append(aside)
@@ -239,7 +239,7 @@ def test_the_last_phases_of_a_dead_worker_come_before_the_news_of_its_death(tmp_
     async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
         asked = await controller.channel.receive()
         assert isinstance(asked, msg.ClockAsked)
-        controller.channel.send(msg.ClockTold(asked.asked_ns, time.monotonic_ns()))
+        controller.channel.send(msg.ClockTold(asked.asked_ns, time.monotonic_ns(), 0.0))
         controller.order(START)
         await controller.hear(2)
         phases = [

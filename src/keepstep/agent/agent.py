@@ -18,7 +18,7 @@ from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerClient
 from keepstep.config import WorkerConfig, worker_environment
 from keepstep.errors import ProtocolError, RemoteProtocolError
-from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
 from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -74,8 +74,6 @@ class AgentWorker:
     unwritten: bytes = b""
     """Orders that came before the line to it was open."""
     pid: int | None = None
-    is_leaving: bool = False
-    """It was told to go, or is dead already: its place on the node is free."""
     resume_step: int = 0
     watched_generation: int | None = None
     events_read: int = 0
@@ -135,6 +133,11 @@ class Agent:
                 task.cancel()
             await self.stop()
 
+    def depart(self, reason: str) -> None:
+        """Ends this node's workers and tells the controller that it leaves; `run` returns when that was heard."""
+        self._machine.depart(reason)
+        self._act()
+
     async def stop(self) -> None:
         """Ends every process of this node's part of the job."""
         for number in self.workers:
@@ -151,6 +154,7 @@ class Agent:
             match message:
                 case Connected():
                     self._machine.reconnected()
+                    self._phases.reconnected()
                     for request in self._asked.values():
                         self._line.send(request)
                     self._act()
@@ -165,8 +169,8 @@ class Agent:
                 case _:
                     raise RemoteProtocolError(f"a controller sent {type(message).__name__} outside of any packet")
 
-    def _act(self) -> None:
-        """After every event: does what the machine wants done, and transmits what it has to say."""
+    def _act(self) -> bool:
+        """After every event: does what the machine wants done, and transmits what it has to say, if anything."""
         for effect in self._machine.take():
             match effect:
                 case Spawn():
@@ -176,11 +180,15 @@ class Agent:
                 case HandOver():
                     self._note(effect)
                     self._hand_over(effect.workers, effect.order)
+                case Depart():
+                    self._line.send(effect.message)
                 case Leave():
                     self.left = effect
                     self._ending.set()
-        for packet in self._machine.packets(time.monotonic()):
+        packets = self._machine.packets(time.monotonic())
+        for packet in packets:
             self._line.send(packet)
+        return bool(packets)
 
     def _note(self, effect: HandOver) -> None:
         """What the order changes in how the agent itself sees the workers."""
@@ -214,16 +222,14 @@ class Agent:
 
     def _spawn(self, effect: Spawn) -> None:
         settings = self.settings
-        taken = {worker.local_rank for worker in self.workers.values() if not worker.is_leaving}
-        local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
         ours, theirs = socket.socketpair()
         page = tagpage.create(f"worker-{effect.worker}")
         line = lifeline.create(f"lifeline-{effect.worker}")
-        output = WorkerOutput(settings.output, effect.worker, local_rank, lambda: self._label(effect.worker))
+        output = WorkerOutput(settings.output, effect.worker, effect.device, lambda: self._label(effect.worker))
         config = WorkerConfig(
             worker=effect.worker,
             rank=effect.rank,
-            local_rank=local_rank,
+            local_rank=effect.device,
             world_size=settings.place.world_size,
             ranks_per_node=settings.place.ranks_per_node,
             position=settings.place.position,
@@ -240,7 +246,7 @@ class Agent:
         self.workers[effect.worker] = AgentWorker(
             effect.worker,
             effect.rank,
-            local_rank,
+            effect.device,
             tagpage.TagReader(page),
             output,
             lifeline.Lifeline(line),
@@ -333,11 +339,9 @@ class Agent:
 
     def _kill(self, number: int) -> None:
         worker = self.workers.get(number)
-        if worker is not None:
-            worker.is_leaving = True
-            if worker.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)
+        if worker is not None and worker.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
 
     # ---- what workers say -------------------------------------------------------------------------------------------
 
@@ -381,9 +385,9 @@ class Agent:
             for worker in self.workers.values():
                 if worker.pid is not None:
                     self._look(worker, now_s)
-            self._phases.tick(self.workers.values(), now_s)
             self._machine.tick(now_s)
-            self._act()
+            is_sending = self._act()
+            self._phases.tick(self.workers.values(), now_s, is_sending=is_sending)
 
     def _look(self, worker: AgentWorker, now_s: float) -> None:
         view = worker.page.read()

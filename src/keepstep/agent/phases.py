@@ -8,14 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
+from keepstep.protocol.agent import HEARTBEAT_S
 from keepstep.protocol.clocks import ASK_EVERY_S, ClockEstimate
 from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
 from keepstep.tagpage import TagReader
 from keepstep.trace.record.phaselog import from_ring
 from keepstep.transports.lines import ControllerLine
 
-GATHER_S = 0.2
-"""Phases are for the eye, which is content with five pictures a second; a ring holds far more than that."""
+NEARLY = 0.9
+"""Heartbeats come in their own time: one that comes a tenth too early is taken."""
 FIRST_ASKS_S = 0.2
 """The controller's clock is asked for so often until it has answered."""
 
@@ -38,23 +39,37 @@ class PhaseReporter:
         self._clock = ClockEstimate()
         self._has_answer = False
         self._ask_s = 0.0
-        self._gather_s = 0.0
+        self._gathered_s = 0.0
+        self._every_s = 0.0
+
+    def reconnected(self) -> None:
+        """A new line: whoever is at its other end may have another clock, so what was known of the former's is void."""
+        self._clock, self._has_answer, self._ask_s = ClockEstimate(), False, 0.0
 
     def told(self, answer: ClockTold) -> float:
         """The controller has said what time it is; returns how many seconds it is ahead."""
         now_ns = time.monotonic_ns()
+        self._every_s = answer.gather_s
         self._clock.told(answer.asked_ns, answer.told_ns, now_ns)
         self._has_answer = True
         alignment = self._clock.alignment(now_ns)
         return alignment.offset_ns / 1e9 if alignment is not None else 0.0
 
-    def tick(self, workers: Iterable[Watched], now_s: float) -> None:
-        """The regular look: asks for the time, and gathers, when either is due."""
-        if now_s >= self._ask_s:
+    def tick(self, workers: Iterable[Watched], now_s: float, *, is_sending: bool) -> None:
+        """The regular look: asks for the time, and gathers, when either is due.
+
+        Args:
+            workers: whose rings are read.
+            now_s: the present time in seconds.
+            is_sending: something else goes to the controller just now. What is wanted no more often than a heartbeat
+                waits for one, because two messages that go together cost the controller as much as one.
+        """
+        if now_s >= self._ask_s and (is_sending or not self._has_answer):
             self._ask_s = now_s + (ASK_EVERY_S if self._has_answer else FIRST_ASKS_S)
             self._line.send(ClockAsked(self._node, time.monotonic_ns()))
-        if now_s >= self._gather_s:
-            self._gather_s = now_s + GATHER_S
+        rides = self._every_s >= HEARTBEAT_S * NEARLY
+        if now_s >= self._gathered_s + self._every_s * (NEARLY if rides else 1.0) and (is_sending or not rides):
+            self._gathered_s = now_s
             self.gather(workers)
 
     def gather(self, workers: Iterable[Watched]) -> None:

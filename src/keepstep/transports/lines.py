@@ -47,5 +47,8 @@ class NodeLines(Protocol):
     async def receive(self) -> Arrival:
         """What comes next, from any node."""
 
+    def more(self) -> Arrival | None:
+        """What has come already besides; None where that is nothing, or not known."""
+
     def refuse(self, node: str, why: str) -> None:
         """Ends the connection to a node that has said what it must not say."""

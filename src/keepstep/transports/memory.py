@@ -41,6 +41,10 @@ class OneNode:
         """The next message of the node."""
         return Arrival(self._node, await self._channel.receive())
 
+    def more(self) -> Arrival | None:
+        """Nothing: one node never says so much that it would have to be taken together."""
+        return None
+
     def refuse(self, node: str, why: str) -> None:
         """There is nobody to refuse in one's own process: both ends are keepstep's.
 

@@ -91,5 +91,5 @@ def decode_report(data: bytes) -> SpawnerReport:
     """
     try:
         return _reports.decode(data)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"not a spawner's report: {error}") from error

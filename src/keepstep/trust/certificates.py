@@ -41,6 +41,15 @@ def authority(secret: Secret) -> bytes:
     return own.public_bytes(serialization.Encoding.PEM)
 
 
+def is_certificate(pem: bytes) -> bool:
+    """Whether this is a certificate. gRPC would say no more of another text than that there is no connection."""
+    try:
+        x509.load_pem_x509_certificate(pem)
+    except ValueError:
+        return False
+    return True
+
+
 def server(secret: Secret) -> ServerFiles:
     """A fresh key for this job's controller, and its certificate."""
     key = ec.generate_private_key(ec.SECP256R1())

@@ -8,8 +8,6 @@ from keepstep.errors import ConfigurationError
 from keepstep.trust import certificates
 from keepstep.trust.tokens import Claim, Secret, mint, name_in
 
-_PEM = "-----BEGIN CERTIFICATE-----"
-
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
@@ -31,7 +29,7 @@ class Credentials:
             ConfigurationError: it is something else; ``whence`` says where it was.
         """
         token, _, pem = text.strip().partition("\n")
-        if token.count(".") != 3 or (pem and not pem.startswith(_PEM)):
+        if not text.isascii() or token.count(".") != 3 or (pem and not certificates.is_certificate(pem.encode())):
             raise ConfigurationError(f"{whence}: must be what `keepstep token --node NAME` prints")
         return cls(token.strip(), pem.encode() if pem else None)
 

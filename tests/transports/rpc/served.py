@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from keepstep.errors import TokenRefused
 from keepstep.transports.rpc.client import RpcControllerLine
@@ -36,9 +36,12 @@ class Served:
             found = dataclasses.replace(found, token=Credentials.of(secret, Claim(Role.AGENT, node)).token)
         return found if self.is_tls else dataclasses.replace(found, authority=None)
 
-    def line(self, credentials: Credentials, patience_s: float = DEADLINE_S) -> RpcControllerLine:
-        """An agent's line."""
-        return RpcControllerLine([f"127.0.0.1:{self.port}"], credentials, patience_s=patience_s)
+    def line(
+        self, credentials: Credentials, patience_s: float = DEADLINE_S, ports: Sequence[int] = ()
+    ) -> RpcControllerLine:
+        """An agent's line, to this controller or to those at some ports."""
+        endpoints = [f"127.0.0.1:{port}" for port in ports or (self.port,)]
+        return RpcControllerLine(endpoints, credentials, patience_s=patience_s)
 
     async def next_refusal(self) -> tuple[str, str]:
         """The next address that is sent away, and why."""
@@ -50,7 +53,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(*, is_tls: bool = True, port: int = 0, secret: Secret | None = None) -> AsyncIterator[Served]:
+async def served(
+    *, is_tls: bool = True, port: int = 0, secret: Secret | None = None, term: int = 0
+) -> AsyncIterator[Served]:
     """A controller's end on the loopback interface."""
     secret = secret or Secret.new()
 
@@ -64,7 +69,7 @@ async def served(*, is_tls: bool = True, port: int = 0, secret: Secret | None = 
         found.refused.append((address, why))
         found.was_refused.set()
 
-    lines = RpcNodeLines(admit, on_refused)
+    lines = RpcNodeLines(admit, on_refused, term)
     found = Served(lines, 0, secret, is_tls)
     found.port = await lines.start("127.0.0.1", port, certificates.server(secret) if is_tls else None)
     try:

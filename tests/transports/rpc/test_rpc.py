@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from keepstep.errors import ConfigurationError, PeerLost
 from keepstep.protocol.messages import MAX_MESSAGE_BYTES, ClockAsked, ClockTold, PhasesObserved
 from keepstep.transports.framing import frame
 from keepstep.transports.lines import Arrival, Connected
-from keepstep.transports.rpc import gate
+from keepstep.transports.rpc import client, gate
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, PATH
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
@@ -43,8 +44,8 @@ async def still_serves(controller: Served, node: str = "witness") -> None:
         assert await line.receive() == Connected()
         line.send(ClockAsked(node, 7))
         assert await controller.lines.receive() == Arrival(node, ClockAsked(node, 7))
-        controller.lines.send(node, ClockTold(7, 8))
-        assert await line.receive() == ClockTold(7, 8)
+        controller.lines.send(node, ClockTold(7, 8, 0.2))
+        assert await line.receive() == ClockTold(7, 8, 0.2)
 
 
 # ---- what is said ---------------------------------------------------------------------------------------------------
@@ -103,7 +104,60 @@ def test_a_controller_that_comes_back_is_found_again() -> None:
     asyncio.run(whole())
 
 
-def test_an_agent_that_connects_again_takes_the_place_of_its_former_line() -> None:
+def test_a_controller_of_an_earlier_term_is_not_listened_to() -> None:
+    """It has stood still, and has not found out yet that another one took its place."""
+    secret = Secret.new()
+
+    async def whole() -> None:
+        async with asyncio.timeout(3 * DEADLINE_S):
+            async with served(secret=secret, term=3) as latter:
+                line = latter.line(latter.credentials("a"))
+                troubles: asyncio.Queue[str] = asyncio.Queue()
+                line.on_trouble = troubles.put_nowait
+                running = asyncio.create_task(line.run())
+                assert await line.receive() == Connected()
+            async with served(port=latter.port, secret=secret, term=2):
+                while "serves no more: its term is 2, and 3 has begun" not in await troubles.get():
+                    pass
+            async with served(port=latter.port, secret=secret, term=4) as last:
+                assert await line.receive() == Connected()
+                assert await last.lines.receive() == Arrival("a", Connected())
+                running.cancel()
+                await asyncio.wait({running})
+
+    asyncio.run(whole())
+
+
+def test_an_endpoint_where_nobody_answers_does_not_keep_an_agent_from_another(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the other one is there only later: its machine's power is off, and one takes its place."""
+    monkeypatch.setattr(client, "CONNECT_S", 10 * DEADLINE_S)
+    secret = Secret.new()
+
+    async def whole() -> None:
+        async with asyncio.timeout(3 * DEADLINE_S):
+            with socket.create_server(("127.0.0.1", 0)) as nobody, socket.socket() as later:
+                later.bind(("127.0.0.1", 0))  # refuses
+                ports = [nobody.getsockname()[1], later.getsockname()[1]]
+                random.Random(seed).shuffle(ports)
+                own = Served(None, 0, secret, True)  # type: ignore[arg-type]  # not served
+                line = own.line(own.credentials("a"), ports=ports)
+                troubles: asyncio.Queue[str] = asyncio.Queue()
+                line.on_trouble = troubles.put_nowait
+                async with connected(line):
+                    assert "onnection refused" in await troubles.get()
+                    port = later.getsockname()[1]
+                    later.close()
+                    async with served(port=port, secret=secret) as controller:
+                        assert await controller.lines.receive() == Arrival("a", Connected())
+
+    asyncio.run(whole())
+
+
+def test_an_agent_that_connects_again_takes_the_place_of_its_former_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 10 * DEADLINE_S)  # or the former one would soon be back
+
     async def scene(controller: Served) -> None:
         former, latter = (controller.line(controller.credentials("a")) for _ in range(2))
         async with connected(former):
@@ -111,8 +165,8 @@ def test_an_agent_that_connects_again_takes_the_place_of_its_former_line() -> No
             async with connected(latter):
                 assert await controller.lines.receive() == Arrival("a", Connected())
                 assert await latter.receive() == Connected()
-                controller.lines.send("a", ClockTold(1, 2))
-                assert await latter.receive() == ClockTold(1, 2)
+                controller.lines.send("a", ClockTold(1, 2, 0.2))
+                assert await latter.receive() == ClockTold(1, 2, 0.2)
                 assert "has connected again" in (await controller.next_refusal())[1]
 
     play(scene)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from keepstep.trust.credentials import Credentials
 
 CONNECT_S = 5.0
 """How long one attempt may take."""
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 0.5
 """Between two attempts: doubled at each, with up to as much again at random, so that not all agents come at once."""
 MAX_UNSENT_BYTES = 64 << 20
 """While a connection stands still no more is kept than this; whatever is lost is said again on the next one."""
@@ -41,7 +40,7 @@ class RpcControllerLine:
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Args:
-        endpoints: HOST:PORT where a controller may be; they are tried in turn.
+        endpoints: HOST:PORT where a controller may be; all are tried, and the first that answers is the one.
         credentials: of this node's agent.
         host_name: what the controller's certificate is made out to; None: to its address.
         patience_s: how long there may be no connection.
@@ -52,18 +51,21 @@ class RpcControllerLine:
         self._patience_s = patience_s
         self._outbox = Outbox()
         self._has_news = asyncio.Event()
-        self._is_open = False
+        self._no_connection = asyncio.Event()
+        self._no_connection.set()
         self._arrived: asyncio.Queue[AnyMessage | Connected] = asyncio.Queue()
         self._num_opened = 0
+        self._term = 0
+        """Of the latest controller that was ever reached."""
         self._closing = asyncio.Event()
         self.on_trouble: Callable[[str], None] = lambda why: None
-        """Told why there is no connection, each time that this changes."""
+        """Told why there is no connection, each time that this changes for one of the endpoints."""
 
     # ---- ControllerLine ---------------------------------------------------------------------------------------------
 
     def send(self, message: AnyMessage) -> None:
         """Sends a message, or loses it while there is no connection."""
-        if self._is_open and self._outbox.num_bytes < MAX_UNSENT_BYTES:
+        if not self._no_connection.is_set() and self._outbox.num_bytes < MAX_UNSENT_BYTES:
             self._outbox.put(frame(message))
             self._has_news.set()
 
@@ -80,40 +82,57 @@ class RpcControllerLine:
             ConfigurationError: the controller does not let this agent in, and never has.
             PeerLost: there was no connection for too long.
         """
-        pause_s = FIRST_PAUSE_S
-        last_trouble = ""
         self._lost_s = time.monotonic()
-        for endpoint in itertools.cycle(self._endpoints):
-            num_opened = self._num_opened
-            trouble = await self._visit(endpoint)
-            if self._closing.is_set():
-                return
-            if trouble != last_trouble:
-                self.on_trouble(trouble)
-            last_trouble = trouble
-            if time.monotonic() > self._lost_s + self._patience_s:
-                raise PeerLost(f"no controller was to be reached for {self._patience_s:g} s; {trouble}")
-            pause_s = FIRST_PAUSE_S if self._num_opened > num_opened else min(2 * pause_s, LAST_PAUSE_S)
-            await asyncio.sleep(pause_s * (1 + random.random()))
-            if self._closing.is_set():
-                return
+        keeping = [asyncio.create_task(self._keep(endpoint)) for endpoint in self._endpoints]
+        try:
+            done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
 
     def close(self) -> None:
         """There will be nothing more to say: `run` returns when all is said, or cannot be."""
         self._closing.set()
         self._has_news.set()
 
-    async def _visit(self, endpoint: str) -> str:
-        """One connection, from its beginning to its end; returns why it ended."""
+    async def _keep(self, endpoint: str) -> None:
+        """Keeps a connection to one endpoint, whenever there is none to another."""
+        pause_s, last_trouble = FIRST_PAUSE_S, None
+        while not self._closing.is_set():
+            num_opened = self._num_opened
+            trouble = await self._visit(endpoint)
+            if self._closing.is_set():
+                return
+            if trouble not in (None, last_trouble):
+                self.on_trouble(trouble)
+                last_trouble = trouble
+            if self._no_connection.is_set() and time.monotonic() > self._lost_s + self._patience_s:
+                raise PeerLost(f"no controller was to be reached for {self._patience_s:g} s; {trouble}")
+            pause_s = FIRST_PAUSE_S if self._num_opened > num_opened else min(2 * pause_s, LAST_PAUSE_S)
+            await asyncio.sleep(pause_s * (1 + random.random()))
+            await self._no_connection.wait()
+
+    async def _visit(self, endpoint: str) -> str | None:
+        """One connection, from its beginning to its end; returns why it ended, or None where another was faster."""
         async with self._channel(endpoint) as channel:
             call: Call = channel.stream_stream(PATH)(metadata=((AUTHORIZATION, BEARER + self._credentials.token),))
             try:
                 async with asyncio.timeout(CONNECT_S):
-                    is_open = OPEN in dict(await call.initial_metadata())
+                    metadata = dict(await call.initial_metadata())
+                    is_open = OPEN in metadata
                     refusal = None if is_open else await call.code()
                 if refusal is grpc.StatusCode.UNAUTHENTICATED and self._num_opened == 0:
                     raise ConfigurationError(f"the controller at {endpoint} refuses: {await call.details()}")
+                if is_open and not self._no_connection.is_set():
+                    return None
                 if is_open:
+                    term = int(metadata[OPEN])
+                    if term < self._term:
+                        return f"{endpoint}: serves no more: its term is {term}, and {self._term} has begun"
+                    self._term = term
                     await self._converse(call)
                 return f"{endpoint}: {await call.details() or 'the controller has ended the connection'}"
             except TimeoutError:
@@ -126,7 +145,8 @@ class RpcControllerLine:
     async def _converse(self, call: Call) -> None:
         """Reads and writes until either end has enough."""
         self._num_opened += 1
-        self._outbox, self._is_open = Outbox(), True
+        self._outbox = Outbox()
+        self._no_connection.clear()
         self._arrived.put_nowait(Connected())
         reading = asyncio.create_task(self._read(call))
         writing = asyncio.create_task(self._write(call))
@@ -135,7 +155,8 @@ class RpcControllerLine:
             if self._closing.is_set() and writing.done():
                 await asyncio.wait({reading}, timeout=CONNECT_S)  # the controller has read all when it ends its part
         finally:
-            self._is_open, self._lost_s = False, time.monotonic()
+            self._lost_s = time.monotonic()
+            self._no_connection.set()
             for task in (reading, writing):
                 task.cancel()
             results = await asyncio.gather(reading, writing, return_exceptions=True)

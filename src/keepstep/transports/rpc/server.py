@@ -23,6 +23,8 @@ MAX_UNREAD_BYTES = 64 << 20
 MAX_ARRIVED = 4096
 """Messages that wait for the controller; then gRPC's flow control has the agents wait."""
 STOP_S = 0.5
+INNER = "unix-abstract:"
+"""As gRPC writes the address of a Unix socket that is no file."""
 
 Admit = Callable[[str], str]
 """The node that the bearer of a token speaks for; raises `TokenRefused`."""
@@ -50,8 +52,14 @@ class _Visit:
 class RpcNodeLines:
     """Implements `keepstep.transports.lines.NodeLines`."""
 
-    def __init__(self, admit: Admit, on_refused: OnRefused) -> None:
+    def __init__(self, admit: Admit, on_refused: OnRefused, term: int = 0) -> None:
+        """Args:
+        admit: says who may speak.
+        on_refused: told of whoever was sent away.
+        term: of this controller's lease.
+        """
         self._admit = admit
+        self._term = term
         self._on_refused = on_refused
         self._gate = Gate(on_refused)
         self._server: grpc.aio.Server | None = None
@@ -71,7 +79,6 @@ class RpcNodeLines:
         """
         settings = [
             *SETTINGS,
-            ("grpc.so_reuseport", 0),  # a second controller on one port is a mistake, and would get half of the agents
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", 4),
@@ -80,13 +87,14 @@ class RpcNodeLines:
         method: Any = grpc.stream_stream_rpc_method_handler(self._converse)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
         if tls is None:
-            inner = server.add_insecure_port("127.0.0.1:0")
+            server.add_insecure_port(INNER + self._gate.inner)
         else:
-            inner = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(tls.key, tls.certificate)]))
+            credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)])
+            server.add_secure_port(INNER + self._gate.inner, credentials)
         await server.start()
         self._server = server
         try:
-            return await self._gate.open(host, port, inner, is_tls=tls is not None)
+            return await self._gate.open(host, port, is_tls=tls is not None)
         except ConfigurationError:
             await server.stop(None)
             raise
@@ -113,6 +121,10 @@ class RpcNodeLines:
         """What comes next, from any node."""
         return await self._arrived.get()
 
+    def more(self) -> Arrival | None:
+        """What has come already besides."""
+        return None if self._arrived.empty() else self._arrived.get_nowait()
+
     def refuse(self, node: str, why: str) -> None:
         """Ends the connection to a node that has said what it must not say."""
         if (visit := self._visits.get(node)) is not None:
@@ -121,9 +133,9 @@ class RpcNodeLines:
     # ---- one connection ---------------------------------------------------------------------------------------------
 
     async def _converse(self, _requests: AsyncIterable[bytes], context: Context) -> None:
-        inner_port = int(context.peer().rpartition(":")[2])
-        address = self._gate.address_of(inner_port)
-        self._gate.admit(inner_port)
+        passage = context.peer().removeprefix(INNER)
+        address = self._gate.address_of(passage)
+        self._gate.admit(passage)
         try:
             node = self._admit(_bearer(context))
         except TokenRefused as error:
@@ -142,7 +154,7 @@ class RpcNodeLines:
 
     async def _serve(self, visit: _Visit, context: Context) -> str:
         """Reads and writes until either end has enough; returns why, if it is this one."""
-        await context.send_initial_metadata(((OPEN, "1"),))
+        await context.send_initial_metadata(((OPEN, str(self._term)),))
         await self._arrived.put(Arrival(visit.node, Connected()))
         reading = asyncio.create_task(self._read(visit, context))
         writing = asyncio.create_task(_write(visit, context))

@@ -18,7 +18,7 @@ PATH = f"/{SERVICE}/{METHOD}"
 AUTHORIZATION = "authorization"
 BEARER = "Bearer "
 OPEN = "keepstep-open"
-"""Stands in the first metadata of a controller that has let an agent in."""
+"""Stands in the first metadata of a controller that has let an agent in: its term, the number of its lease."""
 
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES + 4
 """Of a gRPC message; gRPC refuses a larger one by its length, before anything of it is read."""
@@ -31,8 +31,10 @@ SETTINGS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", 8192),
     ("grpc.keepalive_time_ms", round(1000 * PING_S)),
     ("grpc.keepalive_timeout_ms", round(1000 * PING_S)),
+    ("grpc.http2.ping_timeout_ms", round(1000 * PING_S)),  # its own default is a minute, and a stopped process has that
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
+    ("grpc.http2.bdp_probe", 0),  # it answers every message with a ping, for windows that this traffic never fills
 )
 
 
