@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.network.cluster import SCRIPT
-from tests.support.watching import attempts
+from tests.support.nodes import SECRET, Nodes, agent, await_controller, await_output, await_training
 
-from keepstep.config import SECRET_VARIABLE, TOKEN_VARIABLE
+from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster import flags
 from keepstep.launcher.cluster.flags import Shape
-from keepstep.trust.credentials import Credentials
-from keepstep.trust.tokens import Claim, Role, Secret
-
-DEADLINE_S = 90.0
-KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
-SECRET = Secret(bytes(range(32)))
 
 
 @pytest.mark.parametrize(
@@ -88,58 +77,6 @@ def test_an_endpoint_is_owned_by_who_can_listen_there() -> None:
 # ---- real ones ------------------------------------------------------------------------------------------------------
 
 
-class Nodes:
-    """Processes of one job, with what they print."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-        self.started: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
-        """Starts the command; its output goes into a file of that name."""
-        environment = {k: v for k, v in os.environ.items() if k not in (SECRET_VARIABLE, TOKEN_VARIABLE)}
-        with (self.folder / name).open("wb") as output:
-            process = subprocess.Popen(
-                [*KEEPSTEP, *map(str, arguments)], stdout=output, stderr=subprocess.STDOUT, env=environment | variables
-            )
-        self.started[name] = process
-        return process
-
-    def run(self, rank: int, *more: object, script: Path = SCRIPT) -> subprocess.Popen[bytes]:
-        """``keepstep run`` as one of two nodes."""
-        where = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 0, "--rdzv-endpoint", self.endpoint]
-        where += ["--node-rank", rank, "--run-dir", self.folder / f"run-{rank}", *more]
-        return self.start(f"out-{rank}", "run", *where, script, 8, 0.01, **{SECRET_VARIABLE: SECRET.text()})
-
-    def wait(self, name: str) -> tuple[int, str]:
-        """The exit code of a process, and what it has printed."""
-        try:
-            code = self.started[name].wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{name} has not ended:\n" + "\n".join(f"-- {n}\n{self.output(n)}" for n in self.started))
-        return code, self.output(name)
-
-    def output(self, name: str) -> str:
-        """What a process has printed so far."""
-        return (self.folder / name).read_text(errors="replace")
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    """Whatever is left of the processes is ended."""
-    found = Nodes(tmp_path)
-    yield found
-    left = [process for process in found.started.values() if process.poll() is None]
-    children = [child for process in left for child in psutil.Process(process.pid).children(recursive=True)]
-    for process in [*left, *children]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    for process in left:
-        process.wait()
-
-
 def test_two_nodes_train_together(nodes: Nodes) -> None:
     nodes.run(0)
     nodes.run(1)
@@ -162,9 +99,9 @@ def test_a_script_that_fails_ends_all_nodes(nodes: Nodes, tmp_path: Path) -> Non
 
 
 def test_a_signal_to_the_hosting_node_ends_the_job(nodes: Nodes) -> None:
-    host, other = nodes.run(0), nodes.run(1)
+    host, other = nodes.run(0, steps=1000), nodes.run(1, steps=1000)
     controller = await_controller(nodes.folder, host.pid)
-    await_output(nodes, "out-0", "controller listens")
+    await_training(nodes.folder / "run-0")
     host.send_signal(signal.SIGTERM)
     assert nodes.wait("out-0")[0] == 128 + signal.SIGTERM
     code, out = nodes.wait("out-1")
@@ -190,13 +127,21 @@ def test_agents_and_controller_apart(nodes: Nodes, tmp_path: Path) -> None:
     assert [nodes.wait(name)[0] for name in ("node-a", "node-b", "controller")] == [0, 0, 0]
 
 
-def agent(nodes: Nodes, output: str, credentials: str, job: list[object], as_node: str) -> subprocess.Popen[bytes]:
-    """``keepstep agent`` with the credentials of one node, under the name of that or another one."""
-    text = Credentials.of(SECRET, Claim(Role.AGENT, credentials)).text()
-    return nodes.start(
-        output, "agent", "--controller", nodes.endpoint, *job, "--node-name", as_node, "--run-dir",
-        nodes.folder / f"run-{output}", SCRIPT, 8, 0.01, **{TOKEN_VARIABLE: text},
-    )  # fmt: skip
+def test_two_nodes_of_one_name_are_one_too_many(nodes: Nodes) -> None:
+    """Both on one machine and without ``--node-rank``: so both are the first node. They start at the same moment."""
+    for name in ("one", "other"):
+        where = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 0, "--rdzv-endpoint", nodes.endpoint]
+        nodes.start(
+            name, "run", *where, "--run-dir", nodes.folder / f"run-{name}", SCRIPT, 8, 0.01,
+            **{SECRET_VARIABLE: SECRET.text()},
+        )  # fmt: skip
+    refused = nodes.first_to_end()
+    code, out = nodes.wait(refused)
+    assert code == 2
+    assert "is served by another process of this machine: give each a --node-rank" in out
+    left = "other" if refused == "one" else "one"
+    nodes.run(1)
+    assert (nodes.wait(left)[0], nodes.wait("out-1")[0]) == (0, 0), nodes.output(left)
 
 
 def test_several_nodes_need_a_secret(nodes: Nodes) -> None:
@@ -204,22 +149,3 @@ def test_several_nodes_need_a_secret(nodes: Nodes) -> None:
     code, out = nodes.wait("out")
     assert code == 2
     assert "several nodes need a secret that they share" in out
-
-
-def await_controller(folder: Path, parent: int) -> psutil.Process:
-    """The controller that a node hosts, as soon as there is one."""
-    for _ in attempts(folder, DEADLINE_S):
-        for child in psutil.Process(parent).children():
-            with contextlib.suppress(psutil.Error):
-                if "controller" in child.cmdline():
-                    return child
-    raise AssertionError("no controller has come up")
-
-
-def await_output(nodes: Nodes, name: str, text: str) -> None:
-    """Waits until a process has printed something."""
-    for _ in attempts(nodes.folder, DEADLINE_S):
-        if text in nodes.output(name):
-            return
-        assert nodes.started[name].poll() is None, nodes.output(name)
-    raise AssertionError(f"{name} did not print {text!r}:\n{nodes.output(name)}")

@@ -24,6 +24,19 @@ def while_served(run_dir: Path, answer: Callable[[], Any], work: Callable[[], An
     return asyncio.run(whole())
 
 
+def test_who_ends_leaves_the_socket_of_the_one_that_took_its_place(tmp_path: Path) -> None:
+    async def whole() -> Any:
+        async with control.serve(tmp_path, lambda: "first"):
+            second = control.serve(tmp_path, lambda: "second")
+            await second.__aenter__()
+        answer = await asyncio.to_thread(control.ask, tmp_path)
+        await second.__aexit__(None, None, None)
+        return answer
+
+    assert asyncio.run(whole()) == "second"
+    assert not (tmp_path / control.SOCKET).exists()
+
+
 def test_a_job_answers_with_what_it_is_asked_for(tmp_path: Path) -> None:
     answers = iter([{"stage": "training", "steps": 3}, {"stage": "stopping", "steps": None, "text": "ü"}])
     assert while_served(tmp_path, lambda: next(answers), lambda: [control.ask(tmp_path), control.ask(tmp_path)]) == [

@@ -1,6 +1,8 @@
 """torchrun's flags and keepstep's own: what comes of them, and what is refused by name."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,7 @@ def test_a_module_or_any_program_may_stand_for_the_script() -> None:
         (["--between-steps", "nan"], "--between-steps nan: must be positive"),
         (["--nnodes", "2"], "--nnodes 2: a drill runs on one node"),
         (["--nnodes", "1:4"], "--nnodes 1:4: a drill runs on one node"),
+        (["--engine", "ray"], "--engine ray: a drill runs on one node"),
         (["--node-rank", "1"], "--node-rank 1: there is one node, so 0"),
         (["--master-port", "70000"], "--master-port 70000: allowed are 1 to 65535"),
         (["--master-port", "-1"], "--master-port -1: allowed are 1 to 65535"),
@@ -242,3 +245,13 @@ def test_a_port_whose_connections_have_just_ended_is_free(script: str) -> None:
             server.accept()[0].close()  # who closes first keeps the port in TIME_WAIT
             assert client.recv(1) == b""
     assert options("--master-port", port, script).agent.environment["MASTER_PORT"] == str(port)
+
+
+def test_a_job_on_one_node_does_without_what_several_take() -> None:
+    """To import gRPC and what certificates take would be most of what its start does."""
+    program = "import sys, keepstep.cli.run, keepstep.cli.drill\n"
+    program += "from keepstep.launcher.flags import make_parser\n"
+    program += "make_parser('keepstep run').parse_args(['script.py'])\n"
+    program += "print(sorted({'grpc', 'cryptography'} & set(sys.modules)))\n"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "[]\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
+from keepstep.launcher.cluster.flags import RAY
 from keepstep.launcher.console import follow
 from keepstep.launcher.flags import is_one_of_several, job_options, make_parser, parse_flags
 from keepstep.launcher.job import Companion, Job, announce, clear_up, run_job
@@ -24,9 +25,14 @@ def main(arguments: list[str]) -> int:
         "--otel", action="store_true", help="send each recovery as a trace to where the OTEL_* variables say"
     )
     chosen = parse_flags(parser, arguments)
-    if is_one_of_several(chosen):
+    is_on_ray = chosen.engine == RAY
+    if is_on_ray or is_one_of_several(chosen):
         if chosen.otel:
             raise ConfigurationError("--otel: not supported on several nodes yet; leave it out")
+        if is_on_ray:
+            from keepstep.cli.cluster.ray import run_on_ray  # here, for others do without Ray
+
+            return run_on_ray(chosen, parser, arguments)
         from keepstep.cli.cluster.agent import run_one_of_several  # here, for a job on one node does without gRPC
 
         return run_one_of_several(chosen)

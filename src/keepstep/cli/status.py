@@ -13,7 +13,7 @@ from keepstep.launcher import control
 
 
 def main(arguments: list[str]) -> int:
-    """Prints where every worker of a running job is."""
+    """Prints where every worker of a running job is, and which places are in quarantine."""
     parser = argparse.ArgumentParser(prog="keepstep status", description="Shows the workers of a running job.")
     parser.add_argument("--run-dir", required=True, help="the folder given to 'keepstep run --run-dir'")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -29,5 +29,8 @@ def main(arguments: list[str]) -> int:
         table.add_column(column)
     for worker in status["workers"]:
         table.add_row(*("-" if worker[column] is None else str(worker[column]) for column in columns))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for place, why in status["quarantine"].items():
+        console.print(f"in quarantine: {place} {why}", highlight=False)
     return 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.protocol.recovery.roster import Worker
+from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.trace.record.phaselog import PhaseArray
 from keepstep.trace.timeline.events import ControlEvent
 from keepstep.trace.timeline.run import Run

@@ -78,7 +78,7 @@ class OutsideInjector:
         machine = job.controller.job
         if machine.stage is not Stage.TRAINING:
             return False
-        return machine.records[-1].resumed_s is not None if machine.records else machine.trained_to > 0
+        return machine.records[-1].resumed_s is not None if machine.records else machine.progress.trained_to > 0
 
     @staticmethod
     def _step_s(job: Job) -> float:

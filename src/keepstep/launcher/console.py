@@ -1,4 +1,4 @@
-"""What a running job tells its user: one line for each recovery."""
+"""What a running job tells its user: one line for each recovery, and for each place that is in quarantine since."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from keepstep.protocol.recovery import RecoveryMachine, Stage
-from keepstep.trace.timeline.events import recovery_text
+from keepstep.trace.timeline.events import quarantine_text, recovery_text
 
 REFRESH_S = 0.2
 Places = Callable[[], list[dict[str, object]]]
@@ -23,11 +23,15 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     told = len(job.records)  # those of a controller's former life have been told
+    held = set(job.quarantine.held)
     while job.stage not in (Stage.FINISHED, Stage.ENDED):
         records = job.records
         while told < len(records) and (records[told].resumed_s is not None or records[told].superseded):
             console.print(f"[yellow]keepstep:[/yellow] {recovery_text(records[told])}")
             told += 1
+        for place in job.quarantine.held.keys() - held:
+            console.print(f"[yellow]keepstep:[/yellow] {quarantine_text(place, job.quarantine.held[place])}")
+        held = set(job.quarantine.held)
         if places is not None and console.is_terminal:
             _print_places(console, places())
         await asyncio.sleep(REFRESH_S)

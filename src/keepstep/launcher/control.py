@@ -47,10 +47,12 @@ async def serve(run_dir: Path, answer: Callable[[], Any]) -> AsyncIterator[None]
             server = await asyncio.start_unix_server(connected, path)
         finally:
             os.umask(mask)
+        ours = os.stat(path).st_ino
         async with server:
             yield
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            if os.stat(path).st_ino == ours:  # another controller may serve the run by now, with a socket of its own
+                os.unlink(path)
     finally:
         os.close(descriptor)
 

@@ -19,11 +19,10 @@ from torch.distributed.elastic.multiprocessing import Std
 from keepstep.agent.settings import AgentSettings, OutputSettings, Place
 from keepstep.config import script_environment
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import add_node_flags
+from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags
 from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.protocol.liveness import LivenessSettings
-from keepstep.protocol.recovery import RecoverySettings
 
 DEADLINES = LivenessSettings()
 
@@ -36,6 +35,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.set_defaults(max_restarts=None, start_method="forkserver")
     own = parser.add_argument_group("keepstep")
     own.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
+    add_placement_flags(own)
     own.add_argument("--run-dir", help="folder for the journal and the status socket (default: a fresh temporary one)")
     add_output_flags(own)
     own.add_argument(
@@ -97,17 +97,14 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
     """
     if is_one_of_several(arguments):
         raise ConfigurationError(f"--nnodes {arguments.nnodes}: a drill runs on one node, so leave it out")
+    if arguments.engine != NO_ENGINE:
+        raise ConfigurationError(f"--engine {arguments.engine}: a drill runs on one node, so leave it out")
     if arguments.node_rank not in (0, "0"):
         raise ConfigurationError(f"--node-rank {arguments.node_rank}: there is one node, so 0")
     outputs = outputs_of(arguments)
     place = Place.alone(ranks_per_node(arguments), arguments.spares)
+    recovery = Shape(1, 1, place.ranks_per_node, arguments.spares).recovery(arguments)
     agent = agent_settings(arguments, place, run_dir)
-    recovery = RecoverySettings(
-        place.ranks_per_node,
-        arguments.spares,
-        ranks_per_node=place.ranks_per_node,
-        max_restarts=arguments.max_restarts,
-    )
     return JobOptions(agent, recovery, outputs, keep_run_dir=run_dir is not None or arguments.run_dir is not None)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +91,9 @@ def record_run(
     outputs: Outputs,
     run: Callable[[Recorder], dict[str, Any]],
     lived_through: list[JournalEntry] | None = None,
+    *,
+    is_durable: bool = False,
+    is_displacing: bool = False,
 ) -> dict[str, Any]:
     """Runs a job, recorded in its folder, and returns its report, with ``exit_code`` and ``reason``.
 
@@ -101,18 +103,23 @@ def record_run(
         outputs: what is written beside it.
         run: runs it to its end; it is given what it has to write into.
         lived_through: the folder holds the beginning of this very run, with these entries; None: it begins now.
+        is_durable: as for `Recorder`.
+        is_displacing: as for `keepstep.trace.record.runfolder.occupied`.
 
     Raises:
         ConfigurationError: another job runs in the folder, or something cannot be written.
     """
-    with runfolder.occupied(run_dir), _event_log(outputs.log_json, info) as log:
+    occupied = runfolder.occupied(run_dir, is_displacing=is_displacing)
+    with occupied, _event_log(outputs.log_json, info) as log:
         if lived_through is None:
             runfolder.begin(run_dir, info)
-        elif log is not None:
-            log.caught_up(lived_through)
-        with Recorder(run_dir, log.decided if log else None) as recorder:
+        else:
+            runfolder.write(run_dir, info)
+            if log is not None:
+                log.caught_up(lived_through)
+        with Recorder(run_dir, log.decided if log else None, is_durable=is_durable) as recorder:
             result = run(recorder)
-        at_ns = time.monotonic_ns()
+        at_ns = info.clock().now_ns()
         runfolder.end(run_dir, info, result["exit_code"], result["reason"], at_ns)
         if log is not None:
             log.ended(result["exit_code"], result["reason"], at_ns)

@@ -252,10 +252,10 @@ class Oracle:
                 self._told_of_step_s = min(self._told_of_step_s, self._world.schedule.now_s)
 
     def controller_restarted(self) -> None:
-        """All leases begin anew, but those of nodes that may have been given up before."""
+        """All leases begin anew, the first twice as long, but those of nodes that may have been given up before."""
         for node in self._world.nodes:
             if self._given_up_s.get(node, -1.0) <= self._heard_s.get(node, 0.0):
-                self._heard_s[node] = self._world.schedule.now_s
+                self._heard_s[node] = self._world.schedule.now_s + LEASE_S
 
     def controller_crashed(self) -> None:
         """Until it is back nobody is given up. What it has heard and not written down is said again."""

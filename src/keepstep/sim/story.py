@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import CalledOff, DeadlineCame, Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.controller import CalledOff, DeadlineCame, Departed, Heard, JournalEntry, LeaseExpired, Restarted
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Story:
         match entry.event:
             case LeaseExpired():
                 self.add(entry.at_s, "controller", f"gives {entry.event.node} up: {entry.event.why}")
+            case Departed():
+                self.add(entry.at_s, "controller", f"lets {entry.event.node} go: {entry.event.why}")
             case Restarted():
                 self.add(entry.at_s, "controller", "is back, and has lived through its journal")
             case CalledOff():

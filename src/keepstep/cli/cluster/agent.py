@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import Shape, credentials_of, endpoint_of, owns, place_of, secret_of, shape_of
+from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, endpoint_of, owns, place_of, shape_of
 from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.cluster.node import NodeOptions, run_node
+from keepstep.launcher.cluster.trust import credentials_of, secret_of
 from keepstep.launcher.flags import agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
+from keepstep.parent import end_with_parent
+from keepstep.trust.tokens import Secret
 
 LOOPBACK = "127.0.0.1"
 
@@ -21,9 +25,18 @@ LOOPBACK = "127.0.0.1"
 def main(arguments: list[str]) -> int:
     """Serves one node of a job whose controller runs elsewhere, and returns the job's exit code."""
     parser = make_parser("keepstep agent")
-    parser.add_argument("--controller", required=True, metavar="HOST:PORT", help="where the controller listens")
+    parser.add_argument(
+        "--controller", required=True, metavar="HOST:PORT[,HOST:PORT]",
+        help="where the controller listens, and where one that stands by for it will",
+    )  # fmt: skip
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     chosen = parse_flags(parser, arguments)
-    return serve_node(chosen, endpoint_of("--controller", chosen.controller), may_host=False)
+    if chosen.parent is not None:
+        end_with_parent(chosen.parent, signal.SIGTERM)
+    if chosen.engine != NO_ENGINE:
+        raise ConfigurationError(f"--engine {chosen.engine}: the engine has started this agent, so leave it out")
+    endpoints = tuple(endpoint_of("--controller", each) for each in chosen.controller.split(","))
+    return serve_node(chosen, endpoints, may_host=False)
 
 
 def run_one_of_several(arguments: argparse.Namespace) -> int:
@@ -34,19 +47,29 @@ def run_one_of_several(arguments: argparse.Namespace) -> int:
         endpoint = endpoint_of("--master-addr", f"{arguments.master_addr}:{arguments.master_port or 29500}")
     else:
         raise ConfigurationError(f"--nnodes {arguments.nnodes}: name where they meet with --rdzv-endpoint HOST:PORT")
-    return serve_node(arguments, endpoint, may_host=True)
+    return serve_node(arguments, (endpoint,), may_host=True)
 
 
-def serve_node(arguments: argparse.Namespace, endpoint: str, *, may_host: bool) -> int:
-    """Serves this node until the job has ended, with the controller if it is to be hosted here."""
+def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may_host: bool) -> int:
+    """Serves this node until the job has ended, with the controller if it is to be hosted here.
+
+    Args:
+        arguments: of the command line.
+        endpoints: where a controller may be. The first one says by which address this node is reached.
+        may_host: host it where the first endpoint is this node's.
+    """
+    endpoint = endpoints[0]
     shape = shape_of(arguments.nnodes, ranks_per_node(arguments), arguments.spares)
     place = place_of(arguments, shape, endpoint)
     credentials, host_name = credentials_of(arguments, place.node)
     settings = agent_settings(arguments, place)
-    options = NodeOptions(settings, (endpoint,), credentials, host_name, arguments.controller_timeout)
+    options = NodeOptions(settings, endpoints, credentials, host_name, arguments.controller_timeout)
     hosted = None
     if may_host and place.position == 0 and owns(endpoint):
-        hosted = _hosted(arguments, shape, endpoint, settings.run_dir)
+        secret = secret_of(arguments)
+        if secret is None:
+            raise ConfigurationError("the node that hosts the controller needs the job's secret, not only a token")
+        hosted = hosted_controller(arguments, shape, endpoint, settings.run_dir, secret)
     with showing(settings.run_dir, arguments.dashboard if hosted is not None else None):
         ended = run_node(options, hosted)
     if arguments.run_dir is None:
@@ -56,15 +79,15 @@ def serve_node(arguments: argparse.Namespace, endpoint: str, *, may_host: bool) 
     return ended.exit_code
 
 
-def _hosted(arguments: argparse.Namespace, shape: Shape, endpoint: str, run_dir: Path) -> HostedController:
-    secret = secret_of(arguments)
-    if secret is None:
-        raise ConfigurationError("the node that hosts the controller needs the job's secret, not only a token")
+def hosted_controller(
+    arguments: argparse.Namespace, shape: Shape, endpoint: str, run_dir: Path, secret: Secret
+) -> HostedController:
+    """The controller of the job as a child of this process, which is yet to be run."""
     command = [sys.executable, "-m", "keepstep.cli.main", "controller", "--parent", str(os.getpid())]
     command += ["--listen", endpoint, "--nnodes", arguments.nnodes, "--nproc-per-node", str(shape.ranks_per_node)]
     command += ["--spares", str(shape.num_spares), "--lease", str(arguments.lease), "--tls", arguments.tls]
     command += ["--run-dir", str(run_dir)]
-    for flag in ("max_restarts", "report", "trace", "log_json"):
+    for flag in ("max_restarts", "min_nodes", "quarantine", "report", "trace", "log_json"):
         if getattr(arguments, flag) is not None:
             command += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
     return HostedController(tuple(command), run_dir, secret.text())

@@ -7,18 +7,17 @@ import signal
 import sys
 from pathlib import Path
 
-from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import (
-    HOW_TO_SHARE,
-    add_controller_flags,
-    endpoint_of,
-    secret_of,
-    server_files_of,
-    shape_of,
-)
+from keepstep.errors import ConfigurationError, LeaseLost
+from keepstep.launcher.cluster.flags import add_controller_flags, add_placement_flags, endpoint_of, shape_of
+from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED
 from keepstep.launcher.cluster.service import ControllerOptions, run_controller
+from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of, server_files_of
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.parent import end_with_parent
+from keepstep.protocol.lease import HOLD_S
+
+MIN_TAKEOVER_S, MAX_TAKEOVER_S = 1.0, 3600.0
+"""A process of a busy machine may well stand still for half a second."""
 
 
 def main(arguments: list[str]) -> int:
@@ -31,9 +30,13 @@ def main(arguments: list[str]) -> int:
         raise ConfigurationError(f"a controller needs the job's secret: {HOW_TO_SHARE}")
     if not chosen.lease > 0:
         raise ConfigurationError(f"--lease {chosen.lease}: must be positive")
+    if not MIN_TAKEOVER_S <= chosen.takeover_after <= MAX_TAKEOVER_S:
+        raise ConfigurationError(
+            f"--takeover-after {chosen.takeover_after}: allowed are {MIN_TAKEOVER_S:g} to {MAX_TAKEOVER_S:g} s"
+        )
     shape = shape_of(chosen.nnodes, chosen.nproc_per_node, chosen.spares)
     options = ControllerOptions(
-        recovery=shape.recovery(chosen.max_restarts),
+        recovery=shape.recovery(chosen),
         run_dir=make_folder("--run-dir", Path(chosen.run_dir), 0o700),
         listen=endpoint_of("--listen", chosen.listen),
         secret=secret,
@@ -41,8 +44,15 @@ def main(arguments: list[str]) -> int:
         lease_s=chosen.lease,
         outputs=outputs_of(chosen),
         is_continuing=chosen.is_continuing,
+        is_standby=chosen.standby,
+        takeover_s=chosen.takeover_after,
+        is_durable=chosen.parent is None,  # a child only comes back where it was
     )
-    result = run_controller(options)
+    try:
+        result = run_controller(options)
+    except LeaseLost as error:
+        print(f"keepstep controller: {error}", file=sys.stderr, flush=True)
+        return EXIT_SUPERSEDED
     if result["exit_code"] != 0:
         print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
     return int(result["exit_code"])
@@ -58,11 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
     parser.add_argument("--max-restarts", "--max_restarts", type=int, help="as for keepstep run")
     parser.add_argument("--run-dir", required=True, help="folder for the journal and the status socket")
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
         "--continue", dest="is_continuing", action="store_true",
         help="go on with the unfinished run in the folder: its controller has died, and its agents have not",
     )  # fmt: skip
+    how.add_argument(
+        "--standby", action="store_true",
+        help="wait until the controller of the run in the folder is gone, then go on in its place",
+    )  # fmt: skip
+    parser.add_argument(
+        "--takeover-after", type=float, default=HOLD_S, metavar="SECONDS",
+        help="not heard of for so long, this controller is taken for gone by others (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    add_placement_flags(parser)
     add_controller_flags(parser)
     add_output_flags(parser)
     return parser

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import HOW_TO_SHARE, add_secret_flag, secret_of
+from keepstep.launcher.cluster.flags import add_secret_flag
+from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of
 from keepstep.trust.credentials import Credentials
-from keepstep.trust.tokens import Claim, Role, Secret
+from keepstep.trust.tokens import Claim, Role, Secret, write_private
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a new secret, or credentials made with one."""
+    """Makes a new secret, or credentials with one, and prints them or writes them to a file."""
     parser = argparse.ArgumentParser(
         prog="keepstep token", description="Makes what the nodes of a job need to trust one another."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--new", action="store_true", help="a secret for a job; whoever has it can speak for any node")
     what.add_argument("--node", metavar="NAME", help="credentials for one agent, good for this node's name only")
+    parser.add_argument("--out", metavar="FILE", help="write it to a new file that only its owner can read")
     add_secret_flag(parser)
     chosen = parser.parse_args(arguments)
-    if chosen.new:
-        print(Secret.new().text())
+    text = Secret.new().text() if chosen.new else _credentials(chosen)
+    if chosen.out is None:
+        print(text)
         return 0
+    try:
+        write_private(Path(chosen.out), text)
+    except OSError as error:
+        raise ConfigurationError(f"--out {chosen.out}: {error.strerror}") from error
+    return 0
+
+
+def _credentials(chosen: argparse.Namespace) -> str:
     secret = secret_of(chosen)
     if secret is None:
         raise ConfigurationError(f"credentials are made with the job's secret: {HOW_TO_SHARE}")
-    print(Credentials.of(secret, Claim(Role.AGENT, chosen.node)).text())
-    return 0
+    return Credentials.of(secret, Claim(Role.AGENT, chosen.node)).text()

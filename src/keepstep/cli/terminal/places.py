@@ -9,7 +9,7 @@ import numpy as np
 
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
-from keepstep.protocol.recovery.roster import Worker
+from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.tagpage import PHASES
 from keepstep.trace.record.phaselog import PhaseArray
 from keepstep.trace.timeline.run import News, Run

@@ -1,6 +1,7 @@
-"""The flags of a job on several nodes, and what comes of them: who may speak, where, and how much room there is.
+"""The flags of a job on several nodes, and what comes of them: where somebody listens, and how much room there is.
 
-Nothing here imports torch, for a controller has no use for it and is to be back quickly.
+Nothing here imports torch, for a controller has no use for it and is to be back quickly; nor what certificates take,
+for `keepstep run` on one node has these flags too.
 """
 
 from __future__ import annotations
@@ -9,24 +10,21 @@ import argparse
 import dataclasses
 import math
 import socket
-from pathlib import Path
 
 from keepstep import config
 from keepstep.agent.settings import Place
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import LEASE_S
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.protocol.recovery.placement.quarantine import NUM_FAILURES, WINDOW_S
 from keepstep.transports.lines import PATIENCE_S
-from keepstep.trust import certificates
-from keepstep.trust.credentials import Credentials
-from keepstep.trust.tokens import Claim, Role, Secret, read_private
 
 DEFAULT_PORT = 29400
 """torchrun's, for a rendezvous endpoint that names none."""
-HOW_TO_SHARE = (
-    f"make a secret once with 'keepstep token --new', give it to every node as {config.SECRET_VARIABLE} or as a file "
-    "with --secret-file, and to nobody else"
-)
+
+NO_ENGINE, RAY = "none", "ray"
+ENGINE_TIMEOUT_S = 600.0
+"""A cloud takes minutes to bring a machine up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +53,28 @@ class Shape:
             return self.ranks_per_node
         return self.ranks_per_node + math.ceil((self.num_spares - room_beyond) / self.max_nodes)
 
-    def recovery(self, max_restarts: int | None) -> RecoverySettings:
-        """What the controller's machine is told."""
+    def _most_per_node(self, least_nodes: int | None) -> int:
+        if least_nodes is None:
+            return 0
+        if not 1 <= least_nodes <= self.min_nodes:
+            raise ConfigurationError(f"--min-nodes {least_nodes}: must be from 1 to the {self.min_nodes} of --nnodes")
+        return math.ceil(self.world_size / least_nodes)
+
+    def recovery(self, arguments: argparse.Namespace) -> RecoverySettings:
+        """What the controller's machine is told.
+
+        Raises:
+            ConfigurationError: ``--quarantine`` or ``--min-nodes`` is not what it must be.
+        """
+        num_failures, window_s = _quarantine_of(arguments.quarantine)
         return RecoverySettings(
-            self.world_size, self.num_spares, ranks_per_node=self.ranks_per_node, max_restarts=max_restarts
+            self.world_size,
+            self.num_spares,
+            ranks_per_node=self.ranks_per_node,
+            most_per_node=self._most_per_node(arguments.min_nodes),
+            max_restarts=arguments.max_restarts,
+            quarantine_failures=num_failures,
+            quarantine_window_s=window_s,
         )
 
 
@@ -74,6 +90,22 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     own.add_argument("--token-file", help="this node's credentials, as 'keepstep token' prints them")
     add_controller_flags(own)
+    own.add_argument(
+        "--engine", choices=(NO_ENGINE, RAY), default=NO_ENGINE,
+        help="ray: this command starts the whole job, on the nodes of a Ray cluster (default: %(default)s)",
+    )  # fmt: skip
+    own.add_argument(
+        "--ray-address", metavar="HOST:PORT",
+        help="the Ray cluster (default: the variable RAY_ADDRESS, or the cluster of this node)",
+    )  # fmt: skip
+    own.add_argument(
+        "--ray-bundle", type=_bundle, metavar="NAME=N,...",
+        help="what a node sets aside for the job, as in CPU=8,GPU=8 (default: a CPU for each of its workers)",
+    )  # fmt: skip
+    own.add_argument(
+        "--ray-timeout", type=float, default=ENGINE_TIMEOUT_S, metavar="SECONDS",
+        help="how long Ray may take to find so many nodes (default: %(default)s)",
+    )  # fmt: skip
 
 
 def add_controller_flags(parser: argparse._ActionsContainer) -> None:
@@ -82,6 +114,10 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
         "--lease", type=float, default=LEASE_S, metavar="SECONDS",
         help="a node not heard of for so long is given up (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--min-nodes", type=int, metavar="N",
+        help="go on with so few nodes: ranks of those that are gone share the devices of others until they are back",
+    )  # fmt: skip
     add_secret_flag(parser)
     parser.add_argument(
         "--tls", default="auto", metavar="auto|off|FILES",
@@ -89,9 +125,31 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
+def add_placement_flags(parser: argparse._ActionsContainer) -> None:
+    """Flags of every job that say which place a process is given."""
+    parser.add_argument(
+        "--quarantine", default=f"{NUM_FAILURES}:{WINDOW_S:g}", metavar="N:SECONDS|off",
+        help="a node or device that failed N times within so long is the last to be taken (default: %(default)s)",
+    )  # fmt: skip
+
+
 def add_secret_flag(parser: argparse._ActionsContainer) -> None:
     """The flag that names the job's secret."""
     parser.add_argument("--secret-file", help=f"the job's secret (or: the variable {config.SECRET_VARIABLE})")
+
+
+def _bundle(text: str) -> dict[str, float]:
+    """Resources in Ray's words, as ``--ray-bundle`` names them."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            found[name] = math.nan
+        if not name or not 0 < found[name] < math.inf:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=N, as in CPU=8,GPU=8")
+    return found
 
 
 def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:
@@ -112,6 +170,19 @@ def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:
     if num_spares < 0:
         raise ConfigurationError(f"--spares {num_spares}: allowed are 0 and more")
     return Shape(min_nodes, max_nodes, ranks_per_node, num_spares)
+
+
+def _quarantine_of(text: str) -> tuple[int, float]:
+    if text == "off":
+        return 0, WINDOW_S
+    try:
+        times, _, seconds = text.partition(":")
+        num_failures, window_s = int(times), float(seconds)
+    except ValueError:
+        num_failures, window_s = 0, 0.0
+    if num_failures < 1 or not 0 < window_s < math.inf:
+        raise ConfigurationError(f"--quarantine {text}: must be N:SECONDS, with N 1 or more, or off")
+    return num_failures, window_s
 
 
 def place_of(arguments: argparse.Namespace, shape: Shape, endpoint: str) -> Place:
@@ -195,67 +266,3 @@ def _resolved(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str,
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]  # with SOCK_STREAM
     except OSError as error:
         raise ConfigurationError(f"{host}: {error.strerror}") from error
-
-
-# ---- trust ----------------------------------------------------------------------------------------------------------
-
-
-def secret_of(arguments: argparse.Namespace) -> Secret | None:
-    """The job's secret, from the file or variable that holds it.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is none.
-    """
-    if arguments.secret_file is not None:
-        return Secret.parse(read_private(Path(arguments.secret_file), "--secret-file"), "--secret-file")
-    text = config.job_secret()
-    return None if text is None else Secret.parse(text, config.SECRET_VARIABLE)
-
-
-def credentials_of(arguments: argparse.Namespace, node: str) -> tuple[Credentials, str | None]:
-    """This node's credentials, and the name that the controller's certificate must bear (None: its address).
-
-    Raises:
-        ConfigurationError: there are none, or they cannot be read.
-    """
-    text = config.agent_token()
-    if arguments.token_file is not None:
-        found = Credentials.parse(read_private(Path(arguments.token_file), "--token-file"), "--token-file")
-    elif text is not None:
-        found = Credentials.parse(text, config.TOKEN_VARIABLE)
-    elif (secret := secret_of(arguments)) is not None:
-        found = Credentials.of(secret, Claim(Role.AGENT, node))
-    else:
-        raise ConfigurationError(f"several nodes need a secret that they share: {HOW_TO_SHARE}")
-    if found.name != node:
-        raise ConfigurationError(f"the credentials are those of node {found.name!r}, and this is {node!r}")
-    if arguments.tls == "off":
-        return dataclasses.replace(found, authority=None), None
-    if arguments.tls == "auto":
-        if found.authority is None:
-            raise ConfigurationError("--tls auto: the credentials hold no certificate of the job's authority")
-        return found, certificates.CONTROLLER_NAME
-    return dataclasses.replace(found, authority=_read(arguments.tls.split(",")[-1])), None
-
-
-def server_files_of(tls: str, secret: Secret) -> certificates.ServerFiles | None:
-    """What the controller shows, as ``--tls`` says; None: there is no TLS.
-
-    Raises:
-        ConfigurationError: a file cannot be read, or there are not three.
-    """
-    if tls == "off":
-        return None
-    if tls == "auto":
-        return certificates.server(secret)
-    files = tls.split(",")
-    if len(files) != 3:
-        raise ConfigurationError(f"--tls {tls}: must be auto, off, or CERTIFICATE,KEY,AUTHORITY")
-    return certificates.ServerFiles(key=_read(files[1]), certificate=_read(files[0]))
-
-
-def _read(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"--tls {name}: {error.strerror}") from error

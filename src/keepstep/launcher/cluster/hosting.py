@@ -20,6 +20,8 @@ QUICK_S = 5.0
 """A controller that dies by itself so soon so often in a row will do it again."""
 EXIT_USAGE = 2
 """Of a controller that cannot be run as asked; no job ends with it."""
+EXIT_SUPERSEDED = 77
+"""Of a controller that cannot show any more that it serves its run; no job ends with it."""
 END_DEADLINE_S = 20.0
 """It waits for its agents for ten seconds at most when the job ends, and writes a report."""
 
@@ -60,7 +62,7 @@ class HostedController:
                 raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             print(f"keepstep: the controller died ({how}): it is started again", file=sys.stderr, flush=True)
-            again = ("--continue",)
+            again = ("--standby",) if code == EXIT_SUPERSEDED else ("--continue",)
 
     async def end(self) -> None:
         """Has it end the job, and waits until it has; kills it if it does not."""
@@ -72,14 +74,9 @@ class HostedController:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_DEADLINE_S):
                 await _ended(process)
-        self.kill()
-
-    def kill(self) -> None:
-        """Ends it at once; nothing if it has ended."""
-        self._is_ending = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
     async def _once(self, again: tuple[str, ...]) -> int:
         self._process = subprocess.Popen([*self._command, *again], env=self._environment)  # noqa: ASYNC220 - exec alone

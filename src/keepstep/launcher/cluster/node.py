@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import hashlib
+import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
+from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.signals import StopSignal, ended_by, stop_signal
 from keepstep.protocol.messages import EndJob
@@ -19,6 +23,8 @@ from keepstep.trust.credentials import Credentials
 
 _T = TypeVar("_T")
 
+DEPART_S = 2.0
+"""How long a node that is told to end waits until the controller has heard so. If none is there, its lease runs out."""
 LAST_WORDS_S = 10.0
 """How long the end of the job may take to be acknowledged, and the controller to follow."""
 
@@ -43,16 +49,38 @@ def run_node(options: NodeOptions, hosted: HostedController | None = None) -> En
     SIGINT, SIGTERM and SIGHUP end this node's part; on the node that hosts the controller, the job.
 
     Raises:
-        ConfigurationError: the controller does not let this node in, or does not come up.
+        ConfigurationError: the controller does not let this node in, or does not come up; or another process of this
+            machine serves the node.
         PeerLost: no controller was to be reached for too long.
     """
-    return asyncio.run(_run(options, hosted))
+    with _only_one(options):
+        return asyncio.run(_run(options, hosted))
+
+
+@contextlib.contextmanager
+def _only_one(options: NodeOptions) -> Iterator[None]:
+    """Holds a name in the kernel for as long as this process lives.
+
+    Of two agents of one node the controller would take the later one for the first one's next life, and end that. Who
+    has not the token cannot guess the name.
+    """
+    seal = hashlib.sha256(" ".join((*options.endpoints, options.credentials.token)).encode()).hexdigest()
+    with socket.socket(socket.AF_UNIX) as held:
+        try:
+            held.bind(f"\0keepstep-node-{seal}")
+        except OSError:
+            raise ConfigurationError(
+                f"node {options.agent.place.node!r} of the job at {options.endpoints[0]} is served by another process "
+                "of this machine: give each a --node-rank, or a --node-name, of its own"
+            ) from None
+        yield
 
 
 async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
     line = RpcControllerLine(options.endpoints, options.credentials, options.host_name, options.patience_s)
-    line.on_trouble = _tell_trouble
-    part = _Part(Agent(options.agent, line), line, hosted)
+    agent = Agent(options.agent, line)
+    line.on_trouble = lambda trouble: _tell_trouble(trouble) if agent.left is None else None
+    part = _Part(agent, line, hosted)
     with stop_signal() as stopped:
         try:
             return await part.run(stopped)
@@ -90,6 +118,9 @@ class _Part:
             await _first_of(hosting, stopped)
         if stopped.done() and self._hosted is not None:
             await self._hosted.end()
+        elif stopped.done() and not serving.done():
+            self._agent.depart(ended_by(stopped.result()).reason)
+            await asyncio.wait({serving}, timeout=DEPART_S)
         return await self._take_leave(connecting, serving, hosting, stopped)
 
     async def _take_leave(
@@ -108,6 +139,8 @@ class _Part:
             await asyncio.wait({connecting}, timeout=LAST_WORDS_S)
         if hosting is not None:
             await asyncio.wait({hosting}, timeout=LAST_WORDS_S)
+        if stopped.done() and self._hosted is None:
+            return ended_by(stopped.result())
         if self._agent.left is not None:
             return EndJob(self._agent.left.exit_code, self._agent.left.reason)
         if hosting is not None and hosting.done():

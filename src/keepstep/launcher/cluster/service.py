@@ -1,4 +1,7 @@
-"""A controller as a program of its own: it serves the agents of a job over the network, and may die and come back."""
+"""A controller as a program of its own: it serves the agents of a job over the network, and may die and come back.
+
+Whoever serves a run holds its lease, so there is one at a time, and another one can take its place.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from keepstep.controller import heap
 from keepstep.controller.controller import Controller
+from keepstep.controller.lease import RunLease
 from keepstep.errors import ConfigurationError, TokenRefused
 from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
@@ -23,8 +27,11 @@ from keepstep.launcher.console import follow
 from keepstep.launcher.recording import Outputs, record_run
 from keepstep.launcher.signals import ended_by, stop_signal
 from keepstep.protocol.controller import LEASE_S, ControllerMachine, JournalEntry
+from keepstep.protocol.lease import HOLD_S
+from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
 from keepstep.trace.record import journal, runfolder
+from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
 from keepstep.trace.timeline.describe import describe
 from keepstep.transports.rpc.server import RpcNodeLines
@@ -34,6 +41,8 @@ from keepstep.trust.tokens import Role, Secret, check
 REFUSALS_S = 10.0
 MAX_REFUSALS = 20
 """So many are told in so long; of the others only how many they were."""
+LOOK_S = 0.2
+"""How often one that waits looks at the lease."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,69 +58,158 @@ class ControllerOptions:
     outputs: Outputs = dataclasses.field(default_factory=Outputs)
     is_continuing: bool = False
     """Go on with the unfinished run in the folder; otherwise it is moved aside."""
+    is_standby: bool = False
+    """Wait until the controller of the folder's run is gone, then go on in its place."""
+    takeover_s: float = HOLD_S
+    """Another controller may take this one's place when it was not heard of for so long."""
+    is_durable: bool = True
+    """The run can go on on another machine when this one is lost."""
 
 
 def run_controller(options: ControllerOptions) -> dict[str, Any]:
     """Serves a job until it has ended and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGINT, SIGTERM and SIGHUP end the job.
+    SIGINT, SIGTERM and SIGHUP end the job; one that only waits ends alone.
 
     Raises:
         ConfigurationError: it cannot be served as asked.
+        LeaseLost: another controller serves the run by now, or may.
     """
-    if not options.is_continuing:
+    with RunLease(options.run_dir, options.takeover_s) as lease:
+        if (stopped := asyncio.run(_await_turn(options, lease))) is not None:
+            return {"exit_code": stopped.exit_code, "reason": f"{stopped.reason} while it waited"}
+        if lease.taken_from is not None:
+            print(f"keepstep: takes the place of {lease.taken_from}", file=sys.stderr, flush=True)
+        if options.is_continuing or (options.is_standby and _is_there(options.run_dir)):
+            return _go_on(options, lease)
         info = runfolder.new_run(tuple(sys.argv), socket.gethostname(), options.recovery)
-        return record_run(
-            options.run_dir, info, options.outputs, lambda recorder: asyncio.run(_serve(options, recorder, None))
-        )
-    info = runfolder.read_info(options.run_dir)
-    if info.settings != options.recovery:
+        return _record(options, info, lease, None)
+
+
+async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | None:
+    """Returns when the lease is this controller's, or how a signal has ended it before.
+
+    Raises:
+        ConfigurationError: somebody else serves the run, and this one was not started to wait; or it never could.
+    """
+    is_told = False
+    with stop_signal() as stopped:
+        while not lease.take():
+            if options.is_standby:
+                _check_settings(options)
+                if not is_told:
+                    print(f"keepstep: stands by for {lease.served_by()}", file=sys.stderr, flush=True)
+                    is_told = True
+            elif lease.is_served:
+                raise ConfigurationError(
+                    f"--run-dir {options.run_dir}: the run in there is served by {lease.served_by()}; "
+                    "--standby waits until it is gone"
+                )
+            await asyncio.wait({stopped}, timeout=LOOK_S)
+            if stopped.done():
+                return ended_by(stopped.result())
+    return None
+
+
+def _is_there(run_dir: Path, name: str = runfolder.INFO) -> bool:
+    """Whether a file is there. A network file system may have cached that none was, and asks if a folder is opened."""
+    return name in os.listdir(run_dir)
+
+
+def _check_settings(options: ControllerOptions) -> None:
+    if _is_there(options.run_dir) and runfolder.read_info(options.run_dir).settings != options.recovery:
         raise ConfigurationError(f"--run-dir {options.run_dir}: the run in there was started with other settings")
-    entries = journal.read(options.run_dir / runfolder.JOURNAL)
+
+
+def _go_on(options: ControllerOptions, lease: RunLease) -> dict[str, Any]:
+    """Serves the run in the folder, whose former controller is gone."""
+    _check_settings(options)
+    info = runfolder.read_info(options.run_dir)
+    if info.ended is not None:
+        print(f"keepstep: the run in {options.run_dir} has ended: {info.ended.reason}", file=sys.stderr, flush=True)
+        return {"exit_code": info.ended.exit_code, "reason": info.ended.reason}
+    is_begun = _is_there(options.run_dir, runfolder.JOURNAL)
+    entries = journal.take_over(options.run_dir / runfolder.JOURNAL) if is_begun else []
+    last_s = entries[-1].at_s if entries else None
+    return _record(options, runfolder.goes_on(info, socket.gethostname(), last_s), lease, entries)
+
+
+def _record(
+    options: ControllerOptions, info: runfolder.RunInfo, lease: RunLease, entries: list[JournalEntry] | None
+) -> dict[str, Any]:
     return record_run(
         options.run_dir,
-        msgspec.structs.replace(info, pid=os.getpid()),
+        info,
         options.outputs,
-        lambda recorder: asyncio.run(_serve(options, recorder, entries)),
+        lambda recorder: asyncio.run(_serve(options, recorder, info.clock(), lease, entries)),
         entries,
+        is_durable=options.is_durable,
+        is_displacing=lease.taken_from is not None,
     )
 
 
-async def _serve(options: ControllerOptions, recorder: Recorder, entries: list[JournalEntry] | None) -> dict[str, Any]:
+async def _serve(
+    options: ControllerOptions,
+    recorder: Recorder,
+    clock: JobClock,
+    lease: RunLease,
+    entries: list[JournalEntry] | None,
+) -> dict[str, Any]:
     if entries is None:
         machine = ControllerMachine(options.recovery, options.lease_s)
     else:
-        machine = ControllerMachine.from_journal(options.recovery, entries, time.monotonic(), options.lease_s)
+        relived = _confirmed(entries, lease)
+        machine = ControllerMachine.from_journal(options.recovery, relived, clock.now_s(), options.lease_s)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection takes three
-    lines = RpcNodeLines(lambda token: _node_of(options.secret, token), Refusals().tell)
+    lines = RpcNodeLines(lambda token: _node_of(options.secret, token), Refusals().tell, lease.term)
     port = await lines.start(*split(options.listen), options.tls)
     print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)
-    controller = Controller(machine, lines, recorder, is_restarted=entries is not None)
+    controller = Controller(
+        machine,
+        lines,
+        recorder,
+        clock=clock,
+        confirm=lease.confirm,
+        when_calm=heap.set_aside,
+        is_restarted=entries is not None,
+    )
     async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
         try:
-            await _until_ended(controller)
+            await _until_ended(controller, lease)
         finally:
             await lines.stop()
     return describe(machine.job)
 
 
-async def _until_ended(controller: Controller) -> None:
-    """Runs the controller until its job has ended, by itself or by a signal."""
+def _confirmed(entries: list[JournalEntry], lease: RunLease) -> Iterator[JournalEntry]:
+    """A long journal takes long to live through, and nobody shall take that for the end of this controller."""
+    for entry in entries:
+        lease.confirm()
+        yield entry
+
+
+async def _until_ended(controller: Controller, lease: RunLease) -> None:
+    """Runs the controller until its job has ended, by itself or by a signal, or somebody else serves it."""
     with stop_signal() as stopped:
         deciding = asyncio.create_task(controller.run())
+        keeping = asyncio.create_task(lease.keep())
         following = asyncio.create_task(follow(controller.job))
         try:
-            either: set[asyncio.Future[Any]] = {deciding, stopped}
+            either: set[asyncio.Future[Any]] = {deciding, keeping, stopped}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if deciding.done():
                 deciding.result()
+            elif keeping.done():
+                keeping.result()
             else:
                 deciding.cancel()
                 await asyncio.wait({deciding})
                 await controller.end(ended_by(stopped.result()))
         finally:
-            following.cancel()
+            for task in (deciding, keeping, following):
+                task.cancel()
+            await asyncio.gather(deciding, keeping, following, return_exceptions=True)
 
 
 def _places(job: RecoveryMachine) -> list[dict[str, object]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause
 from keepstep.sim.cluster.layout import NodeLayout
@@ -128,6 +129,8 @@ class SimulatedNode:
                         self._hand_over(number, effect.order)
                 case Leave():
                     self._leave()
+                case Depart():
+                    raise InternalError("a simulated node is lost, and never takes its leave")
         for packet in self._machine.packets(self.clock_s):
             self.world.network.send(self.name, CONTROLLER, packet)
         due_s = self._machine.next_deadline()

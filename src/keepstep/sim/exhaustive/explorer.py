@@ -126,8 +126,10 @@ class Explored:
 
 
 def small_job(world_size: int) -> Layout:
-    """So many ranks and one spare, two steps."""
-    settings = dataclasses.replace(SETTINGS, world_size=world_size, num_spares=1, ranks_per_node=world_size)
+    """So many ranks and one spare, two steps. No quarantine, for which it takes two failures of one place."""
+    settings = dataclasses.replace(
+        SETTINGS, world_size=world_size, num_spares=1, ranks_per_node=world_size, quarantine_failures=0
+    )
     node = NodeLayout("node-0", world_size + 1, "rack-0")
     network = NetworkLayout(0.001, 0.001)
     return Layout((node,), ("0",) * world_size, settings, LIVENESS, network, _INSTANT, num_steps=2)

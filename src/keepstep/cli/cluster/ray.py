@@ -1,0 +1,124 @@
+"""``keepstep run --engine ray``: the whole job from one command, on nodes that Ray finds."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+from types import ModuleType
+
+from keepstep.cli.cluster.agent import hosted_controller
+from keepstep.cli.dashboard import showing
+from keepstep.config import ray_address, script_environment
+from keepstep.errors import ConfigurationError
+from keepstep.launcher.cluster.flags import DEFAULT_PORT, NO_ENGINE, Shape, endpoint_of, owns, shape_of
+from keepstep.launcher.flags import ranks_per_node
+from keepstep.launcher.job import clear_up_folder, fresh_run_dir
+from keepstep.launcher.recording import make_folder
+from keepstep.trust.tokens import Secret
+
+NUM_PORTS = 100
+"""Jobs on one driver's node have ports of their own, from torchrun's upwards: below those that a kernel gives to
+connections, so that a controller that is started again finds its own still free."""
+OF_ONE_NODE = (
+    "node_rank", "node_name", "domain", "local_addr", "master_addr", "master_port", "rdzv_endpoint", "secret_file",
+    "token_file",
+)  # fmt: skip
+"""Flags that say what Ray or this command says here."""
+
+
+def run_on_ray(chosen: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]) -> int:
+    """Runs a job on a Ray cluster, with the controller here, and returns the job's exit code.
+
+    Args:
+        chosen: what the parser made of the arguments.
+        parser: that of ``keepstep run``.
+        arguments: the words of the command line.
+
+    Raises:
+        ConfigurationError: the job cannot be run as asked, or not on this cluster.
+    """
+    engine = _engine()
+    _refuse_what_has_no_meaning(chosen, parser)
+    shape = shape_of(chosen.nnodes, ranks_per_node(chosen), chosen.spares)
+    slots = shape.slots(chosen.slots_per_node)
+    bundle = chosen.ray_bundle or {"CPU": float(slots)}
+    secret = Secret.new()
+    with engine.connected(chosen.ray_address or ray_address() or engine.OF_THIS_NODE) as address:
+        endpoint = _free_endpoint(address)
+        run_dir = _run_dir(chosen)
+        job = engine.RayJob(
+            num_nodes=shape.max_nodes,
+            bundle=bundle,
+            command=engine.AgentCommand(
+                flags=_agent_flags(chosen, arguments, shape, endpoint),
+                script=(chosen.training_script, *chosen.training_script_args),
+                folder=os.getcwd(),
+                num_threads=_num_threads(bundle, slots),
+                run_dir=None if chosen.run_dir is None else str(run_dir.absolute()),
+            ),
+            secret=secret,
+            timeout_s=chosen.ray_timeout,
+        )
+        try:
+            with showing(run_dir, chosen.dashboard):
+                return int(engine.run_on_ray(job, lambda: hosted_controller(chosen, shape, endpoint, run_dir, secret)))
+        finally:
+            if chosen.run_dir is None:
+                clear_up_folder(run_dir)
+
+
+def _engine() -> ModuleType:
+    try:
+        from keepstep.integrations import ray
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--engine ray: Ray is not installed ({error}); install it with: pip install 'keepstep[ray]'"
+        ) from error
+    return ray
+
+
+def _refuse_what_has_no_meaning(chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    for name in OF_ONE_NODE:
+        if str(getattr(chosen, name)) != str(parser.get_default(name)):
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')}: --engine ray finds the nodes, names them and shares out a secret of its "
+                "own, so leave it out"
+            )
+    if not str(chosen.nproc_per_node).isdecimal():
+        raise ConfigurationError(
+            f"--nproc-per-node {chosen.nproc_per_node}: this machine may be another kind than Ray's nodes, "
+            "so give a number"
+        )
+    if not chosen.ray_timeout > 0:
+        raise ConfigurationError(f"--ray-timeout {chosen.ray_timeout}: must be positive")
+
+
+def _free_endpoint(address: str) -> str:
+    for port in range(DEFAULT_PORT, DEFAULT_PORT + NUM_PORTS):
+        endpoint = endpoint_of("Ray's address of this node", f"{address}:{port}")
+        if owns(endpoint):
+            return endpoint
+    raise ConfigurationError(
+        f"the controller finds no free port on {address} from {DEFAULT_PORT} to {DEFAULT_PORT + NUM_PORTS - 1}"
+    )
+
+
+def _run_dir(chosen: argparse.Namespace) -> Path:
+    return fresh_run_dir() if chosen.run_dir is None else make_folder("--run-dir", Path(chosen.run_dir), 0o700)
+
+
+def _agent_flags(chosen: argparse.Namespace, arguments: list[str], shape: Shape, endpoint: str) -> tuple[str, ...]:
+    """What was given to ``keepstep run``, followed by what is different for an agent: the last of two flags counts."""
+    given = arguments[: len(arguments) - 1 - len(chosen.training_script_args)]
+    if given and given[-1] == "--":
+        given.pop()
+    own = ["--engine", NO_ENGINE, "--controller", endpoint, "--nproc-per-node", str(shape.ranks_per_node)]
+    return (*given, *own)
+
+
+def _num_threads(bundle: dict[str, float], slots: int) -> str:
+    """The same on all nodes, for results may depend on it: what is set here, or the CPUs shared among the workers."""
+    cpus = math.floor(bundle.get("CPU", slots))
+    return script_environment().get("OMP_NUM_THREADS") or str(max(1, cpus // slots))

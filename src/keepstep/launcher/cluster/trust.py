@@ -1,0 +1,79 @@
+"""Who may speak in a job on several nodes: its secret, credentials and certificates, as flags and variables say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from keepstep import config
+from keepstep.errors import ConfigurationError
+from keepstep.trust import certificates
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role, Secret, read_private
+
+HOW_TO_SHARE = (
+    f"make a secret once with 'keepstep token --new', give it to every node as {config.SECRET_VARIABLE} or as a file "
+    "with --secret-file, and to nobody else"
+)
+
+
+def secret_of(arguments: argparse.Namespace) -> Secret | None:
+    """The job's secret, from the file or variable that holds it.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is none.
+    """
+    if arguments.secret_file is not None:
+        return Secret.parse(read_private(Path(arguments.secret_file), "--secret-file"), "--secret-file")
+    text = config.job_secret()
+    return None if text is None else Secret.parse(text, config.SECRET_VARIABLE)
+
+
+def credentials_of(arguments: argparse.Namespace, node: str) -> tuple[Credentials, str | None]:
+    """This node's credentials, and the name that the controller's certificate must bear (None: its address).
+
+    Raises:
+        ConfigurationError: there are none, or they cannot be read.
+    """
+    text = config.agent_token()
+    if arguments.token_file is not None:
+        found = Credentials.parse(read_private(Path(arguments.token_file), "--token-file"), "--token-file")
+    elif text is not None:
+        found = Credentials.parse(text, config.TOKEN_VARIABLE)
+    elif (secret := secret_of(arguments)) is not None:
+        found = Credentials.of(secret, Claim(Role.AGENT, node))
+    else:
+        raise ConfigurationError(f"several nodes need a secret that they share: {HOW_TO_SHARE}")
+    if found.name != node:
+        raise ConfigurationError(f"the credentials are those of node {found.name!r}, and this is {node!r}")
+    if arguments.tls == "off":
+        return dataclasses.replace(found, authority=None), None
+    if arguments.tls == "auto":
+        if found.authority is None:
+            raise ConfigurationError("--tls auto: the credentials hold no certificate of the job's authority")
+        return found, certificates.CONTROLLER_NAME
+    return dataclasses.replace(found, authority=_read(arguments.tls.split(",")[-1])), None
+
+
+def server_files_of(tls: str, secret: Secret) -> certificates.ServerFiles | None:
+    """What the controller shows, as ``--tls`` says; None: there is no TLS.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or there are not three.
+    """
+    if tls == "off":
+        return None
+    if tls == "auto":
+        return certificates.server(secret)
+    files = tls.split(",")
+    if len(files) != 3:
+        raise ConfigurationError(f"--tls {tls}: must be auto, off, or CERTIFICATE,KEY,AUTHORITY")
+    return certificates.ServerFiles(key=_read(files[1]), certificate=_read(files[0]))
+
+
+def _read(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"--tls {name}: {error.strerror}") from error

@@ -1,0 +1,36 @@
+"""The controller as a child: in which way it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED, HostedController
+from keepstep.protocol.recovery import RecoverySettings
+from keepstep.trace.record import runfolder
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from keepstep.trace.record import runfolder
+folder, first, *how = sys.argv[1:]
+lives = Path(folder, "lives")
+with lives.open("a") as file:
+    file.write(" ".join(how) + "\\n")
+if not how:
+    sys.exit(int(first))
+runfolder.end(Path(folder), runfolder.read_info(Path(folder)), 3, "it has ended", 1)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("code", "how"), [(1, "--continue"), (EXIT_SUPERSEDED, "--standby")])
+def test_a_controller_that_has_ended_before_its_job_is_started_again(tmp_path: Path, code: int, how: str) -> None:
+    """One that has lost its run to another one waits until that is gone."""
+    runfolder.begin(tmp_path, runfolder.new_run(("train.py",), "node", RecoverySettings(1, 0)))
+    command = (sys.executable, "-c", SCRIPT, str(tmp_path), str(code))
+    assert asyncio.run(HostedController(command, tmp_path, "secret").run()) == 3
+    assert (tmp_path / "lives").read_text().splitlines() == ["", how]

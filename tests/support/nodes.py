@@ -1,0 +1,140 @@
+"""Processes of a job on several nodes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.network.cluster import SCRIPT
+from tests.support.watching import attempts
+
+from keepstep.config import SECRET_VARIABLE, TOKEN_VARIABLE
+from keepstep.errors import ConfigurationError
+from keepstep.protocol.recovery import Stage
+from keepstep.trace.record import journal, runfolder
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role, Secret
+
+DEADLINE_S = 90.0
+KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
+SECRET = Secret(bytes(range(32)))
+
+
+def free_endpoint() -> str:
+    """Where nobody listens just now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+class Nodes:
+    """Processes of one job, with what they print."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.endpoint = free_endpoint()
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
+        """Starts the command; its output goes into a file of that name."""
+        environment = {k: v for k, v in os.environ.items() if k not in (SECRET_VARIABLE, TOKEN_VARIABLE)}
+        return self.launch(name, [*KEEPSTEP, *map(str, arguments)], environment | variables)
+
+    def launch(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Starts any command; its output goes into a file of that name."""
+        with (self.folder / name).open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        self.started[name] = process
+        return process
+
+    def run(self, rank: int, *more: object, script: Path = SCRIPT, steps: int = 8) -> subprocess.Popen[bytes]:
+        """``keepstep run`` as one of two nodes."""
+        where = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 0, "--rdzv-endpoint", self.endpoint]
+        where += ["--node-rank", rank, "--run-dir", self.folder / f"run-{rank}", *more]
+        return self.start(f"out-{rank}", "run", *where, script, steps, 0.01, **{SECRET_VARIABLE: SECRET.text()})
+
+    def wait(self, name: str) -> tuple[int, str]:
+        """The exit code of a process, and what it has printed."""
+        try:
+            code = self.started[name].wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{name} has not ended:\n" + "\n".join(f"-- {n}\n{self.output(n)}" for n in self.started))
+        return code, self.output(name)
+
+    def first_to_end(self) -> str:
+        """The name of the process that ends first."""
+        descriptors = [os.pidfd_open(process.pid) for process in self.started.values()]
+        select.select(descriptors, [], [], DEADLINE_S)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return next(name for name, process in self.started.items() if process.poll() is not None)
+
+    def output(self, name: str) -> str:
+        """What a process has printed so far."""
+        return (self.folder / name).read_text(errors="replace")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Nodes]:
+        """Whatever is left of the processes afterwards is ended."""
+        try:
+            yield self
+        finally:
+            for process in self.started.values():
+                end_all(process)
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """A process and all below it are killed."""
+    if process.poll() is None:
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+
+def agent(
+    nodes: Nodes, output: str, credentials: str, job: list[object], as_node: str, *,
+    endpoints: str | None = None, script: tuple[object, ...] = (SCRIPT, 8, 0.01),
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """``keepstep agent`` with the credentials of one node, under the name of that or another one."""
+    text = Credentials.of(SECRET, Claim(Role.AGENT, credentials)).text()
+    return nodes.start(
+        output, "agent", "--controller", endpoints or nodes.endpoint, *job, "--node-name", as_node, "--run-dir",
+        nodes.folder / f"run-{output}", *script, **{TOKEN_VARIABLE: text},
+    )  # fmt: skip
+
+
+def await_controller(folder: Path, parent: int) -> psutil.Process:
+    """The controller that a node hosts, as soon as there is one."""
+    for _ in attempts(folder, DEADLINE_S):
+        for child in psutil.Process(parent).children():
+            with contextlib.suppress(psutil.Error):
+                if "controller" in child.cmdline():
+                    return child
+    raise AssertionError("no controller has come up")
+
+
+def await_training(folder: Path) -> None:
+    """Waits until the job whose controller writes into this folder trains."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    for _ in attempts(folder, DEADLINE_S):
+        with contextlib.suppress(ConfigurationError):  # it has not begun yet
+            if any(entry.stage == Stage.TRAINING for entry in journal.read(folder / runfolder.JOURNAL)):
+                return
+    raise AssertionError("the job has not come to train")
+
+
+def await_output(nodes: Nodes, name: str, text: str) -> None:
+    """Waits until a process has printed something."""
+    for _ in attempts(nodes.folder, DEADLINE_S):
+        if text in nodes.output(name):
+            return
+        assert nodes.started[name].poll() is None, nodes.output(name)
+    raise AssertionError(f"{name} did not print {text!r}:\n{nodes.output(name)}")
