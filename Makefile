@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full soak bench bench-weights lint clean
+.PHONY: help demo test test-full soak fuzz bench bench-weights lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ test-full: $(STAMP) ## every kind of fault in every phase, both examples, two to
 SECONDS ?= 600
 soak: $(STAMP) ## run new seeds in the simulator on all cores for SECONDS=600, and note it in docs/track-record.md
 	$(BIN)/keepstep simulate --seconds $(SECONDS) --from $(shell date +%s)0000 --track-record docs/track-record.md
+
+RUNS ?= 1000000
+fuzz: $(STAMP) ## look for bytes that a decoder cannot bear, RUNS=1000000 times, led by coverage (atheris)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[fuzz]'
+	mkdir -p results
+	$(BIN)/python tests/fuzz/fuzz_frames.py -atheris_runs=$(RUNS) -artifact_prefix=results/
 
 bench: $(STAMP) ## measure how long a recovery takes on this machine
 	$(BIN)/python benchmarks/recovery.py
