@@ -30,14 +30,25 @@ SCRIPT = Path(__file__).with_name("train.py")
 class Cluster:
     """One job."""
 
-    def __init__(self, lab: Lab, folder: Path, flags: list[str], script: list[str], *, is_apart: bool = False) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        folder: Path,
+        flags: list[str],
+        script: list[str],
+        *,
+        is_apart: bool = False,
+        standby: int | None = None,
+    ) -> None:
         """Args:
         lab: the machines.
         folder: below it every machine has its own.
         flags: that the controller and every agent is given.
         script: what is trained, with its arguments.
         is_apart: the controller is a program of its own on machine 0; otherwise a child of the agent's there.
+        standby: the machine on which a second controller stands by, and nothing else runs.
         """
+        self._standby = standby
         self.lab = lab
         self._is_apart = is_apart
         self.folder = folder
@@ -54,16 +65,18 @@ class Cluster:
         """Starts this machine's part of the job."""
         where = f"{self.lab.address(0)}:{PORT}"
         if self._is_apart:
-            command = ["agent", "--controller", where]
+            others = [] if self._standby is None else [f"{self.lab.address(self._standby)}:{PORT}"]
+            command = ["agent", "--controller", ",".join([where, *others])]
         else:
             command = ["run", "--rdzv-endpoint", where]
         command += ["--node-rank", str(node), "--run-dir", str(self.folder / f"node-{node}")]
         self._start(node, [*command, *self._flags, *self._script])
 
-    def start_controller(self, *, is_continuing: bool = False) -> None:
-        """Starts the job's controller on machine 0, where there is nothing else."""
-        command = ["controller", "--listen", f"{self.lab.address(0)}:{PORT}", "--run-dir", str(self.folder / "node-0")]
-        self._start(0, [*command, *self._flags, *(["--continue"] if is_continuing else [])])
+    def start_controller(self, *more: str, node: int = 0) -> None:
+        """Starts a controller of the job on a machine where there is nothing else. They share one folder."""
+        where = f"{self.lab.address(node)}:{PORT}"
+        command = ["controller", "--listen", where, "--run-dir", str(self.folder / "node-0")]
+        self._start(node, [*command, *self._flags, *more])
 
     def _start(self, node: int, arguments: list[str]) -> None:
         command = self.lab.inside(node, sys.executable, "-m", "keepstep.cli.main", *arguments)
@@ -76,7 +89,10 @@ class Cluster:
         if self._is_apart:
             self.start_controller()
         for node in range(self._is_apart, self.lab.num_nodes):
-            self.start(node)
+            if node == self._standby:
+                self.start_controller("--standby", node=node)
+            else:
+                self.start(node)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Cluster]:
@@ -171,6 +187,10 @@ class Cluster:
                     _, rank, digest = line.split()
                     found[int(rank)] = digest
         return found
+
+    def log(self, node: int) -> str:
+        """What a machine's part has printed."""
+        return (self.folder / f"node-{node}.log").read_text(errors="replace")
 
     def logs(self) -> str:
         """What all nodes have printed."""

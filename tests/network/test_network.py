@@ -6,6 +6,7 @@ Whatever happens, the weights at the end are those of a run without failures, an
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,22 +14,31 @@ from pathlib import Path
 
 import pytest
 from tests.network.cluster import DEADLINE_S, SCRIPT, Cluster
-from tests.network.lab import Lab, why_not
+from tests.network.lab import Lab, why_no_clocks, why_not
 
 from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.trace.record import journal, runfolder
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS, STEP_S = 60, 0.05
+AHEAD_S = 10_000_000
+"""Of one machine's monotonic clock: four months, which no test takes."""
+ONE_IS_ENOUGH = ["--nproc-per-node", "1", "--nnodes", "2", "--min-nodes", "1", "--spares", "0"]
 TWO_RANKS = ["--nproc-per-node", "1", "--nnodes", "2:3", "--spares", "1"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """What the ranks say of their weights after a run in which nothing fails, on one machine."""
+    """What the ranks say of their weights after a run in which nothing fails."""
+    return run_undisturbed(tmp_path_factory.mktemp("reference"), STEPS)
+
+
+def run_undisturbed(folder: Path, num_steps: int) -> dict[int, str]:
+    """A run on one machine in which nothing fails; what its ranks say of their weights."""
     command = [sys.executable, "-m", "keepstep.cli.main", "run", "--nproc-per-node", "2", "--spares", "0"]
-    command += ["--run-dir", str(tmp_path_factory.mktemp("reference")), str(SCRIPT), str(STEPS), "0"]
+    command += ["--run-dir", str(folder), str(SCRIPT), str(num_steps), "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     lines = [line.split() for line in ended.stdout.splitlines() if line.startswith("digest ")]
     digests = {int(rank): digest for _, rank, digest in lines}
@@ -43,9 +53,11 @@ def lab(seed: int) -> Iterator[Lab]:
         yield built
 
 
-def a_job(lab: Lab, folder: Path, *, step_s: float = STEP_S, is_apart: bool = False) -> Cluster:
+def a_job(
+    lab: Lab, folder: Path, *, flags: list[str] = TWO_RANKS, num_steps: int = STEPS, is_apart: bool = False
+) -> Cluster:
     """The job of these tests, which takes three seconds and a bit where nothing fails."""
-    return Cluster(lab, folder, TWO_RANKS, [str(SCRIPT), str(STEPS), str(step_s)], is_apart=is_apart)
+    return Cluster(lab, folder, flags, [str(SCRIPT), str(num_steps), str(STEP_S)], is_apart=is_apart)
 
 
 def trains_with_a_spare(job: RecoveryMachine) -> bool:
@@ -75,6 +87,18 @@ def test_a_machine_loses_its_power(lab: Lab, tmp_path: Path, undisturbed: dict[i
         assert cluster.digests() == undisturbed
 
 
+def test_a_machine_is_told_to_end(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """Its agent says so, and nobody waits for its lease."""
+    with a_job(lab, tmp_path).running() as cluster:
+        cluster.wait_until(trains_with_a_spare, "training")
+        cluster.nodes[1].send_signal(signal.SIGTERM)
+        cluster.wait_until(has_recovered, "a recovery")
+        assert cluster.wait() == {0: 0, 1: 128 + signal.SIGTERM, 2: 0}
+        (record,) = cluster.job.records
+        assert record.detail.endswith("has left: ended by SIGTERM")
+        assert cluster.digests() == undisturbed
+
+
 def test_a_machine_is_cut_off_and_comes_back(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
     """Its rank is somebody else's by then: it ends what still runs there, and is the next one to help out."""
     with a_job(lab, tmp_path).running() as cluster:
@@ -89,6 +113,28 @@ def test_a_machine_is_cut_off_and_comes_back(lab: Lab, tmp_path: Path, undisturb
         cluster.wait_until(lambda job: len(job.records) == 2 and has_recovered(job), "a second recovery")
         assert cluster.wait({0, 1}) == {0: 0, 1: 0}
         assert cluster.digests() == undisturbed
+
+
+def test_a_machine_takes_in_the_ranks_of_another_until_that_is_back(seed: int, tmp_path: Path) -> None:
+    num_steps = 400  # a machine that starts again imports torch
+
+    def are_apart(job: RecoveryMachine) -> bool:
+        return job.stage is Stage.TRAINING and len({worker.node for worker in job.roster.holders()}) == 2
+
+    with (
+        Lab(2, seed).built() as lab,
+        a_job(lab, tmp_path, flags=ONE_IS_ENOUGH, num_steps=num_steps).running() as cluster,
+    ):
+        cluster.wait_until(are_apart, "training")
+        cluster.power_off(1)
+        cluster.wait_until(has_recovered, "a recovery")
+        assert len(cluster.job.roster.crowded()) == 1
+        lab.heal()
+        cluster.start(1)
+        cluster.wait_until(are_apart, "the rank back on the other machine")
+        assert cluster.wait() == {0: 0, 1: 0}
+        assert [record.cause for record in cluster.job.records] == ["node lost", "rank moved"]
+        assert cluster.digests() == run_undisturbed(tmp_path / "reference", num_steps)
 
 
 @pytest.mark.parametrize("way", ["nothing arrives there", "nothing comes from there"])
@@ -139,33 +185,58 @@ def test_the_controller_is_cut_off_from_half_of_the_agents(
         assert cluster.digests() == undisturbed
 
 
-def test_the_controller_dies_while_ranks_die(lab: Lab, tmp_path: Path, seed: int, undisturbed: dict[int, str]) -> None:
-    disturb(lab, tmp_path, seed, undisturbed, num_crashes=4, num_losses=2)
+@pytest.mark.skipif(WHY_NOT is None and why_no_clocks() is not None, reason="time namespaces are not permitted")
+def test_the_machine_of_the_controller_loses_its_power(seed: int, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """One on another machine takes its place, whose clock shows something else altogether."""
+    gate = tmp_path / "gate"
+    flags = ["--nproc-per-node", "1", "--nnodes", "2", "--spares", "1"]
+    script = [str(SCRIPT), str(STEPS), str(STEP_S), str(gate)]
+    with Lab(4, seed).built() as lab:
+        lab.clock_ahead_s[3] = AHEAD_S
+        with Cluster(lab, tmp_path, flags, script, is_apart=True, standby=3).running() as cluster:
+            cluster.wait_until(trains_with_a_spare, "training")
+            cluster.wait_for(lambda: all(Path(f"{gate}.{rank}").exists() for rank in (0, 1)), "the gate")
+            cluster.power_off(0)
+            cluster.wait_for(lambda: "controller listens" in cluster.log(3), "the second controller")
+            assert cluster.kill_rank(1)
+            gate.touch()
+            assert cluster.wait({1, 2, 3}) == {1: 0, 2: 0, 3: 0}
+            (record,) = cluster.job.records
+            assert [failure.rank for failure in record.failures] == [1]
+            assert cluster.digests() == undisturbed
+    times_s = [entry.at_s for entry in journal.read(tmp_path / "node-0" / runfolder.JOURNAL)]
+    assert times_s == sorted(times_s)
+    assert times_s[-1] - times_s[0] < AHEAD_S / 2, "the job's clock did not jump"
+
+
+def test_the_controller_dies_while_ranks_die(lab: Lab, tmp_path: Path, seed: int) -> None:
+    disturb(lab, tmp_path, seed, num_crashes=4, num_losses=2)
 
 
 @pytest.mark.full
-def test_the_controller_dies_twenty_times(lab: Lab, tmp_path: Path, seed: int, undisturbed: dict[int, str]) -> None:
-    disturb(lab, tmp_path, seed, undisturbed, num_crashes=20, num_losses=10)
+def test_the_controller_dies_twenty_times(lab: Lab, tmp_path: Path, seed: int) -> None:
+    disturb(lab, tmp_path, seed, num_crashes=20, num_losses=10)
 
 
-def disturb(
-    lab: Lab, folder: Path, seed: int, undisturbed: dict[int, str], *, num_crashes: int, num_losses: int
-) -> None:
+def disturb(lab: Lab, folder: Path, seed: int, *, num_crashes: int, num_losses: int) -> None:
     """Kills the controller and ranks at random instants."""
     generator = random.Random(seed)
     kinds = ["controller"] * num_crashes + ["rank"] * num_losses
     generator.shuffle(kinds)
-    with a_job(lab, folder, step_s=1.2 * len(kinds) / STEPS).running() as cluster:  # longer than the disturbance
+    num_steps = 50 * len(kinds)  # longer than the disturbance
+    with a_job(lab, folder, num_steps=num_steps).running() as cluster:
         cluster.wait_until(trains_with_a_spare, "training")
         num_lost = 0
         for kind in kinds:
+            if kind == "rank":
+                # Of two ranks one has to live: the other one's successor must have its state first.
+                cluster.wait_until(lambda job, num=num_lost: has_replaced(job, num), f"{num_lost} replacements")
             cluster.let_pass(generator.uniform(0.0, 1.5))
             if kind == "controller":
                 cluster.wait_for(lambda: cluster.kill_controller() != 0, "a controller to kill")
             else:
-                # Of two ranks one has to live: the other one's successor must have its state first.
-                cluster.wait_until(lambda job, num=num_lost: has_replaced(job, num), f"{num_lost} replacements")
                 assert cluster.kill_rank(generator.randrange(2))
                 num_lost += 1
-        assert set(cluster.wait().values()) == {0}
-        assert cluster.digests() == undisturbed
+        assert set(cluster.wait().values()) == {0}, cluster.logs()
+        assert sum(len(record.failures) for record in cluster.job.records) == num_losses
+        assert cluster.digests() == run_undisturbed(folder / "reference", num_steps)
