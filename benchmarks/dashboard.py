@@ -21,16 +21,15 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dashboard_feed
-import numpy as np
 import page
 import psutil
+import turns
 from jobs import JobFailed, RunningJob
 from page import RESULTS, Section
 from playwright.sync_api import Page, sync_playwright
@@ -42,17 +41,13 @@ from keepstep.protocol.phases import Phase
 from keepstep.trace.timeline.run import Run
 
 GPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
-WATCHED = Path(__file__).with_name("train_watched.py")
 WATCH = Path(__file__).parents[1] / "tests" / "e2e" / "watch.js"
 KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
 DEADLINE_S = 300.0
 TAG_ROUNDS = 200
+SOMEBODY_LOOKS, NOBODY_LOOKS = "somebody looks", "nobody looks"
 FAULTS_AT = range(6, 200, 8)
 QUICK = {"nodes": 8, "seconds": 5.0, "pairs": 2, "block": 1.5, "many": 5, "faults": 1}
-COSTS = {"time": "time altogether", "processor": "processor time", "waiting": "waiting for a core"}
-"""What is written down of each step, and what it is called."""
-MIN_STEPS = 3
-"""A pair of blocks with fewer steps is left out."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,13 +60,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--many", type=int, default=200, help="B: how many pages are many (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=10, help="C: kills (default: %(default)s)")
     parser.add_argument("--only", choices=("A", "B", "C"), help="one part")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: its figures mean nothing")
     parser.add_argument("--results", type=Path, help="where the page goes (default: results)")
-    args = parser.parse_args()
-    if args.quick:
-        for name, value in QUICK.items():
-            setattr(args, name, value)
-    return args
+    return page.parsed(parser, QUICK)
 
 
 @contextlib.contextmanager
@@ -186,11 +176,11 @@ def measure_cost(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         where = folder / f"{num_ranks}-{num_pages}"
         where.mkdir()
         command = [*KEEPSTEP, "run", "--nproc-per-node", str(num_ranks), "--spares", "0", "--run-dir", str(where)]
-        with RunningJob([*command, str(WATCHED), str(where)], where) as job:
-            job.wait_until(lambda where=where: len(_steps(where)) > 30, "training", DEADLINE_S)
+        with RunningJob([*command, str(turns.WATCHED), str(where)], where) as job:
+            job.wait_until(lambda where=where: len(turns.steps_of(where)) > 30, "training", DEADLINE_S)
             with open_pages(where, num_pages) as lookers:
-                turns = _take_turns(job, lookers, args.block, 2 * num_pairs + 1)
-        pairs = _pairs(_steps(where), turns)
+                blocks = _take_turns(job, lookers, args.block, 2 * num_pairs + 1)
+        pairs = turns.pairs(turns.steps_of(where), blocks, NOBODY_LOOKS)[SOMEBODY_LOOKS]
         found.append({"ranks": num_ranks, "pages": num_pages, "pairs": pairs})
     return found
 
@@ -209,46 +199,19 @@ def measure_tags() -> dict[str, float]:
     return {"write_ns": statistics.median(rounds), "writes_per_step": len(phases)}
 
 
-def _take_turns(job: RunningJob, lookers: list[psutil.Process], block_s: float, num: int) -> list[tuple[int, bool]]:
+def _take_turns(job: RunningJob, lookers: list[psutil.Process], block_s: float, num: int) -> list[tuple[int, str]]:
     """When each block began, and whether somebody looked in it."""
-    turns = []
+    blocks = []
     for number in range(num):
-        is_looked_at = number % 2 == 0
+        is_looked_at = number % 2 == 1
         for process in lookers:
             process.resume() if is_looked_at else process.suspend()
-        turns.append((time.monotonic_ns(), is_looked_at))
+        blocks.append((time.monotonic_ns(), SOMEBODY_LOOKS if is_looked_at else NOBODY_LOOKS))
         time.sleep(block_s)
         job.check_alive("the end of a block")
     for process in lookers:
         process.resume()
-    return turns
-
-
-def _steps(where: Path) -> np.ndarray:
-    """What rank 0 has written down, shape [steps, 4]."""
-    path = where / "steps-0"
-    data = path.read_bytes() if path.exists() else b""
-    return np.frombuffer(data[: len(data) // 32 * 32], "<i8").reshape(-1, 4)
-
-
-def _pairs(steps: np.ndarray, turns: list[tuple[int, bool]]) -> list[dict[str, float]]:
-    """For each pair of neighbouring blocks the mean step with and without lookers, in microseconds, by what it cost."""
-    begins = np.array([at_ns for at_ns, _ in turns])
-    costs = np.diff(steps[:, :3], axis=0) / 1e3
-    block = np.searchsorted(begins, steps[1:, 0]) - 1
-    is_whole = block == np.searchsorted(begins, steps[:-1, 0]) - 1
-    inside = [costs[is_whole & (block == number)] for number in range(len(turns) - 1)]
-    pairs = []
-    for number in range(0, len(inside) - 1, 2):
-        if min(len(inside[number]), len(inside[number + 1])) < MIN_STEPS:
-            continue
-        one, other = inside[number].mean(axis=0), inside[number + 1].mean(axis=0)
-        with_us, without_us = (one, other) if turns[number][1] else (other, one)
-        pairs.append(
-            {f"{name}_{side}_us": float(v[i]) for side, v in (("with", with_us), ("without", without_us))
-             for i, name in enumerate(COSTS)}
-        )  # fmt: skip
-    return pairs
+    return blocks
 
 
 # ---- C --------------------------------------------------------------------------------------------------------------
@@ -307,21 +270,9 @@ def sections(result: dict[str, Any]) -> list[Section]:
         for part in result["cost"]:
             ranks = "1 rank" if part["ranks"] == 1 else f"{part['ranks']} ranks"
             pages = "one page" if part["pages"] == 1 else f"{part['pages']} pages"
-            step_us = statistics.median(pair["time_without_us"] for pair in part["pairs"])
-            for name, meaning in COSTS.items():
-                more = sorted(
-                    100 * (pair[f"{name}_with_us"] - pair[f"{name}_without_us"]) / step_us for pair in part["pairs"]
-                )
-                low, high = _interval(more)
-                figures = [f"{statistics.median(more):+.3f}", f"{low:+.3f} to {high:+.3f}"]
-                rows.append([f"{ranks}, {pages}", meaning, str(len(more)), f"{step_us / 1000:.1f}", *figures])
-        columns = ("job, and who looks", "of a step", "pairs", "a step with none, ms", "more, % of a step", "with 95 %")
-        note = (
-            "more: the mean of a block in which somebody looks less that of the block next to it in which nobody does, "
-            "the median of all such pairs, in percent of a step. Bounds by order statistics. Waiting for a core: the "
-            "training thread could have run, and another one did."
-        )
-        notes = [note]
+            rows += [[f"{ranks}, {pages}", *row] for row in turns.rows(part["pairs"])]
+        columns = ("job, and who looks", *turns.COLUMNS)
+        notes = [turns.NOTE]
         if "tags" in result:
             tags = result["tags"]
             notes.append(
@@ -352,13 +303,6 @@ _SCALE = {
 }
 
 
-def _interval(ordered: list[float]) -> tuple[float, float]:
-    """Bounds of the median with 95 %, by order statistics."""
-    reach = 0.98 * len(ordered) ** 0.5
-    low = max(0, round(len(ordered) / 2 - reach) - 1)
-    return ordered[low], ordered[len(ordered) - 1 - low]
-
-
 def markdown(result: dict[str, Any], raw: str) -> str:
     """The page."""
     head = page.heading("Looking at a job", result)
@@ -370,19 +314,15 @@ def main() -> int:
     args = parse_arguments()
     console = Console()
 
+    parts = (
+        ("A", "scale", measure_scale),
+        ("B", "cost", measure_cost),
+        ("B", "tags", lambda args, folder: measure_tags()),
+        ("C", "latency", measure_latency),
+    )
+
     def measure() -> dict[str, Any]:
-        parts: dict[str, Any] = {}
-        for letter, name, function in (
-            ("A", "scale", measure_scale),
-            ("B", "cost", measure_cost),
-            ("B", "tags", lambda args, folder: measure_tags()),
-            ("C", "latency", measure_latency),
-        ):
-            if args.only in (None, letter):
-                console.print(f"{letter}: {name} ...", highlight=False)
-                with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
-                    parts[name] = function(args, Path(folder))
-        return parts
+        return page.measure_parts(parts, args, console)
 
     folder = args.results or (None if args.quick else RESULTS)
     return page.carry_out("dashboard", page.provenance("dashboard.py"), measure, sections, markdown, console, folder)

@@ -11,28 +11,44 @@ by this program's own clock, the agents had to wait for the order to stop.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import time
 
 import numpy as np
 
+from keepstep.agent.phases import PhaseReporter
 from keepstep.config import SECRET_VARIABLE
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Spawn
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.phases import Phase
-from keepstep.trace.record.phaselog import PHASE_DTYPE
+from keepstep.tagpage import EVENT_BYTES, RING_EVENTS
 from keepstep.transports.lines import Connected
 from keepstep.transports.rpc.client import RpcControllerLine
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, mint
 
-TICK_S = 0.1
-GATHER_S = 0.2
+LOOK_S = 0.01
+"""So often it is looked whether anything is due for one of the agents."""
 STEP_S = 0.2
 """The steps that the workers pretend to make: five phase changes each, as of a job with steps of 200 ms."""
+PHASES_PER_S = 5 / STEP_S
+
+
+class Page:
+    """What the tag page of a worker would hold that trains all the time. See `keepstep.tagpage.TagReader`."""
+
+    def copy_since(self, events_read: int) -> tuple[bytes, int]:
+        """The phase changes since the last look, in a ring's layout."""
+        now_ns = time.monotonic_ns()
+        end = int(now_ns / 1e9 * PHASES_PER_S)
+        num_new = min(end - events_read, RING_EVENTS)
+        events = np.zeros((num_new, EVENT_BYTES // 8), "<i8")
+        events[:, 0] = now_ns
+        return events.tobytes(), end
 
 
 class Agent:
@@ -43,7 +59,11 @@ class Agent:
         joined = msg.NodeJoined(self.name, 1, self.name, number, world_size)
         self.machine = AgentMachine(joined, time.time_ns(), LivenessSettings(between_steps_s=1e9))
         self.line = RpcControllerLine([endpoint], credentials)
+        self.phases = PhaseReporter(self.name, self.line)
         self.worker: int | None = None
+        self.rank: int | None = None
+        self.page = Page()
+        self.phases_read = 0
         self.step = 0
         self.is_training = False
         self.stopped_s: float | None = None
@@ -55,11 +75,19 @@ class Agent:
             message = await self.line.receive()
             if isinstance(message, Connected):
                 self.machine.reconnected()
+            elif isinstance(message, msg.ClockTold):
+                self.machine.clock_offset_s = self.phases.told(message)
             elif isinstance(message, msg.Packet | msg.NodeEvicted):
                 self.machine.receive(message, time.monotonic())
             self.act()
 
-    def act(self) -> None:
+    def tick(self, now_s: float) -> None:
+        """The regular look."""
+        self.machine.tick(now_s)
+        is_sending = self.act()
+        self.phases.tick([self] if self.is_training else [], now_s, is_sending=is_sending)
+
+    def act(self) -> bool:
         """Does what the machine wants done, and transmits."""
         now_s = time.monotonic()
         while effects := self.machine.take():
@@ -73,8 +101,10 @@ class Agent:
                         self._obey(effect.order, now_s)
                     case _:
                         pass
-        for packet in self.machine.packets(now_s):
+        packets = self.machine.packets(now_s)
+        for packet in packets:
             self.line.send(packet)
+        return bool(packets)
 
     def lose(self) -> None:
         """The worker's process dies."""
@@ -112,21 +142,16 @@ class Agent:
                 self.machine.said(self.worker, msg.StateRecovered(me, order.generation, 0), now_s)
             case msg.Resume():
                 self.is_training = True
+                _, self.phases_read = self.page.copy_since(0)
                 self.machine.step_completed(self.worker, order.generation, self.step, now_s, STEP_S)
             case _:
                 pass
-
-    def show_phases(self, now_ns: int) -> None:
-        """What a worker went through since the last time."""
-        if self.is_training:
-            records = np.zeros(round(5 * GATHER_S / STEP_S), PHASE_DTYPE)
-            records["at_ns"], records["worker"], records["step"] = now_ns, self.worker, self.step
-            self.line.send(msg.PhasesObserved(self.name, 0, records.tobytes()))
 
 
 async def main() -> None:
     """Serves until standard input ends."""
     endpoint, first, count, world_size = sys.argv[1], *map(int, sys.argv[2:5])
+    gc.disable()  # five hundred agents in one heap: to look through it would hold all up, and none has that much
     secret = Secret.parse(os.environ[SECRET_VARIABLE], SECRET_VARIABLE)
     authority = certificates.authority(secret)
     agents = {
@@ -154,22 +179,16 @@ async def main() -> None:
 
 
 async def tick(agents: dict[int, Agent]) -> None:
-    """The regular looks, spread over time as those of separate machines are."""
+    """Each agent's heartbeat in its own time. There is no more to look at: their workers do nothing."""
     loop = asyncio.get_running_loop()
     due_s = loop.time()
-    turn = 0
-    slices = round(GATHER_S / TICK_S) * 10
     while True:
-        due_s += TICK_S / 10
+        due_s += LOOK_S
         await asyncio.sleep(max(0.0, due_s - loop.time()))
-        now_s, now_ns = time.monotonic(), time.monotonic_ns()
-        for number, agent in agents.items():
-            if number % 10 == turn % 10:
-                agent.machine.tick(now_s)
-                agent.act()
-            if number % slices == turn % slices:
-                agent.show_phases(now_ns)
-        turn += 1
+        now_s = time.monotonic()
+        for agent in agents.values():
+            if agent.machine.next_deadline() <= now_s:
+                agent.tick(now_s)
 
 
 if __name__ == "__main__":

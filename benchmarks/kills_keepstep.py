@@ -79,7 +79,7 @@ class Killer:
 
     def _may_strike(self, job: Job) -> bool:
         machine = job.controller.job
-        if machine.stage is not Stage.TRAINING or not machine.trained_to:
+        if machine.stage is not Stage.TRAINING or not machine.progress.trained_to:
             return False
         if machine.records and (machine.records[-1].resumed_s is None or not self._all_beyond(job, num_steps=1)):
             return False

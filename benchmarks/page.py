@@ -5,6 +5,7 @@ Below what all benchmarks share stand the tables of `benchmarks/recovery.py`.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -13,8 +14,9 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 """Where pages go, unless a user says otherwise."""
 PARTS = ("die", "detect", "stop", "decide", "reset", "restore", "resume")
 Rows = list[list[str]]
+
+
+def parsed(parser: argparse.ArgumentParser, quick: Mapping[str, Any]) -> argparse.Namespace:
+    """The command line of a benchmark, on which ``--quick`` sets what it says in ``quick``."""
+    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny, and its figures mean nothing")
+    args = parser.parse_args()
+    if args.quick:
+        vars(args).update(quick)
+    return args
 
 
 def provenance(script: str) -> dict[str, Any]:
@@ -84,6 +95,27 @@ class Section:
         lines.append("| --- |" + " ---: |" * (len(self.columns) - 1))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, "", *(f"* {note}" for note in self.notes), ""])
+
+
+def measure_parts(
+    parts: Iterable[tuple[str, str, Callable[[argparse.Namespace, Path], Any]]],
+    args: argparse.Namespace,
+    console: Console,
+) -> dict[str, Any]:
+    """What a benchmark of several parts measures, by the name of each; only one of them where ``--only`` says so.
+
+    Args:
+        parts: the letter, the name and the function of each; that is given the command line and a folder of its own.
+        args: the command line.
+        console: for what is said meanwhile.
+    """
+    found: dict[str, Any] = {}
+    for letter, name, function in parts:
+        if args.only in (None, letter):
+            console.print(f"{letter}: {name} ...", highlight=False)
+            with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
+                found[name] = function(args, Path(folder))
+    return found
 
 
 def carry_out(

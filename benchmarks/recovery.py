@@ -47,15 +47,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=1, help="windows per rank (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("A", "B", "C"), help="one part")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny, and its figures mean nothing")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for any one wait (default: %(default)s)")
     parser.add_argument(
         "--results", type=Path, help=f"where the page goes (default: {RESULTS.parent.name}/{RESULTS.name})"
     )
-    args = parser.parse_args()
-    if args.quick:
-        for name, value in QUICK.items():
-            setattr(args, name, value)
+    args = page.parsed(parser, QUICK)
     for name in ("kills", "torchrun_kills", "pairs", "turns"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1; leave a part out with --only")

@@ -1,9 +1,11 @@
-"""A job for benchmarks/dashboard.py: each rank writes down what every step cost it.
+"""A job for benchmarks/turns.py: each rank writes down what every step cost it.
 
-    keepstep run --nproc-per-node N benchmarks/train_watched.py FOLDER
+    keepstep run --nproc-per-node N benchmarks/train_watched.py FOLDER [IDLE_MS [BATCH]]
 
-A record is four int64: when the step ended (monotonic), the processor time that the training thread has had so far, and
-for how long it could have run but had no core (both from /proc/PID/task/TID/schedstat), in nanoseconds; and 0.
+In each step the host waits for IDLE_MS, as it does while its device computes (default: 0); the batch is of BATCH rows
+(default: 256). A record is four int64: when the step ended (monotonic), the processor time that the training thread has
+had so far, and for how long it could have run but had no core (both from /proc/PID/task/TID/schedstat), in nanoseconds;
+and 0.
 """
 
 import os
@@ -18,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
 
+idle_s = float(sys.argv[2]) / 1000 if len(sys.argv) > 2 else 0.0
 session = keepstep.init(seed=0)
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 session.protect(model=model, optimizer=optimizer)
-features = torch.randn(256, 512)
+features = torch.randn(int(sys.argv[3]) if len(sys.argv) > 3 else 256, 512)
 
 with (
     open(f"/proc/self/task/{threading.get_native_id()}/schedstat", "rb", buffering=0) as schedstat,
@@ -32,6 +35,8 @@ with (
     for step in session.steps(1 << 40):
         with step:
             model(features).square().mean().backward()
+            if idle_s:
+                threading.Event().wait(idle_s)
             optimizer.step()
             optimizer.zero_grad()
         ran_ns, waited_ns, _ = map(int, os.pread(schedstat.fileno(), 64, 0).split())

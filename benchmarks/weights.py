@@ -79,16 +79,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--failures", nargs="?", const="too", choices=("too", "only"), help="break processes")
     parser.add_argument("--failure-runs", type=int, default=3, help="of each failure (default: %(default)s)")
     parser.add_argument("--trace", type=Path, help="file for the trace of one update; a picture .svg goes beside it")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny, and its figures mean nothing")
     parser.add_argument("--json", action="store_true", help="print the raw figures and nothing else")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for any one wait (default: %(default)s)")
     parser.add_argument(
         "--results", type=Path, help=f"where the page goes (default: {RESULTS.parent.name}/{RESULTS.name})"
     )
-    args = parser.parse_args()
-    if args.quick:
-        for name, value in QUICK.items():
-            setattr(args, name, value)
+    args = page.parsed(parser, QUICK)
     args.gib, args.devices = args.gib or [0.5, 2.0], args.devices or [2, 4]
     for name in ("updates", "other_runs", "failure_runs", "bucket_mib", "gib", "devices"):
         value = getattr(args, name)
