@@ -21,6 +21,7 @@ import pytest
 
 import keepstep
 from keepstep.cli import simulate
+from keepstep.cli.cluster import controller
 from keepstep.drill import faults
 from keepstep.launcher import flags
 from keepstep.protocol import messages, recovery
@@ -293,7 +294,9 @@ def test_no_flag_is_invented() -> None:
     known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
     known |= {option for action in simulate._parser()._actions for option in action.option_strings}
     known |= {"--track-record", "--faults", "--json", "--version"}  # of the drill, of status, of the command itself
-    known |= {"--new", "--node", "--continue", "--controller"}  # of `keepstep token`, controller and agent
+    known |= {"--new", "--node", "--out", "--controller"}  # of `keepstep token` and agent
+    known |= {option for action in controller._parser()._actions for option in action.option_strings}
+    known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
     known |= {"--html", "--otel", "--once", "--recovery", "--listen"}  # of the drill, of `keepstep run`, of the views
     known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
