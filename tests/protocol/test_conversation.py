@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.conversation import MAX_MESSAGES, RESEND_S, Conversation, Spoken
+from keepstep.protocol.conversation import CROSSING_S, MAX_MESSAGES, RESEND_S, Conversation, Spoken
 from keepstep.protocol.messages import Packet, Resume, WorkerFenced
 
 NODE, LIFE = "node-a", 7
@@ -109,7 +109,7 @@ class Hasty(Conversation):
         return new
 
     def packets(self, now_s: float, *, heartbeat: bool = False) -> list[Packet]:
-        self._resend_at_s = None
+        self._patient_since_s = None
         return super().packets(now_s, heartbeat=heartbeat)
 
 
@@ -205,6 +205,16 @@ def test_a_heartbeat_that_meets_an_order_on_the_way_does_not_bring_it_again() ->
     controller.receive(heartbeat, 0.1)
     assert controller.packets(0.1) == []
     assert agent.receive(order, 0.1) == (WorkerFenced(0),)
+
+
+def test_a_heartbeat_that_comes_too_late_for_that_brings_the_order_again() -> None:
+    agent, controller = Conversation(NODE, LIFE), Conversation(NODE, LIFE)
+    controller.say([WorkerFenced(0)])
+    (order,) = controller.packets(0.0)  # lost
+    controller.receive(agent.packets(0.0, heartbeat=True)[0], CROSSING_S * 0.9)
+    assert controller.packets(CROSSING_S * 0.9) == []
+    controller.receive(agent.packets(0.0, heartbeat=True)[0], CROSSING_S)
+    assert controller.packets(CROSSING_S) == [order]
 
 
 def test_a_gap_waits_for_what_is_missing() -> None:

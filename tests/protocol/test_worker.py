@@ -316,6 +316,13 @@ def test_nothing_settles_but_the_backward_of_that_step(phase: Phase, synced_step
     assert training(phase, 5).receive(stop(2, synced_step)) is Urgency.BREAK
 
 
+def test_a_backward_that_has_failed_does_not_settle() -> None:
+    machine = training(Phase.BACKWARD, 5)
+    machine.collective_failed("world", "reset")
+    assert machine.receive(stop(2, synced_step=5)) is Urgency.BREAK
+    assert machine.settled(2) is Urgency.NONE, "its time would break the groups of the next generation"
+
+
 def test_another_loss_ends_the_settling() -> None:
     machine = training(Phase.BACKWARD, 5)
     machine.receive(stop(2, synced_step=5))

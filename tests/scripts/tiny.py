@@ -13,6 +13,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--kill-all-at", type=int, help="every rank kills itself in this step of generation 1")
 parser.add_argument("--kill-at", type=int, help="rank 0 kills itself in this step, whenever it comes")
+parser.add_argument("--meet-at", type=int, help="the ranks wait for each other in this step, before they compute")
 parser.add_argument("--checkpoint-dir")
 parser.add_argument("--fail-after-steps", action="store_true", help="rank 1 raises after the last step")
 parser.add_argument("--average-after-update", action="store_true", help="a collective in the update")
@@ -37,6 +38,8 @@ for step in session.steps(arguments.steps):
             os.kill(os.getpid(), signal.SIGKILL)
         if session.rank == 0 and step.index == arguments.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if step.index == arguments.meet_at:
+            torch.distributed.barrier()
         data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step.index * 100 + session.rank))
         model(data).pow(2).mean().backward()
         optimizer.step()

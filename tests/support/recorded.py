@@ -22,7 +22,8 @@ from keepstep.trace.record.journal import read
 
 NUM_RANKS = 3
 NUM_STEPS = 30
-KILL = "kill@step=12,phase=backward,rank=1"
+KILLED_AT = 12
+KILL = f"kill@step={KILLED_AT},phase=backward,rank=1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,10 @@ def recorded_run(base: Path) -> Recorded:
         base: of the session's temporary folders.
     """
     folder, log = base / "recorded" / "run", base / "recorded" / "events.jsonl"
-    flags = ("--nproc-per-node", NUM_RANKS, "--log-json", log, SCRIPTS / "tiny.py", "--steps", NUM_STEPS)
+    script = (SCRIPTS / "tiny.py", "--steps", NUM_STEPS)
+    meet = ("--meet-at", KILLED_AT)  # or the others may still be about to update in the step before
     log.parent.mkdir()
-    report = record(folder, *flags, faults=KILL)
+    report = record(folder, "--nproc-per-node", NUM_RANKS, "--log-json", log, *script, *meet, faults=KILL)
     assert (report["exit_code"], len(report["recoveries"])) == (0, 1), report
     return Recorded(folder, report, log)
 

@@ -115,9 +115,13 @@ class _Line:
     is_silent: bool = False
     """Not heard of since the controller was restarted, so nobody knows which orders have arrived there."""
 
+    def patience_s(self, lease_s: float) -> float:
+        """How long the node may be silent."""
+        return lease_s * (REJOINING if self.is_silent else 1.0)
+
     def end_s(self, lease_s: float) -> float:
         """When the lease runs out."""
-        return self.heard_s + lease_s * (REJOINING if self.is_silent else 1.0)
+        return self.heard_s + self.patience_s(lease_s)
 
 
 class ControllerMachine:
@@ -224,7 +228,7 @@ class ControllerMachine:
         is_isolated = len(silent) == len(self.lines) and now_s < last_heard_s + ISOLATED_S
         for node in [] if is_isolated else silent:
             line = self.lines[node]
-            why = f"not heard of for {line.end_s(lease_s) - line.heard_s:g} s"
+            why = f"not heard of for {line.patience_s(lease_s):g} s"
             self._happened(LeaseExpired(node, why, line.heard_s), now_s)
         self._look_again(lease_s, now_s)
 

@@ -16,6 +16,9 @@ RESEND_S = 2.5
 """Lost is a message only together with its connection, and whoever opens a new one sends at once (`reconnected`); this
 is for a connection that goes on but swallowed something. Two heartbeats and a half: what nothing is said in answer to
 is acknowledged with the next heartbeat, for a packet of its own would double what a controller has to send."""
+CROSSING_S = 0.5
+"""What takes so long to arrive is lost: a packet that does not acknowledge a message and comes sooner may have met it
+on the way. Over a connection that takes longer to answer, messages come twice now and then."""
 MAX_MESSAGES = 1024
 """In one packet: a long silence must not end in a frame beyond the size that is accepted."""
 
@@ -34,7 +37,8 @@ class Conversation:
         self._transmitted = 0
         """How many were put into a packet since they were said, or since the connection came back."""
         self._received = 0
-        self._resend_at_s: float | None = None
+        self._patient_since_s: float | None = None
+        """When something was transmitted last of which not all is acknowledged yet, or some of that was."""
         self._owes_news = False
         """Something has arrived that nothing transmitted since acknowledges."""
         self._owes_answer = False
@@ -70,7 +74,7 @@ class Conversation:
                 f"{self._acknowledged + len(self._unheard)} were said, and begins with number {packet.first}"
             )
         self.heard(packet.received, now_s)
-        if packet.misses:
+        if packet.misses or self._is_waiting_since(now_s - CROSSING_S):
             self._transmitted = self._acknowledged
         skip = self._received - packet.first
         if skip < 0:
@@ -91,7 +95,7 @@ class Conversation:
             self._unheard.popleft()
         self._acknowledged = received
         self._transmitted = max(self._transmitted, received)
-        self._resend_at_s = now_s + RESEND_S if self._unheard else None
+        self._patient_since_s = now_s if self._unheard else None
 
     def reconnected(self) -> None:
         """A new connection: what was not acknowledged may have been lost with the old one."""
@@ -108,7 +112,7 @@ class Conversation:
             now_s: the present time in seconds.
             heartbeat: transmit a packet even if there is nothing to say.
         """
-        if self._resend_at_s is not None and now_s >= self._resend_at_s:
+        if self._is_waiting_since(now_s - RESEND_S):
             self._transmitted = self._acknowledged
         has_to_speak = heartbeat or self._owes_answer or self._misses
         if self._transmitted - self._acknowledged == len(self._unheard) and not has_to_speak:
@@ -121,6 +125,10 @@ class Conversation:
             self._transmitted += len(chunk)
             self._misses = False
         if waiting:
-            self._resend_at_s = now_s + RESEND_S
+            self._patient_since_s = now_s
         self._owes_answer = self._owes_news = False
         return packets
+
+    def _is_waiting_since(self, at_s: float) -> bool:
+        """Whether nothing was transmitted anew and nothing acknowledged since then, though something should be."""
+        return self._patient_since_s is not None and self._patient_since_s <= at_s

@@ -173,7 +173,8 @@ class WorkerMachine:
         return Urgency.NONE
 
     def _stop(self, order: msg.Stop) -> Urgency:
-        settles = self.steps.phase is Phase.BACKWARD and self.steps.step == order.synced_step
+        in_time = self.steps.phase is Phase.BACKWARD and self.steps.step == order.synced_step
+        settles = in_time and not self._failed  # a backward that has failed here has ended already
         self._settling = order.generation if settles else None
         self._stop_generation = order.generation
         return Urgency.SETTLE if settles else Urgency.BREAK
@@ -190,7 +191,7 @@ class WorkerMachine:
     @property
     def interrupted(self) -> bool:
         """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
-        return (self._stopping and self._settling is None) or self._failed_generation == self.generation
+        return (self._stopping and self._settling is None) or self._failed
 
     @property
     def target_generation(self) -> int:
@@ -212,6 +213,11 @@ class WorkerMachine:
     def _stopping(self) -> bool:
         return self._stop_generation > self.generation
 
+    @property
+    def _failed(self) -> bool:
+        """Whether a collective has failed since the groups were connected."""
+        return self._failed_generation == self.generation
+
     def is_over(self, generation: int) -> bool:
         """Whether a newer generation has begun."""
         return self._stop_generation > generation
@@ -220,7 +226,7 @@ class WorkerMachine:
         """A collective ended in an error: a peer may be gone. Returns the hint to send, the first time."""
         if self.doing is Doing.COMPLETE:
             return None
-        first = self._failed_generation != self.generation and not self._stopping
+        first = not self._failed and not self._stopping
         self._failed_generation = self.generation
         return msg.CollectiveFailed(self.worker, self.generation, group, error) if first else None
 

@@ -114,12 +114,13 @@ class Coordination:
         """A collective ended in an error: echo, report it once, stop at the next safe point."""
         if self.completed:
             return False
-        self.settled()
-        with self._news:
+        with self._news:  # both at once: no `Stop` may begin to settle between them
+            urgency = self.machine.settled()
             hint = self.machine.collective_failed(group, text(error))
             self._news.notify_all()
-        if hint is not None:
+        if urgency is Urgency.BREAK or hint is not None:
             self._break()
+        if hint is not None:
             self.link.send(hint)
         return True
 

@@ -12,6 +12,7 @@ connection has a name of its own, by which the server tells it from others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 from collections.abc import Callable
@@ -47,6 +48,9 @@ class Gate:
         """By the name from which it was passed on: that is what the server behind sees."""
         self._key = secrets.token_hex(16)
         self._num_passed = 0
+        self._ends: set[_End] = set()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
         self.buffer = memoryview(bytearray(READ_BYTES))
         self._server: asyncio.Server | None = None
 
@@ -82,6 +86,15 @@ class Gate:
             stranger.is_known = True
             stranger.cut()
 
+    async def ended(self, deadline_s: float) -> None:
+        """Waits until no connection is left; after so many seconds those that are left are cut, which takes no time."""
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._is_empty.wait()
+            for end in self._ends:
+                end.cut()
+
     def admit(self, name: str) -> None:
         """The connection that the server sees coming from this name is known by now."""
         if name in self._passages:
@@ -95,7 +108,12 @@ class Gate:
 
     # ---- what the connections call ----------------------------------------------------------------------------------
 
-    def came(self, front: _Front) -> bool:
+    def came(self, end: _End) -> None:
+        """There is one more end of a connection."""
+        self._ends.add(end)
+        self._is_empty.clear()
+
+    def has_room(self, front: _Front) -> bool:
         """Whether there is room for one more whom nobody knows."""
         if len(self._strangers) >= MAX_STRANGERS:
             self.on_refused(front.address, f"{MAX_STRANGERS} others have not shown a token yet")
@@ -121,21 +139,25 @@ class Gate:
         self._passages[name] = front
         return way, name
 
-    def went(self, front: _Front, name: str | None) -> None:
-        """It has ended."""
+    def out(self, front: _Front, name: str | None) -> None:
+        """Who was at the front has gone."""
         self._strangers.discard(front)
         if name is not None:
             self._passages.pop(name, None)
+
+    def went(self, end: _End) -> None:
+        """An end is closed."""
+        self._ends.discard(end)
+        if not self._ends:
+            self._is_empty.set()
 
 
 class _End(asyncio.BufferedProtocol):
     """One end of a connection that is passed on: what comes here goes out at the other end."""
 
-    def __init__(self, buffer: memoryview) -> None:
-        """Args:
-        buffer: what comes is read into it, and taken out of it at once.
-        """
-        self._buffer = buffer
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._gate.came(self)
         self.other: _End | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -145,18 +167,19 @@ class _End(asyncio.BufferedProtocol):
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        return self._gate.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.came(bytes(self._buffer[:nbytes]))
+        self.read(bytes(self._gate.buffer[:nbytes]))
 
-    def came(self, data: bytes) -> None:
+    def read(self, data: bytes) -> None:
         """Something was read here."""
         if self.other is not None:
             self.other.write(data)
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._transport = None
+        self._gate.went(self)
         if self.other is not None:
             self.other.end()
 
@@ -198,8 +221,7 @@ class _Front(_End):
     """The end that is turned to the network; the other one is turned to the server."""
 
     def __init__(self, gate: Gate, first: bytes) -> None:
-        super().__init__(gate.buffer)
-        self._gate = gate
+        super().__init__(gate)
         self._first = first
         self._begun = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -213,13 +235,13 @@ class _Front(_End):
         super().connection_made(transport)
         host, port = transport.get_extra_info("peername")[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if self._gate.came(self):
+        if self._gate.has_room(self):
             self._timer = asyncio.get_running_loop().call_later(ADMISSION_S, self._is_late)
         else:
             self.is_known = True
             self.cut()
 
-    def came(self, data: bytes) -> None:
+    def read(self, data: bytes) -> None:
         if self.other is not None:
             self.other.write(data)
             return
@@ -232,12 +254,14 @@ class _Front(_End):
             self._passing = asyncio.get_running_loop().create_task(self._pass_on())
 
     async def _pass_on(self) -> None:
+        if self._transport is None:
+            return
         try:
             way, self._name = self._gate.way_in(self)
         except OSError:
             self.cut()  # the server behind is gone, and so is this
             return
-        inner, back = await asyncio.get_running_loop().create_unix_connection(lambda: _End(self._buffer), sock=way)
+        inner, back = await asyncio.get_running_loop().create_unix_connection(lambda: _End(self._gate), sock=way)
         if self._transport is None:  # it went meanwhile
             inner.close()
             return
@@ -250,7 +274,7 @@ class _Front(_End):
         super().connection_lost(error)
         if self._timer is not None:
             self._timer.cancel()
-        self._gate.went(self, self._name)
+        self._gate.out(self, self._name)
         if not self.is_known:
             self._tell("its handshake failed, or it went before it had shown a token")
 

@@ -104,6 +104,7 @@ class RpcNodeLines:
         self._gate.close()
         if self._server is not None:
             await self._server.stop(STOP_S)
+        await self._gate.ended(STOP_S)
 
     # ---- NodeLines --------------------------------------------------------------------------------------------------
 
