@@ -53,10 +53,11 @@ class Succession:
         self.endpoints = {"first": free_endpoint(), "second": free_endpoint()}
         self._gate = nodes.folder / "gate"
 
-    def controller(self, name: str, *more: object) -> subprocess.Popen[bytes]:
+    def controller(self, name: str, *more: object, run_dir: Path | None = None) -> subprocess.Popen[bytes]:
         """Starts one, at an endpoint of its own."""
+        folder = run_dir or self.run_dir
         return self.nodes.start(
-            name, "controller", "--listen", self.endpoints[name], *JOB, "--run-dir", self.run_dir, "--takeover-after",
+            name, "controller", "--listen", self.endpoints[name], *JOB, "--run-dir", folder, "--takeover-after",
             TAKEOVER_S, *more, **{SECRET_VARIABLE: SECRET.text()},
         )  # fmt: skip
 
@@ -186,6 +187,26 @@ def test_a_second_controller_by_mistake_is_refused(succession: Succession, undis
     succession.wait_for_the_end("first", "node-a", "node-b")
     assert succession.digests() == [undisturbed] * 2
     assert succession.lease().term == 1
+
+
+def test_a_controller_with_the_wrong_folder_says_so_and_harms_nobody(
+    succession: Succession, undisturbed: str, tmp_path: Path
+) -> None:
+    succession.begin()
+    for name in ("second", "first"):
+        succession.nodes.started[name].kill()
+        succession.nodes.wait(name)
+    wrong = tmp_path / "wrong"
+    wrong.mkdir(0o700)
+    succession.controller("first", run_dir=wrong)
+    for name in ("first", "node-a", "node-b"):
+        await_output(succession.nodes, name, "in the middle of a run of which this controller's folder holds nothing")
+    succession.nodes.started["first"].kill()
+    succession.nodes.wait("first")
+    succession.controller("first", "--continue")
+    succession.go_on()
+    succession.wait_for_the_end("first", "node-a", "node-b")
+    assert succession.digests() == [undisturbed] * 2
 
 
 def test_who_stands_by_ends_with_the_job(succession: Succession) -> None:

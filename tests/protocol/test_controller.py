@@ -310,6 +310,13 @@ def test_a_node_is_not_known_before_its_first_words() -> None:
     assert controller.next_deadline() is None
 
 
+def test_a_node_of_another_run_is_refused() -> None:
+    controller = ControllerMachine(RecoverySettings(1, 0))
+    with pytest.raises(RemoteProtocolError, match=r"node node-0 is in the middle of a run of which .* holds nothing"):
+        controller.receive(Packet("node-0", 1, 1, 1, (msg.WorkerFenced(0),), misses=False), 100.0)
+    assert (controller.take_entries(), controller.packets(100.0)) == ([], [])
+
+
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 FORGED: list[tuple[int, msg.Report | msg.AgentOrder]] = [

@@ -150,7 +150,8 @@ class ControllerMachine:
         """A packet of a node's agent.
 
         Raises:
-            RemoteProtocolError: something in it is not for that node to send; nothing of it was heard.
+            RemoteProtocolError: something in it is not for that node to send, or was said to a controller of another
+                run; nothing of it was heard.
         """
         _check(packet)
         life, why = self._given_up.get(packet.node, (-1, ""))
@@ -169,7 +170,12 @@ class ControllerMachine:
             self._happened(LeaseExpired(packet.node, "its agent was started again", line.heard_s), now_s)
             line = None
         if line is None:
-            if packet.first != 0 or packet.received != 0 or not packet.messages:
+            if packet.received != 0:
+                raise RemoteProtocolError(
+                    f"node {packet.node} is in the middle of a run of which this controller's folder holds nothing; "
+                    "start the controller with the folder of that run, or the agent anew"
+                )
+            if packet.first != 0 or not packet.messages:
                 # Its first words are still under way, or were lost.
                 self._answers.append(msg.Packet(packet.node, packet.life, 0, 0, (), misses=True))
                 return

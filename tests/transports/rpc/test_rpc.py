@@ -172,6 +172,22 @@ def test_an_agent_that_connects_again_takes_the_place_of_its_former_line(monkeyp
     play(scene)
 
 
+def test_a_controller_that_lets_an_agent_in_and_refuses_what_it_says_is_none() -> None:
+    async def scene(controller: Served) -> None:
+        async def refuse() -> None:
+            while True:
+                controller.lines.refuse((await controller.lines.receive()).node, "of another run")
+
+        refusing = asyncio.create_task(refuse())
+        with pytest.raises(PeerLost, match=r"no controller was to be reached for 1 s; .*: of another run"):
+            await controller.line(controller.credentials("a"), patience_s=1.0).run()
+        refusing.cancel()
+        await asyncio.wait({refusing})
+        assert "of another run" in (await controller.next_refusal())[1]
+
+    play(scene)
+
+
 def test_patience_has_an_end() -> None:
     async def whole() -> None:
         with socket.create_server(("127.0.0.1", 0)) as nobody:  # accepts, and says nothing

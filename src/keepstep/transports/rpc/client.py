@@ -54,7 +54,9 @@ class RpcControllerLine:
         self._no_connection = asyncio.Event()
         self._no_connection.set()
         self._arrived: asyncio.Queue[AnyMessage | Connected] = asyncio.Queue()
-        self._num_opened = 0
+        self._num_served = 0
+        """Connections that ended without the controller refusing what was said."""
+        self._has_opened = False
         self._term = 0
         """Of the latest controller that was ever reached."""
         self._closing = asyncio.Event()
@@ -102,7 +104,7 @@ class RpcControllerLine:
         """Keeps a connection to one endpoint, whenever there is none to another."""
         pause_s, last_trouble = FIRST_PAUSE_S, None
         while not self._closing.is_set():
-            num_opened = self._num_opened
+            num_served = self._num_served
             trouble = await self._visit(endpoint)
             if self._closing.is_set():
                 return
@@ -111,7 +113,7 @@ class RpcControllerLine:
                 last_trouble = trouble
             if self._no_connection.is_set() and time.monotonic() > self._lost_s + self._patience_s:
                 raise PeerLost(f"no controller was to be reached for {self._patience_s:g} s; {trouble}")
-            pause_s = FIRST_PAUSE_S if self._num_opened > num_opened else min(2 * pause_s, LAST_PAUSE_S)
+            pause_s = FIRST_PAUSE_S if self._num_served > num_served else min(2 * pause_s, LAST_PAUSE_S)
             await asyncio.sleep(pause_s * (1 + random.random()))
             await self._no_connection.wait()
 
@@ -124,7 +126,7 @@ class RpcControllerLine:
                     metadata = dict(await call.initial_metadata())
                     is_open = OPEN in metadata
                     refusal = None if is_open else await call.code()
-                if refusal is grpc.StatusCode.UNAUTHENTICATED and self._num_opened == 0:
+                if refusal is grpc.StatusCode.UNAUTHENTICATED and not self._has_opened:
                     raise ConfigurationError(f"the controller at {endpoint} refuses: {await call.details()}")
                 if is_open and not self._no_connection.is_set():
                     return None
@@ -144,7 +146,7 @@ class RpcControllerLine:
 
     async def _converse(self, call: Call) -> None:
         """Reads and writes until either end has enough."""
-        self._num_opened += 1
+        self._has_opened = True
         self._outbox = Outbox()
         self._no_connection.clear()
         self._arrived.put_nowait(Connected())
@@ -155,11 +157,13 @@ class RpcControllerLine:
             if self._closing.is_set() and writing.done():
                 await asyncio.wait({reading}, timeout=CONNECT_S)  # the controller has read all when it ends its part
         finally:
-            self._lost_s = time.monotonic()
             self._no_connection.set()
             for task in (reading, writing):
                 task.cancel()
             results = await asyncio.gather(reading, writing, return_exceptions=True)
+        if not (call.done() and await call.code() is grpc.StatusCode.INVALID_ARGUMENT):
+            self._num_served += 1
+            self._lost_s = time.monotonic()
         for result in results:
             if isinstance(result, Exception):
                 raise result

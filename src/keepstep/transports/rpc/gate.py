@@ -161,6 +161,10 @@ class _End(asyncio.BufferedProtocol):
         self.other: _End | None = None
         self._transport: asyncio.Transport | None = None
 
+    def is_open(self) -> bool:
+        """Whether somebody is there."""
+        return self._transport is not None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.set_write_buffer_limits(HIGH_WATER_BYTES)
@@ -254,7 +258,7 @@ class _Front(_End):
             self._passing = asyncio.get_running_loop().create_task(self._pass_on())
 
     async def _pass_on(self) -> None:
-        if self._transport is None:
+        if not self.is_open():
             return
         try:
             way, self._name = self._gate.way_in(self)
@@ -262,7 +266,7 @@ class _Front(_End):
             self.cut()  # the server behind is gone, and so is this
             return
         inner, back = await asyncio.get_running_loop().create_unix_connection(lambda: _End(self._gate), sock=way)
-        if self._transport is None:  # it went meanwhile
+        if not self.is_open():  # it went meanwhile
             inner.close()
             return
         back.other, self.other = self, back
