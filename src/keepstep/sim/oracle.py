@@ -25,8 +25,6 @@ LEASE_S = 3.0 - 1e-6
 """What the controller grants. Silence of this length, and only that, is a cause to give a node up."""
 ISOLATED_S = 60.0 - 1e-6
 """Where all others are silent too, the controller is more likely cut off itself, and no node is given up so soon."""
-WRITTEN_S = 0.01
-"""So long after a packet has come the controller has written it down."""
 MAX_IDLE_RECOVERIES = 8
 """So many recoveries without a completed step may end a job."""
 MAX_PACKETS_PER_S = 2_000
@@ -88,6 +86,8 @@ class Oracle:
         """(node, life of its agent) -> how many messages have come to the controller without a gap."""
         self._told_of_step_s = math.inf
         """When one of them first told of a completed step."""
+        self._before_packet: tuple[tuple[str, int], int, float] | None = None
+        """Of the packet that the controller has taken in and not written down: its line, and both values before it."""
         self.num_failures = 0
         """Faults that a process, a node or the controller really suffered."""
         self._trained: Cohort | None = None
@@ -221,20 +221,31 @@ class Oracle:
         """A fault after which the job may end whatever it does."""
         self._excuses.add(fault)
 
-    def heard(self, packet: Packet) -> None:
-        """A packet has come to the controller."""
+    def arrives(self, packet: Packet) -> None:
+        """A packet has come to the controller, which may be held up."""
         now_s, node = self._world.schedule.now_s, packet.node
         if (node, packet.life) in self._evicted:
             return
         if self._is_silent(node):
             self._was_silent.add((node, packet.life))
             self._given_up_s[node] = now_s
-        if (node, packet.life) not in self._was_silent:
-            self._listen(packet)
         self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
         if number > MAX_PACKETS_PER_S:
             raise ViolationError(Check.STUCK, f"{node} has sent {number} packets within a second")
         self._heard_s[node] = now_s
+
+    def listens(self, packet: Packet) -> None:
+        """The controller takes a packet in, maybe long after it has come, and another one than it has come to."""
+        line = packet.node, packet.life
+        if line in self._evicted:
+            return
+        self._heard_s[packet.node] = self._world.schedule.now_s
+        if line not in self._was_silent:
+            self._listen(packet)
+
+    def written(self) -> None:
+        """The controller has written down what it has taken in."""
+        self._before_packet = None
 
     def evicted(self, node: str, life: int) -> None:
         """An agent is told that its node was given up. If that was right, nothing it says counts from now on."""
@@ -245,7 +256,8 @@ class Oracle:
     def _listen(self, packet: Packet) -> None:
         """What comes after a gap is not heard yet."""
         line = packet.node, packet.life
-        known = self._heard_up_to.get(line, packet.first)
+        known = self._heard_up_to.get(line, 0)
+        self._before_packet = line, known, self._told_of_step_s
         if packet.first <= known:
             self._heard_up_to[line] = max(known, packet.first + len(packet.messages))
             if any(map(_tells_of_step, packet.messages)):
@@ -259,9 +271,8 @@ class Oracle:
 
     def controller_crashed(self) -> None:
         """Until it is back nobody is given up. What it has heard and not written down is said again."""
-        self._heard_up_to.clear()
-        if self._world.schedule.now_s - self._told_of_step_s < WRITTEN_S:
-            self._told_of_step_s = math.inf
+        if self._before_packet is not None:
+            line, self._heard_up_to[line], self._told_of_step_s = self._before_packet
         for node in self._world.nodes:
             if self._is_silent(node):
                 self._given_up_s[node] = self._world.schedule.now_s

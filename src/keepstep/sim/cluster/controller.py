@@ -29,6 +29,7 @@ class SimulatedController:
     def hear(self, packet: msg.Packet | msg.NodeEvicted) -> None:
         """A packet of a node has come."""
         if self.is_up and isinstance(packet, msg.Packet):
+            self.world.oracle.listens(packet)
             self.machine.receive(packet, self.world.schedule.now_s)
             self._proceed()
 
@@ -64,6 +65,7 @@ class SimulatedController:
 
     def _write(self, entries: list[JournalEntry]) -> None:
         self.journal += entries
+        self.world.oracle.written()
         for entry in entries:
             self.world.orders_given(entry)
 

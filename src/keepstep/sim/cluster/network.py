@@ -51,7 +51,7 @@ class Network:
         """A packet comes out at the other end, if there still is a way."""
         if connection == self._connection.get(packet.node, 0) and not self.is_cut(source, destination):
             if destination == CONTROLLER and self._world.controller.is_up and isinstance(packet, Packet):
-                self._world.oracle.heard(packet)
+                self._world.oracle.arrives(packet)
             self._world.happen(Event(destination, "hear", (packet,)))
 
     def break_connection(self, node: str) -> None:
