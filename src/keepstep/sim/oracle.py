@@ -82,6 +82,8 @@ class Oracle:
         """(node, life of its agent), rightly given up."""
         self._was_silent: set[tuple[str, int]] = set()
         """The same, that might have been given up: what they say may count or not."""
+        self._lives: dict[str, int] = {}
+        """node -> the newest life of its agent that has been heard of: an earlier one is over."""
         self._heard_up_to: dict[tuple[str, int], int] = {}
         """(node, life of its agent) -> how many messages have come to the controller without a gap."""
         self._told_of_step_s = math.inf
@@ -237,8 +239,9 @@ class Oracle:
     def listens(self, packet: Packet) -> None:
         """The controller takes a packet in, maybe long after it has come, and another one than it has come to."""
         line = packet.node, packet.life
-        if line in self._evicted:
+        if line in self._evicted or packet.life < self._lives.get(packet.node, packet.life):
             return
+        self._lives[packet.node] = packet.life
         self._heard_s[packet.node] = self._world.schedule.now_s
         if line not in self._was_silent:
             self._listen(packet)

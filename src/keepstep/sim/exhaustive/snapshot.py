@@ -19,7 +19,7 @@ _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "
 _IGNORED = _KEPT | {
     *("_activity", "_progress", "num_events", "_recoveries_at_last_step"),  # counters
     *("_heard_s", "_num_heard", "_heard_up_to", "_told_of_step_s", "_before_packet"),  # what excuses rest on
-    *("_was_silent", "completed"),  # the same
+    *("_was_silent", "_lives", "completed"),  # the same
     *("_received", "_acknowledged", "_transmitted", "_owes_news", "_owes_answer"),  # of conversations
     "_patient_since_s",
     *("records", "_record", "_connected"),  # what a report is made from
