@@ -86,9 +86,9 @@ class Oracle:
         """node -> the newest life of its agent that has been heard of: an earlier one is over."""
         self._heard_up_to: dict[tuple[str, int], int] = {}
         """(node, life of its agent) -> how many messages have come to the controller without a gap."""
-        self._told_of_step_s = math.inf
-        """When one of them first told of a completed step."""
-        self._before_packet: tuple[tuple[str, int], int, float] | None = None
+        self._has_told_of_step = False
+        """Whether one of them has told of a completed step."""
+        self._before_packet: tuple[tuple[str, int], int, bool] | None = None
         """Of the packet that the controller has taken in and not written down: its line, and both values before it."""
         self.num_failures = 0
         """Faults that a process, a node or the controller really suffered."""
@@ -260,11 +260,10 @@ class Oracle:
         """What comes after a gap is not heard yet."""
         line = packet.node, packet.life
         known = self._heard_up_to.get(line, 0)
-        self._before_packet = line, known, self._told_of_step_s
+        self._before_packet = line, known, self._has_told_of_step
         if packet.first <= known:
             self._heard_up_to[line] = max(known, packet.first + len(packet.messages))
-            if any(map(_tells_of_step, packet.messages)):
-                self._told_of_step_s = min(self._told_of_step_s, self._world.schedule.now_s)
+            self._has_told_of_step = self._has_told_of_step or any(map(_tells_of_step, packet.messages))
 
     def controller_restarted(self) -> None:
         """All leases begin anew, the first twice as long, but those of nodes that may have been given up before."""
@@ -275,7 +274,7 @@ class Oracle:
     def controller_crashed(self) -> None:
         """Until it is back nobody is given up. What it has heard and not written down is said again."""
         if self._before_packet is not None:
-            line, self._heard_up_to[line], self._told_of_step_s = self._before_packet
+            line, self._heard_up_to[line], self._has_told_of_step = self._before_packet
         for node in self._world.nodes:
             if self._is_silent(node):
                 self._given_up_s[node] = self._world.schedule.now_s
@@ -341,7 +340,7 @@ class Oracle:
                 f"step {self.furthest} was begun, and though every shard survived all resume at {step}",
             )
         newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
-        if newest is None and (step > 0 or self._told_of_step_s == math.inf):
+        if newest is None and (step > 0 or not self._has_told_of_step):
             return  # a checkpoint that was not whole then, or nobody has ever heard of a step
         if newest is None or step < newest:
             raise ViolationError(

@@ -18,10 +18,11 @@ _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "
 """Fields that all copies share: they are not read, or not changed, while copies are made."""
 _IGNORED = _KEPT | {
     *("_activity", "_progress", "num_events", "_recoveries_at_last_step"),  # counters
-    *("_heard_s", "_num_heard", "_heard_up_to", "_told_of_step_s", "_before_packet"),  # what excuses rest on
-    *("_was_silent", "_lives", "completed"),  # the same
-    *("_received", "_acknowledged", "_transmitted", "_owes_news", "_owes_answer"),  # of conversations
-    "_patient_since_s",
+    # What excuses rest on.
+    *("_heard_s", "_num_heard", "_heard_up_to", "_has_told_of_step", "_before_packet", "_was_silent", "_lives"),
+    "completed",
+    # Of conversations.
+    *("_received", "_acknowledged", "_transmitted", "_patient_since_s", "_owes_news", "_owes_answer"),
     *("records", "_record", "_connected"),  # what a report is made from
 }
 """Fields in which two worlds may differ that behave alike from now on."""
