@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from keepstep.weights.publisher import Buffers, Publisher
     from keepstep.weights.subscriber import Subscriber
     from keepstep.worker.session import Session, init
-    from keepstep.worker.steps import Step
+    from keepstep.worker.step.step import Step
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ _MODULES = {
     "Buffers": "keepstep.weights.publisher",
     "Publisher": "keepstep.weights.publisher",
     "Session": "keepstep.worker.session",
-    "Step": "keepstep.worker.steps",
+    "Step": "keepstep.worker.step.step",
     "Subscriber": "keepstep.weights.subscriber",
     "init": "keepstep.worker.session",
 }

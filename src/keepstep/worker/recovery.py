@@ -14,9 +14,9 @@ from keepstep.protocol.worker import Build, End, Load, SaveAndEnd, Train, Undo, 
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.weights.lines.line import Interrupted
 from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.parallel.ddp import begin_alike, settle_buckets, share_buffers
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
-from keepstep.worker.state.ddp import begin_alike, settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, Way, receive_state, send_state
 from keepstep.worker.state.rollback import StepSnapshot

@@ -22,22 +22,22 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import End
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
-from keepstep.worker import stop_points
 from keepstep.worker.alone import LinkToNobody
-from keepstep.worker.barrier import pass_gradient_barrier
+from keepstep.worker.backends.connections import LOOPBACK
 from keepstep.worker.coordination import Coordination, StepInterrupted
-from keepstep.worker.groups.connections import LOOPBACK
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.link import Link
+from keepstep.worker.parallel.ddp import find_ddp, settle_buckets
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
-from keepstep.worker.state.ddp import find_ddp, settle_buckets
 from keepstep.worker.state.layout import compare_with_rank_0
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_step
-from keepstep.worker.steps import Step
+from keepstep.worker.step import stop_points
+from keepstep.worker.step.barrier import pass_gradient_barrier
+from keepstep.worker.step.step import Step
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _session: Session | None = None

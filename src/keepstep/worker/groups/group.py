@@ -28,10 +28,10 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from keepstep.worker.backends.communicator import Communicator
+from keepstep.worker.backends.connections import LOOPBACK
+from keepstep.worker.backends.inner import Inner, TakenDown
 from keepstep.worker.groups import echo
-from keepstep.worker.groups.communicator import Communicator
-from keepstep.worker.groups.connections import LOOPBACK
-from keepstep.worker.groups.inner import Inner, TakenDown
 from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
 Tensors = list[Tensor]

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from keepstep.errors import InternalError, PeerLost
-from keepstep.worker.groups.connections import LOOPBACK
+from keepstep.worker.backends.connections import LOOPBACK
 from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
 
 BACKEND = "keepstep"

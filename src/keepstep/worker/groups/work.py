@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from keepstep.worker.groups.communicator import Communicator
+from keepstep.worker.backends.communicator import Communicator
 
 Outputs = list[Tensor] | list[list[Tensor]]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
-from keepstep.worker.groups.communicator import Communicator
-from keepstep.worker.groups.connections import LOOPBACK, Connections
-from keepstep.worker.groups.threads import GlooThreads
+from keepstep.worker.backends.communicator import Communicator
+from keepstep.worker.backends.connections import LOOPBACK, Connections
+from keepstep.worker.backends.threads import GlooThreads
 from keepstep.worker.groups.work import GroupWork, Outputs
 
 FREED_S = 0.003

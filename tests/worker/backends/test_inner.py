@@ -13,7 +13,7 @@ from tests.worker.ranks import DEADLINE_S, file_store, meet, run_ranks
 from torch import distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from keepstep.worker.groups.inner import Inner, TakenDown
+from keepstep.worker.backends.inner import Inner, TakenDown
 
 NEVER = timedelta(hours=10)
 LARGE = 1 << 20

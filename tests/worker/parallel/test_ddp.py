@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigurationError
-from keepstep.worker.state.ddp import find_ddp, settle_buckets, share_buffers
+from keepstep.worker.parallel.ddp import find_ddp, settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
 

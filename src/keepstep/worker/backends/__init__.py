@@ -1,0 +1,1 @@
+"""How one generation of a process group is connected, broken, waited for and given up: gloo, today."""

@@ -1,0 +1,1 @@
+"""What each way to parallelise a model needs around a step."""

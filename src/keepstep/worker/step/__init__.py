@@ -1,0 +1,1 @@
+"""One training step: its phases, its stop points, the gradient barrier."""
