@@ -86,23 +86,42 @@ def test_zero_redundancy_optimizer_is_refused() -> None:
         ProtectedState({"model": small(), "optimizer": optimizer})
 
 
-def sharded(rank: int, size: int, path: Path) -> str:
+def sharded(rank: int, size: int, path: Path, how: str) -> str:
     warnings.simplefilter("ignore")  # torch's own, when it is imported
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     join(path, rank, size)
-    model = torch.nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    if how == "fsdp2":
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (size,)))
+    else:
+        original = how == "fsdp1 with the original parameters"
+        model = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
     with pytest.raises(ConfigurationError) as caught:
         ProtectedState({"model": model})
     return str(caught.value)
 
 
-def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+SHARDED = {
+    "fsdp2": "model.0 is a FSDPModule",
+    "fsdp1": "model is a FullyShardedDataParallel",
+    "fsdp1 with the original parameters": "model is a FullyShardedDataParallel",
+}
+
+
+@pytest.mark.parametrize("how", SHARDED)
+def test_sharded_parameters_are_refused(tmp_path: Path, how: str) -> None:
     """All ranks would look like replicas of each other, and a restore would give a rank another one's shard."""
-    for said in run_ranks(2, sharded, tmp_path):
-        assert said.startswith("protect(): model.weight is a DTensor, of which each rank holds another part (FSDP")
+    for said in run_ranks(2, sharded, tmp_path, how):
+        assert said.startswith(f"protect(): {SHARDED[how]}, of which each rank holds another part (FSDP")
+
+
+def test_a_flat_parameter_without_its_module_is_refused() -> None:
+    model = small()
+    next(model.parameters())._is_flat_param = True
+    with pytest.raises(ConfigurationError, match="is a FlatParameter, of which each rank holds another part"):
+        ProtectedState({"model": model})
 
 
 # ---- live tensors ---------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from keepstep.worker.state import tree
 Named = list[tuple[str, torch.Tensor]]
 
 
-_SHARDED = {"DTensor", "FlatParameter"}
-"""Tensors that are one part of a larger one; by name, so that nobody imports them for this."""
+_SHARDING_MODULES = {"FullyShardedDataParallel", "FSDPModule"}
+"""Modules whose parameters are parts of larger ones; by name, because importing FSDP takes long and warns."""
 
 
 class ProtectedState:
@@ -34,12 +34,8 @@ class ProtectedState:
             self._sort(name, thing)
         if not self.modules:
             raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
+        self._refuse_shards()
         for name, tensor in self.live_tensors():
-            if sharded := _SHARDED & {kind.__name__ for kind in type(tensor).__mro__}:
-                raise ConfigurationError(
-                    f"protect(): {name} is a {sharded.pop()}, of which each rank holds another part (FSDP, tensor "
-                    "parallelism); sharded state is not supported yet: use DistributedDataParallel"
-                )
             if not is_dense(tensor):
                 raise ConfigurationError(f"protect(): {name} does not fill one run of memory; make it contiguous")
         self.host_bytes()
@@ -47,7 +43,7 @@ class ProtectedState:
     def _sort(self, name: str, thing: Any) -> None:
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
-        elif "ZeroRedundancyOptimizer" in (kind.__name__ for kind in type(thing).__mro__):
+        elif "ZeroRedundancyOptimizer" in _class_names(thing):
             # By its name, for importing it compiles other parts of torch.distributed.optim with a DeprecationWarning.
             raise ConfigurationError(
                 f"protect({name}=ZeroRedundancyOptimizer): its step() communicates, so an update could stop half-way; "
@@ -67,6 +63,23 @@ class ProtectedState:
                 f"protect({name}={type(thing).__name__}): it has no state_dict() and load_state_dict(), so its state "
                 "cannot be carried to another process; give it both, or leave it out if it has no state"
             )
+
+    def _refuse_shards(self) -> None:
+        """A restore would give a rank another rank's shard.
+
+        The modules are looked at as well as the tensors: with ``use_orig_params=True`` the parameters of FSDP are plain
+        ones, and a FlatParameter's type is ``nn.Parameter``.
+        """
+        for name, module in self.modules.items():
+            for path, part in module.named_modules():
+                if sharding := _SHARDING_MODULES & _class_names(part):
+                    where = f"{name}.{path}" if path else name
+                    raise ConfigurationError(_not_supported(where, sharding.pop()))
+        for name, tensor in self.live_tensors():
+            if "DTensor" in _class_names(tensor):
+                raise ConfigurationError(_not_supported(name, "DTensor"))
+            if getattr(tensor, "_is_flat_param", False):
+                raise ConfigurationError(_not_supported(name, "FlatParameter"))
 
     # ---- live tensors ---------------------------------------------------------------------------------------------
 
@@ -179,6 +192,17 @@ class ProtectedState:
         host, tensors = self.host_bytes()
         named = [*self.live_tensors(), *((f"host/{index}", tensor) for index, tensor in enumerate(tensors))]
         return digest_of(named, host)
+
+
+def _class_names(thing: object) -> set[str]:
+    return {kind.__name__ for kind in type(thing).__mro__}
+
+
+def _not_supported(name: str, kind: str) -> str:
+    return (
+        f"protect(): {name} is a {kind}, of which each rank holds another part (FSDP, tensor parallelism); "
+        "sharded state is not supported yet: use DistributedDataParallel"
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
