@@ -200,6 +200,12 @@ def script(tmp_path: Path, body: str) -> Path:
             "for step in session.steps(3):\n    with step: pass",
             "replicas must be equal",
         ),
+        (
+            "with torch.no_grad(): model.bias += session.rank\n"
+            "session.protect(model=model, optimizer=optimizer)\n"
+            "for step in session.steps(3):\n    with step: pass",
+            "'model.bias' differs between rank 1 and rank 0 before the first step",
+        ),
         ("raise RuntimeError('of the script itself')", "of the script itself"),
     ],
 )

@@ -265,12 +265,12 @@ class Session:
         self._warming = False
 
     def _check_replicas(self) -> None:
-        """Compares this rank's tensors with those of rank 0, while all ranks start together."""
+        """Compares what this rank begins with to what rank 0 does, while all ranks start together."""
         machine = self._coordination.machine
-        if machine.generation == 0 or machine.tainted or machine.rank is None:
+        if machine.generation == 0 or machine.tainted or machine.rank is None or self.world_size == 1:
             return
         assert self._state is not None
-        store = LinkStore(self._coordination.link, machine.generation, "layout", _STORE_TIMEOUT)
+        store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)
         try:
             compare_with_rank_0(self._state, machine.rank, store)
         except PeerLost:

@@ -1,8 +1,8 @@
-"""The layout of a rank's tensors, and whether two ranks have the same one."""
+"""What a rank's tensors and host values are, and whether two ranks have the same ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,9 @@ import torch
 import xxhash
 
 from keepstep.errors import StateMismatch
+from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.groups.store import LinkStore
+from keepstep.worker.state import tree
 from keepstep.worker.state.protected import Named, ProtectedState
 
 
@@ -62,27 +64,86 @@ def check_same_layout(own: Sequence[TensorHeader], theirs: Sequence[TensorHeader
     raise StateMismatch(f"this rank's model has {extra[:3]}, which {who} lacks (or in another order)")
 
 
+class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one rank begins with: its tensors' headers, the names of its host values, and a digest of each of them."""
+
+    tensors: tuple[TensorHeader, ...]
+    host: tuple[str, ...]
+    digests: tuple[bytes, ...]
+    """xxh3 (64 bit) of the content of each tensor, then of each host value."""
+
+
+def start_of(state: ProtectedState) -> Start:
+    """What this rank begins with."""
+    named = state.live_tensors()
+    host = dict(_host_values(state.host_state()))
+    digests = [xxhash.xxh3_64_digest(byte_view(tensor.cpu()).numpy().data) for _name, tensor in named]
+    return Start(headers_of(named), tuple(host), (*digests, *map(_digest_of_value, host.values())))
+
+
 def compare_with_rank_0(state: ProtectedState, rank: int, store: LinkStore) -> None:
-    """Compares parameters and buffers with those of rank 0, by digest; details travel only where they differ.
+    """Compares what this rank begins with to what rank 0 does, by digest; details travel only where they differ.
+
+    Equal names, shapes and dtypes do not make a replica: stages of a pipeline can be alike in all of them.
 
     Args:
         state: this rank's protected objects.
         rank: this rank.
-        store: where rank 0 lays its layout for this generation.
+        store: where rank 0 lays what it begins with, for this generation.
 
     Raises:
-        StateMismatch: names the first tensor that differs, and how.
+        StateMismatch: names the first tensor or host value that differs, and how.
         PeerLost: the generation ended meanwhile.
     """
-    own = headers_of([*state.parameters(), *state.buffers()])
+    own = start_of(state)
     encoded = msgspec.msgpack.encode(own)
     digest = xxhash.xxh3_128_digest(encoded)
     if rank == 0:
-        store.set("tensors", encoded)
+        store.set("start", encoded)
         store.set("digest", digest)
     elif store.get("digest") != digest:
-        theirs = msgspec.msgpack.decode(store.get("tensors"), type=tuple[TensorHeader, ...])
-        check_same_layout(own, theirs, "rank 0")
+        check_same_start(own, msgspec.msgpack.decode(store.get("start"), type=Start), rank)
+
+
+def check_same_start(own: Start, theirs: Start, rank: int) -> None:
+    """Compares what rank ``rank`` begins with to what rank 0 does.
+
+    Raises:
+        StateMismatch: names the first tensor or host value that differs, both ranks, and what to do.
+    """
+    if own == theirs:
+        return
+    check_same_layout(own.tensors, theirs.tensors, "rank 0")
+    if own.host != theirs.host:
+        extra = sorted(set(own.host) ^ set(theirs.host)) or ["another order of the host values"]
+        raise StateMismatch(f"only one of rank {rank} and rank 0 has {extra[0]}: replicas must be equal")
+    names = [f"'{header.name}'" for header in own.tensors] + [f"the host value {name}" for name in own.host]
+    name = next(name for name, mine, its in zip(names, own.digests, theirs.digests, strict=True) if mine != its)
+    raise StateMismatch(
+        f"{name} differs between rank {rank} and rank 0 before the first step, and a lost rank gets its state from "
+        "another one: build the same model on every rank (wrap it in DistributedDataParallel, seed alike) and load the "
+        "same checkpoint everywhere; models that differ from rank to rank, as pipeline stages do, are not supported yet"
+    )
+
+
+def _host_values(host: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each host value with its name: of a protected object one for each key of its ``state_dict()``."""
+    for name, groups in host["groups"].items():
+        for index, group in enumerate(groups):
+            yield from ((f"{name}.param_groups[{index}][{key!r}]", value) for key, value in group.items())
+    yield from ((f"{name}.state", value) for name, value in host["scalars"].items())
+    for name, value in host["others"].items():
+        if isinstance(value, dict):
+            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
+        else:
+            yield name, value
+
+
+def _digest_of_value(value: Any) -> bytes:
+    tensors: list[torch.Tensor] = []
+    encoded = msgspec.msgpack.encode(tree.pack(value, tensors))
+    named = [(str(index), tensor.contiguous()) for index, tensor in enumerate(tensors)]
+    return bytes.fromhex(digest_of(named, encoded))
 
 
 def check_same_objects(state: ProtectedState, host: dict[str, Any], who: str) -> None:
