@@ -134,3 +134,10 @@ def test_a_difference_is_noticed(tmp_path: Path) -> None:
     code, result, _output = drill(tmp_path, "--nproc-per-node", 2, script, "--steps", 50)
     assert code == 1
     assert result["identical"] is False
+
+
+@pytest.mark.parametrize("flag", ["--in-front", "--behind"])
+def test_protected_host_state_that_changes_around_a_step(tmp_path: Path, flag: str) -> None:
+    """An attempt that is interrupted takes along what the script changed in front of its ``with``, and behind it."""
+    code, _result, output = drill(tmp_path, "--nproc-per-node", 3, SCRIPTS / "habits.py", flag)
+    assert code == 0, output

@@ -39,6 +39,8 @@ class Recovery:
         self._ddp = ddp
         self._checkpoints = checkpoints
         self._resumed = False
+        self._handed_out = False
+        """Whether a step was handed out that has neither been completed nor replaced by another rank's state."""
         self._source = Source()
         self._publication: StepPublication | None = None
         coordination.snapshots = self.snapshots
@@ -74,9 +76,22 @@ class Recovery:
 
     # ---- where it is called from ------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Takes note of what an interrupted step must put back, and has all ranks begin in the same way."""
+    def hand_out_step(self) -> None:
+        """Takes note of what an interrupted attempt at the step must put back.
+
+        The attempt begins here, and not with its ``with``: the script's lines in front of the ``with`` run again, too.
+        """
         self.snapshot.take()
+        self._handed_out = True
+
+    def take_back_step(self) -> None:
+        """The script asks for the next step. Puts back what it changed behind a ``with`` that was interrupted."""
+        if self._handed_out:
+            self.snapshot.put_back()
+            self._handed_out = False
+
+    def begin_step(self) -> None:
+        """Has all ranks begin in the same way."""
         for module in self._ddp:
             begin_alike(module)
 
@@ -102,11 +117,12 @@ class Recovery:
                 raise InternalError(f"rank {self._machine.rank} stands in the gradient barrier and is to {move}")
 
     def after_step(self) -> None:
-        """The step is complete: writes a checkpoint where one is due.
+        """The step is complete, for good: writes a checkpoint where one is due.
 
         A failure that came meanwhile is not recovered from here but when the next step is asked for: what the script
         does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
         """
+        self._handed_out = False
         machine = self._machine
         if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
             self._checkpoints.after_step(machine.steps.step + 1, machine.generation)

@@ -230,9 +230,11 @@ class Session:
                 self._attempts = self._attempts + 1 if index == self._last_index else 0
                 self._last_index = index
                 step = Step(self, index, self._attempts, recovery.take_resumed())
+                recovery.hand_out_step()
                 yield step
                 if not step.entered:
                     raise UsageError(f"step {index} was handed out but not entered: write 'with step:' in the loop")
+                recovery.take_back_step()
             else:
                 self._finish(recovery)
         reached = self._coordination.machine.steps.parameters_at
