@@ -5,15 +5,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from msgspec.structs import astuple
 
 from keepstep import tagpage
 from keepstep.protocol.messages import Tag
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PAGE_BYTES, PHASES, RING_EVENTS, PhaseEvent, TagReader, TagView, TagWriter
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation, OperationCount
+from keepstep.tagpage import (
+    NAME_BYTES,
+    NUM_COUNTS,
+    PAGE_BYTES,
+    PHASES,
+    RING_EVENTS,
+    PhaseEvent,
+    TagReader,
+    TagView,
+    TagWriter,
+)
 
 NUM_WRITES = 6_000
 DEADLINE_S = 60.0
@@ -41,7 +54,7 @@ def both() -> Iterator[tuple[TagWriter, TagReader]]:
 
 def test_an_empty_page_says_starting(both: tuple[TagWriter, TagReader]) -> None:
     view = both[1].read()
-    assert view == TagView(Tag(0, 0, Phase.STARTING), 0, 0, False, 0, 0, 0)
+    assert view == TagView(Tag(0, 0, Phase.STARTING), 0, 0, False, 0, 0, 0, 0)
     assert both[1].events_since(0) == []
 
 
@@ -73,22 +86,24 @@ def test_every_phase_has_a_number_of_its_own(both: tuple[TagWriter, TagReader]) 
 def test_signs_of_life_and_collectives_are_counted(both: tuple[TagWriter, TagReader]) -> None:
     writer, reader = both
 
-    def counts() -> tuple[int, bool, int, int, int]:
+    def counts() -> tuple[int, bool, int, int, int, int]:
         view = reader.read()
-        return view.progress, view.waiting, view.entered, view.left, view.events_written
+        return view.progress, view.waiting, view.entered, view.left, view.awaited, view.events_written
 
     writer.write(1, 1, Phase.FORWARD)
-    assert counts() == (1, False, 0, 0, 1)
+    assert counts() == (1, False, 0, 0, 0, 1)
     writer.progress()
-    writer.collective_entered()
-    writer.collective_entered()
-    writer.collective_left()
-    assert counts() == (5, False, 2, 1, 1)
+    writer.operation_entered("world", Operation.ALL_REDUCE)
+    writer.operation_entered("world", Operation.ALL_REDUCE)
+    writer.operation_awaited()
+    assert counts() == (4, False, 2, 0, 1, 1)
+    writer.operation_left("world", Operation.ALL_REDUCE, was_awaited=True)
+    assert counts() == (5, False, 2, 1, 0, 1)
     writer.set_waiting(True)
-    assert counts() == (6, True, 2, 1, 1)
+    assert counts() == (6, True, 2, 1, 0, 1)
     writer.set_waiting(False)
-    writer.reset_collectives()
-    assert counts() == (7, False, 0, 0, 1)
+    writer.reset_operations()
+    assert counts() == (7, False, 0, 0, 0, 1)
 
 
 def test_the_ring_wraps_and_keeps_the_newest(both: tuple[TagWriter, TagReader]) -> None:
@@ -161,6 +176,115 @@ def test_a_write_in_the_middle_of_a_read_is_seen_whole_or_not(
     reader._words = words
     assert view.tag in written
     assert view.events_written == view.progress == written.index(view.tag) + 1
+
+
+# ---- operations of groups -------------------------------------------------------------------------------------------
+
+Counted = tuple[str, Operation, int, int, int]
+
+
+def counted(reader: TagReader) -> list[Counted]:
+    return [astuple(count)[:5] for count in reader.operation_counts()]
+
+
+def test_the_collectives_of_each_group_and_the_messages_of_each_peer_are_counted(
+    both: tuple[TagWriter, TagReader],
+) -> None:
+    writer, reader = both
+    assert reader.operation_counts() == []
+    for _ in range(3):
+        writer.operation_entered("world", Operation.ALL_REDUCE)
+        writer.operation_left("world", Operation.ALL_REDUCE)
+    writer.operation_entered("world", Operation.ALL_GATHER)
+    writer.operation_entered("0-1.0", Operation.BARRIER)
+    writer.operation_entered("world", Operation.SEND, 2)
+    writer.operation_entered("world", Operation.RECV, 2)
+    writer.operation_left("world", Operation.SEND, 2)
+    writer.operation_entered("world", Operation.RECV, ANY_MEMBER)
+    assert counted(reader) == [
+        ("world", Operation.ALL_GATHER, ALL_MEMBERS, 4, 3),
+        ("0-1.0", Operation.BARRIER, ALL_MEMBERS, 1, 0),
+        ("world", Operation.SEND, 2, 1, 1),
+        ("world", Operation.RECV, 2, 1, 0),
+        ("world", Operation.RECV, ANY_MEMBER, 1, 0),
+    ]
+    times = [count.entered_s for count in reader.operation_counts()]
+    assert times == sorted(times)
+    assert times[0] > 0
+
+
+def test_several_operations_of_a_group_may_be_in_flight(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    for _ in range(3):
+        writer.operation_entered("world", Operation.ALL_REDUCE)
+    writer.operation_left("world", Operation.ALL_REDUCE)
+    (count,) = reader.operation_counts()
+    assert (count.entered, count.left, count.in_flight) == (3, 1, True)
+
+
+def test_where_groups_are_connected_anew_every_count_begins_again(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    writer.operation_entered("world", Operation.ALL_REDUCE)
+    writer.operation_entered("0-1.0", Operation.BARRIER)
+    writer.reset_operations()
+    assert (reader.operation_counts(), reader.num_counts) == ([], 0)
+    writer.operation_entered("world", Operation.BROADCAST)
+    assert counted(reader) == [("world", Operation.BROADCAST, ALL_MEMBERS, 1, 0)]
+
+
+def test_the_page_shows_the_counts_used_last_and_says_how_many_there_are(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    num = NUM_COUNTS + 10
+    for group in range(num):
+        writer.operation_entered(f"group {group}", Operation.ALL_REDUCE)
+        writer.operation_left(f"group {group}", Operation.ALL_REDUCE)
+    assert reader.num_counts == num
+    assert {count.group for count in reader.operation_counts()} == {f"group {group}" for group in range(10, num)}
+    writer.operation_entered("group 3", Operation.BARRIER)
+    assert ("group 3", Operation.BARRIER, ALL_MEMBERS, 2, 1) in counted(reader), "its number goes on"
+    assert len(reader.operation_counts()) == NUM_COUNTS
+
+
+def test_a_long_name_is_cut_and_remains_different_from_another(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    names = ["-".join(map(str, range(500))) + end for end in (".0", ".1")] + ["é" * 40, "x" * NAME_BYTES]
+    for name in names:
+        writer.operation_entered(name, Operation.BARRIER)
+    shown = [count.group for count in reader.operation_counts()]
+    assert len(set(shown)) == len(names)
+    assert all(len(name.encode()) <= NAME_BYTES for name in shown)
+    assert shown[3] == names[3]
+
+
+def test_a_count_that_is_just_being_written_is_left_out(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    writer.operation_entered("world", Operation.ALL_REDUCE)
+    writer.operation_entered("0-1.0", Operation.ALL_REDUCE)
+    writer._words[16] += 1  # killed right after it began to write
+    assert [count.group for count in reader.operation_counts()] == ["0-1.0"]
+
+
+def test_operations_that_end_in_other_threads_are_all_counted(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    num_threads, num_each = 4, 2_000
+
+    def go_through(group: str) -> None:
+        for _ in range(num_each):
+            writer.operation_entered(group, Operation.ALL_REDUCE)
+            writer.operation_left(group, Operation.ALL_REDUCE)
+
+    threads = [threading.Thread(target=go_through, args=(f"{number % 2}",)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    seen: list[OperationCount] = []
+    while any(thread.is_alive() for thread in threads):
+        seen += reader.operation_counts()
+    for thread in threads:
+        thread.join()
+    view = reader.read()
+    assert view.entered == view.left == num_threads * num_each
+    assert {count[3:] for count in counted(reader)} == {(num_threads * num_each // 2,) * 2}
+    assert all(0 <= count.entered - count.left <= 2 for count in seen)
 
 
 # ---- durations ------------------------------------------------------------------------------------------------------
@@ -275,12 +399,13 @@ def test_a_page_is_readable_after_its_writer_was_killed() -> None:
     script = (
         "import os, signal, sys\n"
         "from keepstep.protocol.phases import Phase\n"
+        "from keepstep.protocol.waiting.operations import Operation\n"
         "from keepstep.tagpage import TagWriter\n"
         "writer = TagWriter(int(sys.argv[1]))\n"
         "for step in range(5000):\n"
         "    writer.write(2, step, Phase.FORWARD)\n"
         "writer.write(2, 4999, Phase.BACKWARD)\n"
-        "writer.collective_entered()\n"
+        "writer.operation_entered('0-1.0', Operation.RECV, 1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     with page() as descriptor:
@@ -291,6 +416,7 @@ def test_a_page_is_readable_after_its_writer_was_killed() -> None:
     assert done.returncode == -signal.SIGKILL
     view = reader.read()
     assert (view.tag, view.entered, view.left) == (Tag(2, 4999, Phase.BACKWARD), 1, 0)
+    assert [astuple(count)[:5] for count in reader.operation_counts()] == [("0-1.0", Operation.RECV, 1, 1, 0)]
     ring = reader.events_since(0)
     assert (ring[-1].step, ring[-1].phase, len(ring)) == (4999, Phase.BACKWARD, RING_EVENTS - 1)
     reader.close()

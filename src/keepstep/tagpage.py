@@ -13,11 +13,20 @@ Layout, little endian, 8-byte words::
     4   since       monotonic time in nanoseconds of the last change
     5   progress    +1 at every sign of life of the training thread
     6   waiting     1 while the training thread waits for an order of the controller
-    7   entered     collectives begun since the groups were last connected
-    8   left        collectives ended since then
+    7   entered     operations of process groups begun since the groups were last connected
+    8   left        operations ended since then
     9   written     phase events written in all
-    10  entered at  monotonic time in nanoseconds at which the last collective was begun
-    16  ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
+    10  entered at  monotonic time in nanoseconds at which the last operation was begun
+    11  awaited     operations that something in the process has begun to wait for
+    12  came        such operations that have ended
+    13  counts      how many counts the worker keeps; those beyond NUM_COUNTS are not on the page
+    16  counts      NUM_COUNTS x (sequence, group: 6 words of text, peer, left, operation, entered, entered at)
+    784 ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
+
+Each count has a sequence lock of its own. The counts on the page are those used last: where a script has more groups
+and peers than fit, a new count takes the place of the one that was used longest ago (of those with nothing in flight,
+if there is one), and word 13 says how many there are in all. The worker itself forgets none, so a count that comes back
+has the right numbers.
 """
 
 from __future__ import annotations
@@ -25,10 +34,14 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
+import struct
+import threading
 import time
+import zlib
 
 from keepstep.protocol.messages import Tag
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
 
 RING_EVENTS = 4096
 """At five phase changes a step the last 800 steps: enough for any recovery, in 160 KiB."""
@@ -36,8 +49,18 @@ RING_EVENTS = 4096
 PHASES = tuple(Phase)
 PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 _SEQUENCE, _GENERATION, _STEP, _PHASE, _SINCE, _PROGRESS, _WAITING, _ENTERED, _LEFT, _WRITTEN = range(10)
-_ENTERED_AT = 10
-_RING = 16
+_ENTERED_AT, _AWAITED, _CAME, _NUM_COUNTS = range(10, 14)
+_COUNTS = 16
+_COUNT = struct.Struct("<q48s5q")
+_LEFT_IN, _OPERATION_IN = 8, 9
+_WORDS_PER_COUNT = _COUNT.size // 8
+NUM_COUNTS = 64
+"""A job with data, tensor and pipeline parallelism has about ten groups and as many peers; 6 KiB."""
+NAME_BYTES = 48
+OPERATIONS = tuple(Operation)
+_RECV = Operation.RECV
+OPERATION_INDEX = {operation: index for index, operation in enumerate(OPERATIONS)}
+_RING = _COUNTS + NUM_COUNTS * _WORDS_PER_COUNT
 _WORDS_PER_EVENT = 5
 EVENT_BYTES = 8 * _WORDS_PER_EVENT
 PAGE_BYTES = 8 * (_RING + RING_EVENTS * _WORDS_PER_EVENT)
@@ -66,6 +89,8 @@ class TagView:
     waiting: bool
     entered: int
     left: int
+    awaited: int
+    """Operations in flight that something in the process waits for, or has asked after."""
     events_written: int
 
 
@@ -96,12 +121,18 @@ def step_durations(events: list[PhaseEvent]) -> list[float]:
 
 
 class TagWriter:
-    """The worker's side. Only the training thread calls `write`; the counters may be moved from any thread."""
+    """The worker's side. Only the training thread calls `write`; operations are counted from any thread."""
 
     def __init__(self, descriptor: int) -> None:
         """Maps the page; ``descriptor`` may be closed afterwards."""
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
+        self._counting = threading.Lock()
+        """Gloo's threads end operations while the training thread begins others."""
+        self._counts: dict[tuple[str, int, bool], _Count] = {}
+        """By group, peer, and whether it is a recv."""
+        self._placed: list[_Count] = []
+        """The counts that have a place on the page, in the order of the places."""
 
     def write(self, generation: int, step: int, phase: Phase) -> None:
         """Sets the tag and appends the change to the ring."""
@@ -127,20 +158,97 @@ class TagWriter:
         self._words[_WAITING] = int(waiting)
         self._words[_PROGRESS] += 1
 
-    def collective_entered(self) -> None:
-        """A collective was begun."""
-        self._words[_ENTERED_AT] = time.monotonic_ns()
-        self._words[_ENTERED] += 1
-        self._words[_PROGRESS] += 1
+    def operation_entered(self, group: str, operation: Operation, peer: int = ALL_MEMBERS) -> None:
+        """An operation of a group was begun. ``peer``: as in `OperationCount`."""
+        words = self._words
+        with self._counting:
+            count = self._counts.get((group, peer, operation is _RECV))
+            if count is None or not count.at:
+                count = self._place(group, operation, peer)
+            count.operation = OPERATION_INDEX[operation]
+            count.entered += 1
+            count.entered_ns = words[_ENTERED_AT] = time.monotonic_ns()
+            count.write(words)
+            words[_ENTERED] += 1
+            words[_PROGRESS] += 1
 
-    def collective_left(self) -> None:
-        """A collective ended, well or not."""
-        self._words[_LEFT] += 1
-        self._words[_PROGRESS] += 1
+    def operation_awaited(self) -> None:
+        """Something in the process waits for an operation in flight, or asks after it: once for each operation."""
+        with self._counting:
+            self._words[_AWAITED] += 1
 
-    def reset_collectives(self) -> None:
-        """The groups are connected anew: the count begins again on every rank."""
-        self._words[_ENTERED] = self._words[_LEFT] = 0
+    def operation_left(
+        self, group: str, operation: Operation, peer: int = ALL_MEMBERS, *, was_awaited: bool = False
+    ) -> None:
+        """An operation ended, well or not; ``was_awaited``: `operation_awaited` was called for it."""
+        words = self._words
+        with self._counting:
+            count = self._counts.get((group, peer, operation is _RECV))
+            if count is None:
+                return  # it was begun before the groups were connected anew
+            count.left += 1
+            if count.at:
+                words[count.at + _LEFT_IN] = count.left  # one word is never torn
+            words[_LEFT] += 1
+            words[_CAME] += was_awaited
+            words[_PROGRESS] += 1
+
+    def _place(self, group: str, operation: Operation, peer: int) -> _Count:
+        """A count with a place on the page: a free one, or another count's."""
+        count = self._counts.setdefault((group, peer, operation is _RECV), _Count())
+        self._words[_NUM_COUNTS] = len(self._counts)
+        if len(self._placed) < NUM_COUNTS:
+            index = len(self._placed)
+            self._placed.append(count)
+        else:
+            index = min(range(NUM_COUNTS), key=lambda index: self._placed[index].importance)
+            self._placed[index].at = 0
+            self._placed[index] = count
+        count.at = _COUNTS + index * _WORDS_PER_COUNT
+        self._words[count.at] += 1
+        _COUNT.pack_into(self._map, 8 * count.at, self._words[count.at], _short(group), peer, count.left, 0, 0, 0)
+        self._words[count.at] += 1
+        return count
+
+    def reset_operations(self) -> None:
+        """The groups are connected anew: every count begins again, on every rank."""
+        words = self._words
+        with self._counting:
+            words[_ENTERED] = words[_LEFT] = words[_AWAITED] = words[_CAME] = words[_NUM_COUNTS] = 0
+            for count in self._placed:
+                words[count.at + 1] = 0  # a place without a name is free
+            self._counts.clear()
+            self._placed.clear()
+
+
+class _Count:
+    """An `OperationCount` as its worker keeps it. ``at``: the first word of its place on the page; 0: it has none."""
+
+    __slots__ = ("at", "entered", "entered_ns", "left", "operation")
+
+    def __init__(self) -> None:
+        self.at = self.operation = self.entered = self.left = self.entered_ns = 0
+
+    @property
+    def importance(self) -> tuple[bool, int]:
+        """Which count gives its place away first: one with nothing in flight, used longest ago."""
+        return self.entered > self.left, self.entered_ns
+
+    def write(self, words: memoryview) -> None:
+        """Shows what has changed with the operation that was begun."""
+        at = self.at
+        words[at] += 1
+        at += _OPERATION_IN
+        words[at], words[at + 1], words[at + 2] = self.operation, self.entered, self.entered_ns
+        words[self.at] += 1
+
+
+def _short(name: str) -> bytes:
+    """The name of a group as it fits on the page: a long one ends in its checksum, so that two remain apart."""
+    encoded = name.encode()
+    if len(encoded) <= NAME_BYTES:
+        return encoded
+    return encoded[: NAME_BYTES - 9].decode(errors="ignore").encode() + b"~%08x" % zlib.crc32(encoded)
 
 
 class TagReader:
@@ -170,7 +278,29 @@ class TagReader:
         words = self._words
         tag = Tag(words[_GENERATION], words[_STEP], PHASES[words[_PHASE]])
         waiting = bool(words[_WAITING])
-        return TagView(tag, words[_SINCE], words[_PROGRESS], waiting, words[_ENTERED], words[_LEFT], words[_WRITTEN])
+        counts = words[_ENTERED], words[_LEFT], words[_AWAITED] - words[_CAME]
+        return TagView(tag, words[_SINCE], words[_PROGRESS], waiting, *counts, words[_WRITTEN])
+
+    def operation_counts(self) -> list[OperationCount]:
+        """The counts on the page, in no order. One that its writer is just changing, or died in, may be left out."""
+        found = []
+        for place in range(NUM_COUNTS):
+            at = _COUNTS + place * _WORDS_PER_COUNT
+            for _ in range(64):
+                sequence = self._words[at]
+                _, name, peer, left, operation, entered, entered_ns = _COUNT.unpack_from(self._map, 8 * at)
+                if sequence % 2 == 0 and sequence == self._words[at]:
+                    if name[0]:
+                        group = name.rstrip(b"\0").decode(errors="replace")
+                        counted = (OPERATIONS[operation], peer, entered, left, entered_ns / 1e9)
+                        found.append(OperationCount(group, *counted))
+                    break
+        return found
+
+    @property
+    def num_counts(self) -> int:
+        """How many counts the worker keeps; more than `NUM_COUNTS` means that not all are on the page."""
+        return self._words[_NUM_COUNTS]
 
     def events_since(self, written: int) -> list[PhaseEvent]:
         """The phase changes from number ``written`` on, oldest first; those the ring has overwritten are missing."""

@@ -230,8 +230,9 @@ def test_phases_are_told_on_the_controllers_clock(tmp_path: Path) -> None:
 
     script = "from keepstep.tagpage import TagWriter\nfrom keepstep.protocol.phases import Phase\n"
     script += "from keepstep.transports.spawning import PAGE_FD\nimport time\n"
+    script += "from keepstep.protocol.waiting.operations import Operation\n"
     script += "page = TagWriter(PAGE_FD)\npage.write(2, 7, Phase.FORWARD)\npage.write(2, 7, Phase.BACKWARD)\n"
-    script += "page.collective_entered()\npage.write(2, 7, Phase.SYNCED)\norders(1)\n"
+    script += "page.operation_entered('world', Operation.ALL_REDUCE)\npage.write(2, 7, Phase.SYNCED)\norders(1)\n"
     play(tmp_path, script, scene)
 
 

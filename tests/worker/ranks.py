@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from keepstep.protocol.waiting.operations import Operation
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.registry import GroupRegistry
 
@@ -103,13 +104,20 @@ class Watcher:
     def __init__(self, echoes: bool = True) -> None:
         self.echoes = echoes
         self.num_entered = self.num_left = self.num_echoed = 0
+        self.num_awaited = self.num_came = 0
+        self.operations: list[tuple[str, Operation, int]] = []
         self.errors: list[str] = []
 
-    def entered(self) -> None:
+    def entered(self, group: str, operation: Operation, peer: int) -> None:
         self.num_entered += 1
+        self.operations.append((group, operation, peer))
 
-    def left(self) -> None:
+    def awaited(self) -> None:
+        self.num_awaited += 1
+
+    def left(self, group: str, operation: Operation, peer: int, *, was_awaited: bool) -> None:
         self.num_left += 1
+        self.num_came += was_awaited
 
     def failed(self, group: str, error: Exception) -> bool:
         self.errors.append(f"{group}: {error}")

@@ -395,7 +395,7 @@ class Agent:
             worker.progress, worker.moved_s, worker.stopped = view.progress, now_s, False
         elif now_s - worker.moved_s > STAND_S:
             worker.moved_s, worker.stopped = now_s, _is_stopped(worker.pid)
-        look = Observation(view.tag, view.progress, view.waiting, view.entered > view.left, worker.stopped)
+        look = Observation(view.tag, view.progress, view.waiting, view.awaited > 0, worker.stopped)
         self._machine.observe(worker.worker, look, now_s)
         self._watch_first_step(worker)
 

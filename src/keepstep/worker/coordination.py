@@ -18,6 +18,7 @@ from keepstep.protocol import worker as moves
 from keepstep.protocol.messages import Rescue, StateRescued, Stop, WorkerOrder, WorkerReady, text
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
+from keepstep.protocol.waiting.operations import Operation
 from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
 from keepstep.tagpage import TagWriter
 from keepstep.weights.lines.line import Flag
@@ -96,9 +97,9 @@ class Coordination:
         self.broken.set()
         self.break_off()
 
-    def entered(self) -> None:
-        """A collective was begun."""
-        self.page.collective_entered()
+    def entered(self, group: str, operation: Operation, peer: int) -> None:
+        """An operation of a group was begun."""
+        self.page.operation_entered(group, operation, peer)
         if self.machine.steps.phase is Phase.OPTIMIZER:
             self._warn_once(
                 "a collective runs after the gradient barrier, in the update of the step: if a rank fails just then, "
@@ -106,9 +107,13 @@ class Coordination:
                 "or out of the step"
             )
 
-    def left(self) -> None:
-        """A collective has ended."""
-        self.page.collective_left()
+    def awaited(self) -> None:
+        """Something waits for an operation in flight."""
+        self.page.operation_awaited()
+
+    def left(self, group: str, operation: Operation, peer: int, *, was_awaited: bool) -> None:
+        """An operation of a group has ended."""
+        self.page.operation_left(group, operation, peer, was_awaited=was_awaited)
 
     def failed(self, group: str, error: Exception) -> bool:
         """A collective ended in an error: echo, report it once, stop at the next safe point."""
@@ -254,7 +259,7 @@ class Coordination:
         finally:
             self.page.set_waiting(False)
         self.machine.connected()
-        self.page.reset_collectives()
+        self.page.reset_operations()
         self.show()
         if self.machine.is_over(generation):
             self._break()  # the order came after its listener had nothing to break

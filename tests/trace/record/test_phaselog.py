@@ -14,6 +14,7 @@ from keepstep import tagpage
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import PhasesObserved, WorkerFenced
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.waiting.operations import Operation
 from keepstep.tagpage import PHASES, TagReader, TagWriter
 from keepstep.trace.record import phaselog
 from keepstep.trace.record.phaselog import (
@@ -48,7 +49,7 @@ def test_a_ring_becomes_records() -> None:
     writer, reader = TagWriter(descriptor), TagReader(descriptor)
     os.close(descriptor)
     writer.write(1, 4, Phase.FORWARD)
-    writer.collective_entered()
+    writer.operation_entered("world", Operation.ALL_REDUCE)
     writer.write(1, 4, Phase.SYNCED)
     ring, end = reader.copy_since(0)
     events = reader.events_since(0)

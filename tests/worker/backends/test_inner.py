@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.worker.ranks import DEADLINE_S, file_store, meet, run_ranks
+from tests.worker.ranks import DEADLINE_S, Watcher, file_store, meet, run_ranks
 from torch import distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
+from keepstep.protocol.waiting.operations import Operation
 from keepstep.worker.backends.inner import Inner, TakenDown
 
 NEVER = timedelta(hours=10)
@@ -21,7 +22,7 @@ LARGE = 1 << 20
 
 
 def inner(path: Path, rank: int, size: int, generation: int = 1) -> Inner:
-    group = Inner("world", lambda: None, lambda: None)
+    group = Inner("world", Watcher())
     group.connect(file_store(path, size, generation), rank, size, timedelta(seconds=DEADLINE_S), NEVER)
     return group
 
@@ -32,7 +33,9 @@ def raised(_error: Exception) -> bool:
 
 def reduce(group: Inner, elements: int) -> dist.Work:
     tensor = torch.ones(elements)
-    return group.begin(lambda gloo: gloo.allreduce([tensor], AllreduceOptions()), [tensor], raised)
+    return group.begin(
+        Operation.ALL_REDUCE, lambda gloo: gloo.allreduce([tensor], AllreduceOptions()), [tensor], raised
+    )
 
 
 def send_on(group: Inner, elements: int, rank: int, size: int) -> list[dist.Work]:
@@ -125,7 +128,7 @@ def test_nothing_begins_in_a_group_that_was_taken_down(tmp_path: Path) -> None:
 
 
 def a_time_of_its_own(rank: int, size: int, path: Path) -> str:
-    group = Inner("world", lambda: None, lambda: None)
+    group = Inner("world", Watcher())
     group.connect(file_store(path, size), rank, size, timedelta(seconds=DEADLINE_S), timedelta(milliseconds=50))
     answer = "" if rank else outcome(reduce(group, 1))
     meet(path, size, "asked")

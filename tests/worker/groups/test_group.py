@@ -73,7 +73,52 @@ def test_every_collective_is_counted_in_and_out(results: Results) -> None:
     for _expected, _values, watchers in results.values():
         for watcher in watchers:
             assert watcher.num_entered == watcher.num_left > 20
+            assert watcher.num_awaited == watcher.num_came <= watcher.num_left
             assert (watcher.num_echoed, watcher.errors) == (0, [])
+
+
+def named_and_awaited(rank: int, size: int, path: Path) -> tuple[list[tuple[str, str, int]], list[int]]:
+    """What a group tells of its operations, and how many of them something waits for as it goes on."""
+    watcher = Watcher()
+    join(path, rank, size, watcher)
+    pair = dist.new_group([0, 1])
+    watcher.operations.clear()
+    awaited: list[int] = []
+
+    def look() -> None:
+        awaited.append(watcher.num_awaited - watcher.num_came)
+
+    tensor, other = torch.ones(2), 1 - rank
+    dist.all_gather([torch.ones(2), torch.ones(2)], tensor, group=pair)
+    look()
+    unheeded = dist.irecv(torch.ones(2), other)  # no message ever comes, and the script never asks
+    look()
+    pending = dist.irecv(torch.ones(2), other, tag=1)
+    assert not pending.is_completed()
+    look()
+    dist.send(tensor, other, tag=1)
+    pending.wait()
+    look()
+    work = dist.all_reduce(tensor, async_op=True)
+    work.get_future().wait()
+    work.wait()
+    meet(path, size, "seen")
+    look()
+    assert not unheeded.is_completed()
+    return [(group, str(operation), peer) for group, operation, peer in watcher.operations], awaited
+
+
+def test_an_operation_is_told_by_name_and_peer_and_awaited_only_when_the_script_asks_for_it(tmp_path: Path) -> None:
+    answers = run_ranks(2, named_and_awaited, tmp_path)
+    for rank, (operations, awaited) in enumerate(answers):
+        assert operations == [
+            ("0-1.1", "all_gather", -1),
+            ("world", "recv", 1 - rank),
+            ("world", "recv", 1 - rank),
+            ("world", "send", 1 - rank),
+            ("world", "all_reduce", -1),
+        ]
+        assert awaited == [0, 0, 1, 0, 0]
 
 
 def on_a_wrong_call(rank: int, size: int, path: Path) -> tuple[str, int, int, list[float]]:

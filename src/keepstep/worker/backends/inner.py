@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
 from keepstep.worker.backends.communicator import Communicator
 from keepstep.worker.backends.connections import LOOPBACK, Connections
 from keepstep.worker.backends.threads import GlooThreads
@@ -36,21 +37,31 @@ class TakenDown(RuntimeError):
     """The communicator was broken; a RuntimeError, as gloo's own errors are."""
 
 
+class OperationObserver(Protocol):
+    """Is told of the operations of groups, from any thread. ``peer``: as in `OperationCount`."""
+
+    def entered(self, group: str, operation: Operation, peer: int) -> None:
+        """An operation was begun."""
+
+    def awaited(self) -> None:
+        """Something waits for an operation in flight, or asks after it: told once for each operation at most."""
+
+    def left(self, group: str, operation: Operation, peer: int, *, was_awaited: bool) -> None:
+        """An operation has ended; ``was_awaited``: `awaited` was told of it."""
+
+
 class Inner:
     """One generation's communicator. Collectives are begun by the training thread; the rest is for any thread."""
 
-    def __init__(
-        self, name: str, on_entered: Callable[[], None], on_left: Callable[[], None], host: str = LOOPBACK
-    ) -> None:
+    def __init__(self, name: str, observer: OperationObserver, host: str = LOOPBACK) -> None:
         """Args:
         name: of the surviving group, for messages.
-        on_entered: told when an operation is begun.
-        on_left: told when one has ended.
+        observer: told of operations.
         host: the address of this machine at which the other members reach it.
         """
         self._name = name
         self._host = host
-        self._on_entered, self._on_left = on_entered, on_left
+        self._observer = observer
         self._communicator: Communicator | None = None
         self._connections = Connections(host)
         self._threads = GlooThreads()
@@ -147,26 +158,33 @@ class Inner:
     # ---- operations -------------------------------------------------------------------------------------------------
 
     def begin(
-        self, call: Callable[[Communicator], dist.Work], outputs: Outputs, on_error: Callable[[Exception], bool]
+        self,
+        operation: Operation,
+        call: Callable[[Communicator], dist.Work],
+        outputs: Outputs,
+        on_error: Callable[[Exception], bool],
+        peer: int = ALL_MEMBERS,
     ) -> GroupWork:
         """Begins an operation.
 
         Args:
+            operation: what it is.
             call: issues it.
             outputs: what its future holds in the end.
             on_error: told of the error it ended with, from any thread; True: the error has been dealt with.
+            peer: the other side of a send or recv.
 
         Raises:
             TakenDown: the communicator is broken already.
             RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
         """
-        work = GroupWork(outputs, on_error, self._ended)
+        work = GroupWork(operation, peer, outputs, on_error, self._observer.awaited, self._ended)
         with self._changed:
             communicator = self._communicator
             if self._is_down or communicator is None:
                 raise TakenDown(f"group {self._name} is down")
             self._under_way.add(work)
-        self._on_entered()
+        self._observer.entered(self._name, operation, peer)
         try:
             issued = call(communicator)
         except (RuntimeError, ValueError, TypeError):
@@ -176,7 +194,7 @@ class Inner:
         return work
 
     def _ended(self, work: GroupWork) -> None:
-        self._on_left()
+        self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
         with self._changed:
             self._under_way.discard(work)
             self._changed.notify_all()
@@ -185,15 +203,17 @@ class Inner:
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         """Sends to one rank; waiting raises RuntimeError when it is gone or the group was taken down."""
-        return self.begin(lambda inner: inner.send(tensors, destination, tag), tensors, _is_raised)
+        return self.begin(
+            Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, _is_raised, destination
+        )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         """Receives from one rank; waiting raises RuntimeError when it is gone or the group was taken down."""
-        return self.begin(lambda inner: inner.recv(tensors, source, tag), tensors, _is_raised)
+        return self.begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, _is_raised, source)
 
     def barrier(self) -> dist.Work:
         """Meets all members; waiting raises RuntimeError when one is gone or the group was taken down."""
-        return self.begin(lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
+        return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
 
 
 def _is_raised(_error: Exception) -> bool:

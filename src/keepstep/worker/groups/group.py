@@ -28,23 +28,18 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
 from keepstep.worker.backends.communicator import Communicator
 from keepstep.worker.backends.connections import LOOPBACK
-from keepstep.worker.backends.inner import Inner, TakenDown
+from keepstep.worker.backends.inner import Inner, OperationObserver, TakenDown
 from keepstep.worker.groups import echo
 from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
 Tensors = list[Tensor]
 
 
-class GroupObserver(Protocol):
+class GroupObserver(OperationObserver, Protocol):
     """What a group tells its session. All calls may come from any thread."""
-
-    def entered(self) -> None:
-        """A collective was begun."""
-
-    def left(self) -> None:
-        """A collective has ended."""
 
     def failed(self, group: str, error: Exception) -> bool:
         """A collective ended in an error. True: the group shall echo; False: the error is the caller's."""
@@ -76,7 +71,7 @@ class SurvivingGroup(dist.ProcessGroup):
         self._name = self._description = name
         self._timeout = timeout
         self._host = host
-        self._inner = Inner(name, observer.entered, observer.left, host)
+        self._inner = Inner(name, observer, host)
         self._echoing = 0
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -94,7 +89,7 @@ class SurvivingGroup(dist.ProcessGroup):
         """
         self._inner.release()
         self._rank = rank
-        self._inner = Inner(self.keepstep_name, self._observer.entered, self._observer.left, self._host)
+        self._inner = Inner(self.keepstep_name, self._observer, self._host)
         self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
     def take_down(self) -> None:
@@ -160,7 +155,12 @@ class SurvivingGroup(dist.ProcessGroup):
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def _issue(
-        self, outputs: Outputs, call: Callable[[Communicator], dist.Work], fill: Callable[[], None] | None
+        self,
+        operation: Operation,
+        outputs: Outputs,
+        call: Callable[[Communicator], dist.Work],
+        fill: Callable[[], None] | None,
+        peer: int = ALL_MEMBERS,
     ) -> dist.Work:
         """Begins one collective in the inner group, or echoes it with ``fill``."""
         inner = self._inner
@@ -174,7 +174,7 @@ class SurvivingGroup(dist.ProcessGroup):
             return True
 
         try:
-            return inner.begin(call, outputs, on_error)
+            return inner.begin(operation, call, outputs, on_error, peer)
         except TakenDown:
             return self._echo(outputs, fill)
         except RuntimeError as error:
@@ -191,7 +191,9 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_reduce`; echo leaves the tensors."""
-        return self._issue(tensors, lambda inner: inner.allreduce(tensors, opts or AllreduceOptions()), None)
+        return self._issue(
+            Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce(tensors, opts or AllreduceOptions()), None
+        )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several all_reduce in one; echo leaves the tensors."""
@@ -201,19 +203,24 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.broadcast`; echo leaves the tensors."""
-        return self._issue(tensors, lambda inner: inner.broadcast(tensors, opts or BroadcastOptions()), None)
+        return self._issue(
+            Operation.BROADCAST, tensors, lambda inner: inner.broadcast(tensors, opts or BroadcastOptions()), None
+        )
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.reduce`; echo leaves the tensors."""
-        return self._issue(tensors, lambda inner: inner.reduce(tensors, opts or ReduceOptions()), None)
+        return self._issue(
+            Operation.REDUCE, tensors, lambda inner: inner.reduce(tensors, opts or ReduceOptions()), None
+        )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """See `torch.distributed.barrier`."""
-        return self._issue([], lambda inner: inner.barrier(opts or BarrierOptions()), None)
+        return self._issue(Operation.BARRIER, [], lambda inner: inner.barrier(opts or BarrierOptions()), None)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_gather`; echo puts this rank's tensor in every place."""
         return self._issue(
+            Operation.ALL_GATHER,
             outputs,
             lambda inner: inner.allgather(outputs, inputs, opts or AllgatherOptions()),
             lambda: echo.to_all(outputs, inputs),
@@ -221,6 +228,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         return self._issue(
+            Operation.ALL_GATHER,
             [output],
             lambda inner: inner._allgather_base(output, source, opts or AllgatherOptions()),
             lambda: echo.to_all_flat(output, source),
@@ -239,6 +247,7 @@ class SurvivingGroup(dist.ProcessGroup):
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.gather`; echo as for `allgather`, on the root."""
         return self._issue(
+            Operation.GATHER,
             outputs,
             lambda inner: inner.gather(outputs, inputs, opts or GatherOptions()),
             lambda: echo.to_all(outputs, inputs),
@@ -247,6 +256,7 @@ class SurvivingGroup(dist.ProcessGroup):
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         """See `torch.distributed.scatter`; echo gives the root its own part and leaves the others."""
         return self._issue(
+            Operation.SCATTER,
             outputs,
             lambda inner: inner.scatter(outputs, inputs, opts or ScatterOptions()),
             lambda: echo.own_of(outputs, inputs, self._rank),
@@ -255,6 +265,7 @@ class SurvivingGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         """See `torch.distributed.reduce_scatter`; echo gives this rank its own part."""
         return self._issue(
+            Operation.REDUCE_SCATTER,
             outputs,
             lambda inner: inner.reduce_scatter(outputs, inputs, opts or ReduceScatterOptions()),
             lambda: echo.own_of(outputs, inputs, self._rank),
@@ -262,6 +273,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         return self._issue(
+            Operation.REDUCE_SCATTER,
             [output],
             lambda inner: inner._reduce_scatter_base(output, source, opts or ReduceScatterOptions()),
             lambda: echo.own_of_flat(output, source, self._rank),
@@ -279,6 +291,7 @@ class SurvivingGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_to_all`; echo sends this rank's own part to every place."""
         return self._issue(
+            Operation.ALL_TO_ALL,
             outputs,
             lambda inner: inner.alltoall(outputs, inputs, opts or AllToAllOptions()),
             lambda: echo.own_to_all(outputs, inputs, self._rank),
@@ -290,6 +303,7 @@ class SurvivingGroup(dist.ProcessGroup):
         """See `torch.distributed.all_to_all_single`."""
         options = opts or AllToAllOptions()
         return self._issue(
+            Operation.ALL_TO_ALL,
             [output],
             lambda inner: inner.alltoall_base(output, source, output_splits, input_splits, options),
             lambda: echo.own_to_all_flat(output, source),
@@ -299,15 +313,17 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
         """See `torch.distributed.send`; echo drops the message."""
-        return self._issue(tensors, lambda inner: inner.send(tensors, destination, tag), None)
+        return self._issue(
+            Operation.SEND, tensors, lambda inner: inner.send(tensors, destination, tag), None, destination
+        )
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
         """See `torch.distributed.recv`; echo leaves the tensors."""
-        return self._issue(tensors, lambda inner: inner.recv(tensors, source, tag), None)
+        return self._issue(Operation.RECV, tensors, lambda inner: inner.recv(tensors, source, tag), None, source)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """See `torch.distributed.recv` without a source; echo leaves the tensors."""
-        return self._issue(tensors, lambda inner: inner.recv_anysource(tensors, tag), None)
+        return self._issue(Operation.RECV, tensors, lambda inner: inner.recv_anysource(tensors, tag), None, ANY_MEMBER)
 
 
 def _is_from_the_network(error: RuntimeError) -> bool:

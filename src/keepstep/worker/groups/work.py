@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from keepstep.protocol.waiting.operations import Operation
 from keepstep.worker.backends.communicator import Communicator
 
 Outputs = list[Tensor] | list[list[Tensor]]
@@ -56,22 +57,32 @@ class GroupWork(dist.Work):
 
     def __init__(
         self,
+        operation: Operation,
+        peer: int,
         outputs: Outputs,
         on_error: Callable[[Exception], bool],
+        on_awaited: Callable[[], None],
         on_end: Callable[[GroupWork], None],
     ) -> None:
         """Args:
+        operation: what it is.
+        peer: the other side of a send or recv.
         outputs: what the future holds when it is done.
         on_error: called with the error it ended with; True means that it has been dealt with.
-        on_end: called once, after that, from any thread.
+        on_awaited: called once at most, when something waits for it or asks after it before it has ended.
+        on_end: called once, after these, from any thread.
         """
         super().__init__()
+        self.operation, self.peer = operation, peer
+        self.was_awaited = False
+        """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
         self._outputs = outputs
         self._on_error = on_error
+        self._on_awaited = on_awaited
         self._on_end = on_end
         self._issued: dist.Work | None = None
         self._error: Exception | None = None
-        self._ended = False
+        self._ending = self._ended = False
         self._claimed = threading.Lock()
         self._running = threading.Lock()
         """Held until it has ended. Waiting for a lock costs a fraction of waiting for a future."""
@@ -121,6 +132,8 @@ class GroupWork(dist.Work):
             if error is not None and not self._on_error(error):
                 self._error = error
         finally:
+            with self._changing:
+                self._ending = True
             self._on_end(self)
             with self._changing:
                 self._ended = True
@@ -129,12 +142,21 @@ class GroupWork(dist.Work):
             if end is not None:
                 end.set_result(None)
 
+    def _await(self) -> None:
+        """The program depends on the end of this operation from here on. One that it never asks after it cannot wait
+        for, so a rank that stands still beside it stands still for a reason of its own."""
+        with self._changing:
+            if not (self.was_awaited or self._ending):
+                self.was_awaited = True
+                self._on_awaited()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the operation has ended.
 
         Raises:
             RuntimeError: the error it ended with, where the group does not echo; or ``timeout`` has passed.
         """
+        self._await()
         if not self._running.acquire(timeout=timeout.total_seconds() if timeout else -1):
             raise RuntimeError(f"the operation did not end within {timeout}")
         self._running.release()
@@ -143,7 +165,8 @@ class GroupWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs."""
+        """A future of the outputs, which C++ may wait for unseen."""
+        self._await()
         with self._changing:
             if self._future is None:
                 self._end = torch.futures.Future()
@@ -158,7 +181,8 @@ class GroupWork(dist.Work):
         return self._outputs
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended."""
+        """Whether the operation has ended; a program that asks may go on asking until it has."""
+        self._await()
         return self._ended
 
     def is_success(self) -> bool:

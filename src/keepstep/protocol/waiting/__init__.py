@@ -1,0 +1,1 @@
+"""What ranks wait in, and how a hang that is nobody's fault is explained."""
