@@ -193,7 +193,7 @@ class SimulatedJob(SimulatedNodes):
     def quit(self, worker: SimulatedWorker) -> None:
         """Its script ends with exit code 0 outside of a step."""
         self._exit(worker)
-        self._queue(worker.number, WorkerDone(worker.number))
+        self._queue(worker.number, WorkerDone(worker.number, worker.parameters_at))
 
     def hang(self, worker: SimulatedWorker, *, seen: bool = True) -> None:
         """It stops answering; its agent sees that, or does not."""
@@ -455,7 +455,7 @@ class SimulatedJob(SimulatedNodes):
             self._lose(worker, Cause.EXIT, "exit code 1")
         else:
             self._exit(worker)
-            self._queue(worker.number, WorkerDone(worker.number))
+            self._queue(worker.number, WorkerDone(worker.number, worker.parameters_at))
 
     def _rescue(self, worker: SimulatedWorker) -> None:
         at = worker.parameters_at

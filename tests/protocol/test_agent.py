@@ -152,7 +152,7 @@ def test_exit_code_0_is_well_only_outside_of_a_step(phase: Phase) -> None:
     tag = Tag(1, 3, phase)
     (report,) = node.exit(0, "", tag)
     if phase in (Phase.STARTING, Phase.UPDATED):
-        assert report == msg.WorkerDone(0)
+        assert report == msg.WorkerDone(0, 4 if phase is Phase.UPDATED else None)
     else:
         what = "exit code 0 in the middle of a step"
         assert report == msg.WorkerLost(0, Cause.EXIT, what, True, tag, node.now_s)

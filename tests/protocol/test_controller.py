@@ -353,7 +353,7 @@ def test_a_node_cannot_speak_for_the_workers_of_another() -> None:
         msg.WorkerLost(other, Cause.EXIT, "exit code 1", True, None, 1.0),
         msg.CollectiveFailed(other, 1, "world", "closed"),
         msg.StepsFinished((other,), 1, 99, "forged"),
-        msg.WorkerDone(other),
+        msg.WorkerDone(other, 3),
     ):
         node.agent.conversation.say([report])
     cluster.go()

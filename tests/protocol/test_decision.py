@@ -142,7 +142,7 @@ def test_a_lost_or_finished_worker_holds_nothing() -> None:
     roster = roster_of(there, there)
     assert reachable_step(roster, ONE_SHARD, GENERATION) == 3
     roster.mark_lost(worker_of(roster, 0), gone=False)
-    roster.mark_done(worker_of(roster, 1))
+    roster.mark_done(worker_of(roster, 1), 3)
     assert reachable_step(roster, ONE_SHARD, GENERATION) is None
 
 

@@ -132,7 +132,7 @@ def test_a_checkpoint_that_a_superseded_recovery_went_back_to_counts_once() -> N
 
 def test_a_rank_may_be_missing_when_its_script_is_through() -> None:
     machine = held_in(Stage.TRAINING)
-    machine.roster.mark_done(machine.roster.workers[0])
+    machine.roster.mark_done(machine.roster.workers[0], 3)
     invariants.check(machine)
 
 

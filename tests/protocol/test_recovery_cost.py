@@ -128,11 +128,11 @@ CASES: list[tuple[Stage, Report]] = [
     (Stage.TRAINING, JobStalled("n1", 1, "all ranks wait")),
     (Stage.TRAINING, StepsFinished((8,), 1, 9, None)),
     (Stage.TRAINING, NodeJoined("late", 8, "", 0, 0)),
-    (Stage.TRAINING, WorkerDone(8)),
+    (Stage.TRAINING, WorkerDone(8, 3)),
     (Stage.STOPPING, SafePointReached((8,), 2, 4, Phase.BACKWARD, (4,), 4, ())),
     (Stage.STOPPING, FAILED),
     (Stage.STOPPING, LOST),
-    (Stage.FINISHED, WorkerDone(8)),
+    (Stage.FINISHED, WorkerDone(8, 3)),
 ]
 
 

@@ -188,7 +188,7 @@ ABOUT_RANK_0 = [
     WorkerFailed(0, "ValueError: bad batch", "Traceback ...", False),
     StateRescued(0, "rescued-0.pt", None),
     WorkerLost(0, Cause.EXIT, "exit code 1", True, None, 0.0),
-    WorkerDone(0),
+    WorkerDone(0, 3),
     WorkerFenced(0),
     CollectiveFailed(0, 1, "world", "connection reset"),
     StepsFinished((0,), 1, 20, "0f0f"),

@@ -281,7 +281,7 @@ class AgentMachine:
         elif process.fenced:
             self._say(msg.WorkerFenced(number))
         elif not detail and tag.phase in (Phase.STARTING, Phase.UPDATED):
-            self._say(msg.WorkerDone(number))
+            self._say(msg.WorkerDone(number, tag.step + 1 if tag.phase is Phase.UPDATED else None))
         else:
             self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s))
 

@@ -212,9 +212,13 @@ class WorkerEnded(Message, frozen=True):
 
 
 class WorkerDone(Message, frozen=True):
-    """A worker ended with exit code 0 outside of any step: its script is through."""
+    """A worker ended with exit code 0 outside of any step: its script is through.
+
+    ``steps`` is how many its tag page shows as completed, None where it never came to its first.
+    """
 
     worker: int
+    steps: int | None
 
 
 class WorkerFenced(Message, frozen=True):

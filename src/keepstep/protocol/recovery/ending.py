@@ -50,19 +50,29 @@ def ended_early(roster: Roster) -> EndJob | None:
 # ---- After the last step --------------------------------------------------------------------------------------------
 
 
-def scripts_through(roster: Roster, failure: str | None, last_detail: str) -> EndJob:
+def scripts_through(roster: Roster, failure: str | None, last_detail: str, *, is_complete: bool) -> EndJob:
     """No script runs any more: well, unless a rank was lost after the last step, or was never replaced.
 
     Args:
         roster: all workers of the job.
         failure: the first loss after the last step.
         last_detail: why the last recovery was begun.
+        is_complete: whether all ranks have completed the last step; a script may leave its loop before.
     """
     through = {worker.rank for worker in roster.workers.values() if worker.done}
     lost = [rank for rank in range(roster.world_size) if rank not in through]
     if failure is None and lost:
         failure = f"ranks {lost} were lost, and the others ended their script: {last_detail}"
-    return EndJob(0, "all ranks are through") if failure is None else EndJob(EXIT_FAILED, failure)
+    if failure is not None:
+        return EndJob(EXIT_FAILED, failure)
+    return EndJob(0, "all ranks are through" if is_complete else left_early(roster))
+
+
+def left_early(roster: Roster) -> str:
+    """All scripts ended, and not all ranks had taken every step that `Session.steps` would have given them."""
+    ends = sorted((w.rank, w.completed_steps) for w in roster.workers.values() if w.done and w.rank is not None)
+    places = ", ".join(f"rank {rank} after {steps or 0} steps" for rank, steps in ends)
+    return f"steps() was not iterated to its end: the script ended on {places}"
 
 
 def scripts_overdue(failure: str | None) -> EndJob:
@@ -147,7 +157,8 @@ class Ending:
 
     def through(self, last_detail: str) -> None:
         """No script runs any more, be it before the last step or after it."""
-        self.end(scripts_through(self._roster, self._why, last_detail))
+        is_complete = self._course.stage is Stage.FINISHED
+        self.end(scripts_through(self._roster, self._why, last_detail, is_complete=is_complete))
 
     def overdue(self) -> None:
         """The deadline of a last stage has come."""

@@ -168,7 +168,7 @@ class RecoveryMachine(Course):
                 self.awaited.discard(worker.worker)
                 self._there_is_room("there is room again: a spare is started")
             case msg.WorkerDone():
-                self._done(worker, now_s)
+                self._done(worker, message.steps, now_s)
             case msg.StateRescued():
                 worker.rescued, worker.rescue_error = message.path, message.error
                 self.awaited.discard(worker.worker)
@@ -446,11 +446,11 @@ class RecoveryMachine(Course):
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
-    def _done(self, worker: Worker, now_s: float) -> None:
+    def _done(self, worker: Worker, completed_steps: int | None, now_s: float) -> None:
         if worker.lost:
             self.roster.mark_gone(worker)
             return
-        self.roster.mark_done(worker)
+        self.roster.mark_done(worker, completed_steps)
         self.awaited.discard(worker.worker)
         if worker.rank is None:
             self._spare_lost(worker, msg.Cause.EXIT, "its script ended", now_s)

@@ -31,6 +31,8 @@ class Worker:
     gone: bool = False
     """Its process no longer exists (a lost worker that is not gone must be fenced)."""
     done: bool = False
+    completed_steps: int | None = None
+    """How many steps it had completed when its script ended; None where that is not known, or there was no first."""
     safe: SafePointReached | None = None
     """Its safe point in the present generation."""
     rescued: str | None = None
@@ -189,9 +191,9 @@ class Roster:
             device = node.workers.pop(worker.worker, None)
             self.num_free += device is not None and device < node.slots
 
-    def mark_done(self, worker: Worker) -> None:
+    def mark_done(self, worker: Worker, completed_steps: int | None) -> None:
         """The script of a worker that is not lost is through."""
-        worker.done = True
+        worker.done, worker.completed_steps = True, completed_steps
         self._forget_live(worker)
         self.mark_gone(worker)
 
