@@ -20,7 +20,7 @@ from types import ModuleType
 import pytest
 
 import keepstep
-from keepstep.cli import simulate
+from keepstep.cli import drill, simulate
 from keepstep.cli.cluster import controller
 from keepstep.drill import faults
 from keepstep.launcher import flags
@@ -48,6 +48,7 @@ NOT_RUN = {
         "keepstep drill --nproc-per-node 2 "
         '--faults "kill@step=3,phase=backward,rank=1; hang@step=8,phase=forward,rank=0" --json drill.json script.py'
     ): "parsed below; README.md's drill is run, with a kill in every phase",
+    "keepstep drill --nproc-per-node 3 --faults none script.py": "tests/chaos has one",
     "keepstep dashboard run": "it serves until it is interrupted; tests/e2e looks at it",
     "keepstep status --run-dir run": "it needs a job that runs at the same time; tests/launcher has one",
     "keepstep status --run-dir run --json": "as above",
@@ -180,7 +181,8 @@ def test_fault_specifications_parse() -> None:
     ]
     assert len(drills) >= 3
     for words in drills:
-        assert faults.parse(words[words.index("--faults") + 1], world_size=3)
+        specification = words[words.index("--faults") + 1]
+        assert faults.parse(specification, world_size=3) or specification == faults.NONE
 
 
 # ---- what is drawn --------------------------------------------------------------------------------------------------
@@ -290,14 +292,21 @@ def test_flags_of_several_nodes_are_all_described() -> None:
     ] == []
 
 
+def test_flags_of_the_drill_are_all_described() -> None:
+    (own,) = [group for group in drill._parser()._action_groups if group.title == "drill"]
+    described = section(USAGE, "keepstep drill")
+    assert [action.option_strings for action in own._group_actions if action.option_strings[0] not in described] == []
+
+
 def test_no_flag_is_invented() -> None:
     known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
     known |= {option for action in simulate._parser()._actions for option in action.option_strings}
-    known |= {"--track-record", "--faults", "--json", "--version"}  # of the drill, of status, of the command itself
+    known |= {option for action in drill._parser()._actions for option in action.option_strings}
+    known |= {"--track-record", "--version"}  # of `keepstep simulate`, of the command itself
     known |= {"--new", "--node", "--out", "--controller"}  # of `keepstep token` and agent
     known |= {option for action in controller._parser()._actions for option in action.option_strings}
     known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
-    known |= {"--html", "--otel", "--once", "--recovery", "--listen"}  # of the drill, of `keepstep run`, of the views
+    known |= {"--otel", "--once", "--recovery", "--listen"}  # of `keepstep run`, of the views
     known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))

@@ -122,22 +122,80 @@ def test_ways_to_write_a_step(tmp_path: Path, flags: list[str]) -> None:
     assert len(result["faults"]) == len(IN_A_STEP)
 
 
-def test_a_difference_is_noticed(tmp_path: Path) -> None:
-    """The drill itself must be able to say no: this script keeps state that it does not protect."""
-    script = tmp_path / "forgetful.py"
+# ---- when it says NO ------------------------------------------------------------------------------------------------
+
+
+def changed(tmp_path: Path, *pairs: tuple[str, str]) -> Path:
+    """The smallest job with some of its lines replaced."""
     text = (SCRIPTS / "tiny.py").read_text()
-    hidden = text.replace("first = None\n", "first = None\nhidden = 0\n").replace(
-        "model(data).pow(2)", "hidden += 1\n        (model(data) * hidden).pow(2)"
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "script.py").write_text(text)
+    return tmp_path / "script.py"
+
+
+def test_a_difference_is_noticed_and_explained(tmp_path: Path) -> None:
+    """The drill itself must be able to say no: this script keeps state that it does not protect."""
+    script = changed(
+        tmp_path,
+        ("first = None\n", "first = None\nhidden = 0\n"),
+        ("model(data).pow(2)", "hidden += 1\n        (model(data) * hidden).pow(2)"),
     )
-    assert hidden != text
-    script.write_text(hidden)
-    code, result, _output = drill(tmp_path, "--nproc-per-node", 2, script, "--steps", 50)
+    faults = "kill@step=3,phase=updated,rank=0; kill@step=9,phase=backward,rank=1"
+    code, result, output = drill(tmp_path, "--nproc-per-node", 2, "--faults", faults, script, "--steps", 14)
     assert code == 1
     assert result["identical"] is False
+    explanation = result["explanation"]
+    # The first kill comes behind the step: the replacement takes part from step 4 on.
+    assert (explanation["kind"], explanation["step"], explanation["ranks"]) == ("computed differently", 5, [0, 1])
+    assert explanation["fault"] == "kill@step=3,phase=updated,rank=0"
+    assert "model.module.0.weight" in explanation["names"]
+    assert "first difference: at the start of step 5, on all ranks, in model.module.0.weight" in output
 
 
-@pytest.mark.parametrize("flag", ["--in-front", "--behind"])
-def test_protected_host_state_that_changes_around_a_step(tmp_path: Path, flag: str) -> None:
-    """An attempt that is interrupted takes along what the script changed in front of its ``with``, and behind it."""
-    code, _result, output = drill(tmp_path, "--nproc-per-node", 3, SCRIPTS / "habits.py", flag)
-    assert code == 0, output
+def test_a_script_that_begins_differently_each_time_needs_no_fault(tmp_path: Path) -> None:
+    script = changed(tmp_path, ("torch.manual_seed(0)\n", ""))
+    code, result, output = drill(tmp_path, "--nproc-per-node", 2, "--faults", "none", script, "--steps", 3)
+    assert code == 1
+    assert (result["explanation"]["kind"], result["explanation"]["step"]) == ("began differently", 0)
+    assert "The two runs began differently" in output
+
+
+def test_files_that_a_replacement_writes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best loss so far is a variable of the script, so a replacement saves what is not the best."""
+    saving = """
+    loss = 1.0 + step.index % 5
+    if step.committed and session.rank == 0 and loss < best:
+        best = loss
+        torch.save({"model": model.module.state_dict(), "loss": loss}, open("in.txt").read().strip() + "/best.pt")
+    if step.committed and step.index == arguments.stop_early_at:"""
+    script = changed(
+        tmp_path,
+        ("first = None\n", "first = None\nbest = 9.0\n"),
+        ("\n    if step.committed and step.index == arguments.stop_early_at:", saving),
+    )
+    (tmp_path / "in.txt").write_text("out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "best.pt").write_text("of an earlier job")
+    monkeypatch.chdir(tmp_path)
+    faults = "kill@step=6,phase=backward,rank=0"
+    code, result, output = drill(
+        tmp_path, "--nproc-per-node", 2, "--faults", faults, "--compare", "out/*.pt", script.name, "--steps", 9
+    )
+    assert code == 1
+    assert result["identical"] is True
+    assert result["explanation"] is None
+    (file,) = result["files"]
+    assert file["file"] == "out/best.pt"
+    assert file["difference"].startswith("['model']['0.weight']: ")
+    assert "files identical: NO (0 of 1)" in output
+    assert (tmp_path / "out" / "best.pt").read_text() == "of an earlier job"
+
+
+def test_a_loop_that_is_left_early_cannot_be_compared(tmp_path: Path) -> None:
+    code, result, output = drill(
+        tmp_path, "--nproc-per-node", 2, SCRIPTS / "tiny.py", "--steps", 50, "--stop-early-at", 6
+    )
+    assert (code, result) == (1, {})
+    assert "steps() was not iterated to its end: the script ended on rank 0 after 7 steps, rank 1 after 7" in output

@@ -116,7 +116,8 @@ class Agent:
         Raises:
             PeerLost: it did not come up.
         """
-        return await self._spawner.start(self.settings.fork, self.settings.environment)
+        settings = self.settings
+        return await self._spawner.start(settings.fork, settings.environment, settings.working_dir)
 
     async def run(self) -> None:
         """Serves until the job has ended and no process of it is left."""

@@ -69,3 +69,5 @@ class AgentSettings:
     digest: bool = False
     observer: str | None = None
     checkpoint_root: str | None = None
+    working_dir: Path | None = None
+    """Of the workers; None for that of the agent."""

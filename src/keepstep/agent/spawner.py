@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from keepstep.errors import PeerLost
 from keepstep.transports.spawning import (
@@ -41,12 +42,13 @@ class SpawnerClient:
         self._unsent: deque[tuple[SpawnWorker, list[int]]] = deque()
         self._answered = True
 
-    async def start(self, fork: bool, environment: dict[str, str]) -> SpawnerReady:
+    async def start(self, fork: bool, environment: dict[str, str], working_dir: Path | None = None) -> SpawnerReady:
         """Starts the process and waits until it can make workers.
 
         Args:
             fork: make workers by forking a process that has imported torch.
             environment: all variables that the spawner and its workers see.
+            working_dir: of the spawner and its workers, None for that of this process.
 
         Raises:
             PeerLost: it ended, or was not ready in time.
@@ -57,7 +59,10 @@ class SpawnerClient:
         command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - exec alone does not block; reports come by the socket
-                [*command, "--fork"] if fork else command, pass_fds=[theirs.fileno()], env=environment
+                [*command, "--fork"] if fork else command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                cwd=working_dir,
             )
         self._endpoint = ours
         self._ready = loop.create_future()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from pathlib import Path
 
 from keepstep.cli.dashboard import showing
 from keepstep.drill import display
-from keepstep.drill.drill import STRUCK, run_drill
+from keepstep.drill.drill import Drill, is_good, run_drill
 from keepstep.drill.faults import default_faults, parse
+from keepstep.drill.workdir import check_patterns
 from keepstep.launcher.flags import job_options, make_parser, parse_flags
 from keepstep.launcher.recording import make_folder
 from keepstep.trace.pictures.page import html_report
@@ -20,33 +22,48 @@ from keepstep.trace.timeline.run import opened
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a drill; 0 only if the weights are identical and every fault came about."""
-    parser = make_parser("keepstep drill")
-    parser.description = "Runs a job without and with failures and compares all protected state, bit for bit."
-    own = parser.add_argument_group("drill")
-    own.add_argument(
-        "--faults",
-        help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...' (default: one kill in each phase)",
-    )
-    own.add_argument("--json", help="write the result to this file")
-    own.add_argument("--html", help="write a page about the run with failures to this file")
+    """Runs a drill; 0 only if the weights and the named files are identical and every fault came about."""
+    parser = _parser()
     chosen = parse_flags(parser, arguments)
     # Each of the two runs gets a folder of its own later on, below the drill's.
     options = job_options(chosen, Path(tempfile.gettempdir()))
     world_size = options.recovery.world_size
     faults = parse(chosen.faults, world_size) if chosen.faults is not None else default_faults(world_size)
+    drill = Drill(faults, check_patterns(chosen.compare))
     json = check_target("--json", Path(chosen.json)) if chosen.json else None
     html = check_target("--html", Path(chosen.html)) if chosen.html else None
     with _folder(chosen.run_dir) as folder, showing(folder, chosen.dashboard):
         display.introduce(len(faults))
-        result = run_drill(options, faults, display.follow, folder)
+        result = run_drill(options, drill, display.follow, folder)
         display.show(result)
         if json is not None:
             write_whole(json, as_json(result))
         if html is not None:
-            with opened(folder / STRUCK) as run:
+            with opened(folder / drill.second) as run:
                 write_whole(html, html_report(run).encode())
-    return 0 if result["identical"] and not result["missed"] else 1
+    return 0 if is_good(result) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("keepstep drill")
+    parser.description = "Runs a job without and with failures and compares all protected state, bit for bit."
+    own = parser.add_argument_group("drill")
+    own.add_argument(
+        "--faults",
+        help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...', or none: does the "
+        "script do the same twice? (default: one kill in each phase)",
+    )
+    own.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="compare these files as well, such as 'out/*.pt'; each run then has a working directory of its own, with "
+        "links to what is in this one (may be given several times)",
+    )
+    own.add_argument("--json", help="write the result to this file")
+    own.add_argument("--html", help="write a page about the run with failures to this file")
+    return parser
 
 
 @contextlib.contextmanager

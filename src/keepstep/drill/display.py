@@ -18,10 +18,12 @@ PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
 
 def introduce(num_faults: int) -> None:
     """Says what is about to happen, for somebody who has not seen a drill before."""
+    how = "both times without failures"
+    if num_faults:
+        faults = f"{num_faults} fault{'s' if num_faults != 1 else ''}"
+        how = f"once without failures and once with {faults} struck into its processes"
     Console(stderr=True).print(
-        "keepstep drill: the job runs twice, once without failures and once with "
-        f"{num_faults} fault{'s' if num_faults != 1 else ''} struck into its processes. "
-        "Then every bit of the trained state is compared."
+        f"keepstep drill: the job runs twice, {how}. Then every bit of the trained state is compared."
     )
 
 
@@ -32,29 +34,46 @@ async def follow(title: str, job: Job) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the table of a drill's result."""
-    console = Console(file=sys.stdout)
+    """Prints the table of a drill's result, and what the drill found."""
+    console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, TABLE_COLUMNS)  # a file or a pipe has no width: do not fold the table
+    if result["faults"]:
+        _show_faults(console, result["faults"])
+    if result["step_ms"] is not None:
+        console.print(f"a step without a failure takes {result['step_ms']:.1f} ms (median).")
+    for fault in result["missed"]:
+        console.print(f"[red]never came about:[/red] {fault} (are there enough steps?)")
+    if result["exit_code"] != 0:
+        console.print(f"[red]the second run ended with exit code {result['exit_code']}:[/red] {result['reason']}")
+    answer = "[bold green]yes[/bold green]" if result["identical"] else "[bold red]NO[/bold red]"
+    console.print(f"weights identical: {answer}")
+    is_repeat = not result["faults"] and not result["missed"]
+    console.print(f"  {'the first run' if is_repeat else 'without failures':<16}  {result['reference_digest']}")
+    console.print(f"  {'the second run' if is_repeat else 'with failures':<16}  {result['digest']}")
+    for sentence in result["explanation"]["text"] if result["explanation"] else ():
+        console.print(sentence, markup=False, soft_wrap=True)
+    _show_files(console, result["files"])
+
+
+def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="what failed, and what it cost", caption="detect ... gap: milliseconds", box=box.SIMPLE_HEAD)
     for column in ("fault", "rank", "phase", "resume", "again", *PARTS):
         table.add_column(column, justify="left" if column in ("fault", "phase") else "right", no_wrap=True)
-    for row in result["faults"]:
+    for row in rows:
         cells = [row["fault"], row["rank"], row["phase"], row["resume_step"], row["steps_recomputed"]]
         cells += [None if row[f"{part}_ms"] is None else f"{row[f'{part}_ms']:.1f}" for part in PARTS]
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     console.print(table)
     console.print("resume: the step that training went on from. again: steps computed again because of the failure.")
     console.print("gap: from the failure to the first completed step, that step's own compute included.")
-    if result["step_ms"] is not None:
-        console.print(f"a step without a failure takes {result['step_ms']:.1f} ms (median).")
-    for fault in result["missed"]:
-        console.print(f"[red]never came about:[/red] {fault} (are there enough steps?)")
-    if result["exit_code"] != 0:
-        console.print(
-            f"[red]the run with failures ended with exit code {result['exit_code']}:[/red] {result['reason']}"
-        )
-    answer = "[bold green]yes[/bold green]" if result["identical"] else "[bold red]NO[/bold red]"
-    console.print(f"weights identical: {answer}")
-    console.print(f"  without failures  {result['reference_digest']}")
-    console.print(f"  with failures     {result['digest']}")
+
+
+def _show_files(console: Console, files: list[dict[str, Any]]) -> None:
+    if not files:
+        return
+    different = [file for file in files if file["difference"] is not None]
+    answer = "[bold red]NO[/bold red]" if different else "[bold green]yes[/bold green]"
+    console.print(f"files identical: {answer} ({len(files) - len(different)} of {len(files)})")
+    for file in different:
+        console.print(f"  {file['file']}: {file['difference']}", markup=False, soft_wrap=True)

@@ -9,8 +9,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from keepstep.agent.settings import AgentSettings
+from keepstep.drill.explanation import Recorded, explain
 from keepstep.drill.faults import Fault, fired_at, write_plan
+from keepstep.drill.files import compare_files
 from keepstep.drill.injector import OutsideInjector
+from keepstep.drill.records import States, read_states
+from keepstep.drill.workdir import make_working_dir
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.job import Job, JobOptions, run_job
 from keepstep.protocol.recovery.records import RecoveryRecord
@@ -18,13 +23,31 @@ from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.describe import describe_recovery
 
 OBSERVER = "keepstep.drill.inject:install"
-REFERENCE, STRUCK = "reference", "with-faults"
-"""The folders of the two runs."""
+REFERENCE, STRUCK, REPEATED = "reference", "with-faults", "repeated"
+"""The folders of the runs: the first, and the second with faults or without."""
+TITLES = {REFERENCE: "without failures", STRUCK: "with failures", REPEATED: "without failures, again"}
+WORKING_DIR = "work"
+"""Of a run, in its folder, where files are compared."""
 OnProgress = Callable[[str, Job], Awaitable[None]]
 
 
 class DrillFailed(KeepstepError):
     """A run of the drill did not come to its end, so that there is nothing to compare."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drill:
+    """What a drill does beside running a job twice."""
+
+    faults: list[Fault]
+    """What happens to the second run; nothing where it is empty."""
+    patterns: tuple[str, ...] = ()
+    """Which files are compared; with any, each run has a working directory of its own."""
+
+    @property
+    def second(self) -> str:
+        """The folder of the second run."""
+        return STRUCK if self.faults else REPEATED
 
 
 @dataclasses.dataclass
@@ -35,6 +58,7 @@ class Run:
     records: list[RecoveryRecord]
     step_ms: float | None
     injector: OutsideInjector
+    states: States
 
     @property
     def digest(self) -> str:
@@ -43,57 +67,82 @@ class Run:
         kinds = sorted(set(found.values()))
         return kinds[0] if len(kinds) == 1 else " ".join(f"rank{rank}:{digest}" for rank, digest in found.items())
 
+    @property
+    def recorded(self) -> Recorded:
+        """What an explanation needs of it."""
+        return Recorded(self.states, self.report["digests"], self.report["reason"])
 
-def run_drill(options: JobOptions, faults: list[Fault], on_progress: OnProgress, folder: Path) -> dict[str, Any]:
+
+def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder: Path) -> dict[str, Any]:
     """Runs the job twice and returns the drill's result, as ``--json`` writes it.
 
     Args:
         options: the job.
-        faults: what happens to it the second time.
+        drill: what happens to it the second time, and what is compared.
         on_progress: accompanies each of the runs.
-        folder: below it each of them gets its own, `REFERENCE` and `STRUCK`; those of an earlier drill are moved aside.
+        folder: below it each of them gets its own, `REFERENCE` and the drill's second; those of an earlier drill are
+            moved aside.
 
     Raises:
         DrillFailed: the run without failures failed by itself.
         ConfigurationError: the job cannot be run as asked.
     """
-    for name in (REFERENCE, STRUCK):
+    names = (REFERENCE, STRUCK, REPEATED)
+    for name in names:
         if runfolder.is_occupied(folder / name):
             raise ConfigurationError(f"--run-dir {folder}: another drill is running there; name another folder")
-    runfolder.move_aside(folder, (REFERENCE, STRUCK))
-    reference = _run(options, folder / REFERENCE, [], on_progress)
-    if reference.report["exit_code"] != 0 or not reference.report["digests"]:
-        raise DrillFailed(f"the run without failures did not come to its end: {reference.report['reason']}")
-    struck = _run(options, folder / STRUCK, faults, on_progress)
-    return _compare(reference, struck, faults, folder / STRUCK)
+    runfolder.move_aside(folder, names)
+    folder = folder.absolute()
+    first = _run(options, folder / REFERENCE, dataclasses.replace(drill, faults=[]), on_progress)
+    if first.report["exit_code"] != 0:
+        raise DrillFailed(f"the run without failures did not come to its end: {first.report['reason']}")
+    if not first.report["digests"]:
+        raise DrillFailed(f"the run without failures has no last state to compare: {first.report['reason']}")
+    second = _run(options, folder / drill.second, drill, on_progress)
+    files = compare_files(folder / REFERENCE / WORKING_DIR, folder / drill.second / WORKING_DIR, drill.patterns)
+    return _compare(first, second, drill.faults, folder / drill.second) | {
+        "files": [dataclasses.asdict(file) for file in files]
+    }
 
 
-def _run(options: JobOptions, directory: Path, faults: list[Fault], on_progress: OnProgress) -> Run:
+def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProgress) -> Run:
     directory.mkdir()
-    write_plan(directory, faults)
+    write_plan(directory, drill.faults)
     agent = dataclasses.replace(
         options.agent, run_dir=directory, digest=True, observer=OBSERVER, checkpoint_root=str(directory)
     )
+    if drill.patterns:
+        agent = _in_its_own_place(agent, directory / WORKING_DIR, drill.patterns)
     seen: list[Job] = []
-    injector = OutsideInjector(faults)
-    title = "with failures" if faults else "without failures"
+    injector = OutsideInjector(drill.faults)
+    title = TITLES[directory.name]
 
     async def accompany(job: Job) -> None:
         seen.append(job)
         await asyncio.gather(injector.accompany(job), on_progress(title, job))
 
-    outputs = dataclasses.replace(options.outputs, report=None, trace=options.outputs.trace if faults else None)
+    is_second = directory.name != REFERENCE
+    outputs = dataclasses.replace(options.outputs, report=None, trace=options.outputs.trace if is_second else None)
     result = run_job(dataclasses.replace(options, agent=agent, outputs=outputs, keep_run_dir=True), accompany)
     if not seen:
         raise DrillFailed(f"the run {title} did not begin: {result['reason']}")
     durations = seen[0].agent.step_durations_s
     step_ms = round(statistics.median(durations) * 1000, 3) if durations else None
-    return Run(result, seen[0].controller.job.records, step_ms, injector)
+    return Run(result, seen[0].controller.job.records, step_ms, injector, read_states(directory))
 
 
-def _compare(reference: Run, struck: Run, faults: list[Fault], directory: Path) -> dict[str, Any]:
-    outside = struck.injector.fired
-    rows = [_row(fault, at_s, rank, struck.records) for fault, at_s, rank in outside]
+def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[str, ...]) -> AgentSettings:
+    """The agent of a run that has its own working directory: the script is found from there, too."""
+    make_working_dir(working_dir, patterns, Path.cwd())
+    script, *arguments = agent.command
+    if not agent.module and (not agent.raw or "/" in script):
+        script = str(Path(script).absolute())
+    return dataclasses.replace(agent, command=(script, *arguments), working_dir=working_dir)
+
+
+def _compare(first: Run, second: Run, faults: list[Fault], directory: Path) -> dict[str, Any]:
+    outside = second.injector.fired
+    rows = [_row(fault, at_s, rank, second.records) for fault, at_s, rank in outside]
     missed = []
     for fault in faults:
         if fault.in_worker:
@@ -101,21 +150,30 @@ def _compare(reference: Run, struck: Run, faults: list[Fault], directory: Path) 
             if at_s is None:
                 missed.append(str(fault))
             else:
-                rows.append(_row(fault, at_s, fault.rank, struck.records))
+                rows.append(_row(fault, at_s, fault.rank, second.records))
         elif (came := sum(1 for entry in outside if entry[0] is fault)) < fault.count:
             missed.append(f"{fault} ({came} of {fault.count} came about)")
-    identical = struck.report["exit_code"] == 0 and bool(struck.report["digests"]) and reference.digest == struck.digest
+    rows.sort(key=lambda row: row["at_s"])
+    is_through = second.report["exit_code"] == 0 and bool(second.report["digests"])
+    identical = is_through and first.digest == second.digest and " " not in first.digest
+    explanation = None if identical else explain(first.recorded, second.recorded, rows)
     return {
-        "identical": identical and " " not in reference.digest,
-        "reference_digest": reference.digest,
-        "digest": struck.digest,
-        "exit_code": struck.report["exit_code"],
-        "reason": struck.report["reason"],
-        "faults": sorted(rows, key=lambda row: row["at_s"]),
+        "identical": identical,
+        "reference_digest": first.digest,
+        "digest": second.digest,
+        "exit_code": second.report["exit_code"],
+        "reason": second.report["reason"],
+        "explanation": explanation.as_json() if explanation else None,
+        "faults": rows,
         "missed": missed,
-        "step_ms": reference.step_ms,
-        "recoveries": struck.report["recoveries"],
+        "step_ms": first.step_ms,
+        "recoveries": second.report["recoveries"],
     }
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Whether a drill's result is a yes: identical weights and files, and every fault came about."""
+    return result["identical"] and not result["missed"] and all(file["difference"] is None for file in result["files"])
 
 
 def _row(fault: Fault, at_s: float, rank: int | None, records: list[RecoveryRecord]) -> dict[str, Any]:
@@ -130,6 +188,7 @@ def _row(fault: Fault, at_s: float, rank: int | None, records: list[RecoveryReco
     )
     row: dict[str, Any] = {
         "fault": fault.kind,
+        "specification": str(fault),
         "at_s": at_s,
         "phase": fault.phase or (f"during {fault.during}" if fault.during else None),
         "rank": rank,

@@ -8,7 +8,7 @@
     kill@phase=random,count=50,seed=3        fifty, at random instants, one after the other
     spare-kill@step=5                        kills a warm spare
 
-Several are separated by ``;``.
+Several are separated by ``;``. ``none`` stands for no fault at all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ PHASES = (*IN_A_STEP, "random")
 MOMENTS = ("stop", "reset", "restore")
 KEYS = ("step", "phase", "during", "rank", "count", "seed")
 PLAN_FILE = "faults.json"
+NONE = "none"
+"""As a whole specification: nothing fails, so that both runs of a drill are undisturbed."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,11 +61,15 @@ def parse(text: str, world_size: int) -> list[Fault]:
     Raises:
         ConfigurationError: names the part that is wrong and what is allowed.
     """
+    if text.strip() == NONE:
+        return []
     faults = [
         _parse_one(part.strip(), number, world_size) for number, part in enumerate(text.split(";")) if part.strip()
     ]
     if not faults:
-        raise ConfigurationError(f"--faults {text!r} names no fault; for example kill@step=7,phase=backward,rank=1")
+        raise ConfigurationError(
+            f"--faults {text!r} names no fault; for example kill@step=7,phase=backward,rank=1, or none"
+        )
     return faults
 
 

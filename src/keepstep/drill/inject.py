@@ -1,4 +1,5 @@
-"""Runs inside each worker of a drill: brings a fault upon this rank at the exact place that the plan names."""
+"""Runs inside each worker of a drill: records the state of this rank at every step, and brings a fault upon it at the
+exact place that the plan names."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from keepstep import config
 from keepstep.drill.faults import Fault, claim, read_plan
+from keepstep.drill.records import StateRecorder
 from keepstep.protocol.worker import WorkerMachine
 
 HOLD_S = 20.0
@@ -24,6 +26,7 @@ class Observed(Protocol):
     """What the injector needs of a worker's `keepstep.worker.coordination.Coordination`."""
 
     observe: Callable[[str], None]
+    digests: Callable[[], dict[str, str]]
     machine: WorkerMachine
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
@@ -38,8 +41,15 @@ def install(coordination: Observed) -> None:
     """Entrance named in `keepstep.config.WorkerConfig.observer`."""
     settings = config.worker_config()
     assert settings is not None
-    injector = Injector(coordination, Path(settings.run_dir), settings.world_size)
-    coordination.observe = injector.observe
+    run_dir = Path(settings.run_dir)
+    recorder = StateRecorder(coordination, run_dir)
+    injector = Injector(coordination, run_dir, settings.world_size)
+
+    def observe(moment: str) -> None:
+        recorder.observe(moment)  # first, for the injector may not return
+        injector.observe(moment)
+
+    coordination.observe = observe
 
 
 class Injector:

@@ -56,6 +56,8 @@ class Coordination:
         """Told of each moment of a recovery; the drill listens."""
         self.snapshots: Callable[[], tuple[int, ...]] = lambda: ()
         """Steps of the checkpoints that this rank can read now; asked by the training thread."""
+        self.digests: Callable[[], dict[str, str]] = dict
+        """Digests of all protected state by name; the drill asks, in the training thread."""
         self.broken = Flag()
         """Set, by any thread, after the communicators were broken; ends what waits for other ranks besides them."""
         self.break_off: Callable[[], None] = lambda: None

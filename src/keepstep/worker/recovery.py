@@ -17,6 +17,7 @@ from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.parallel.ddp import begin_alike, settle_buckets, share_buffers
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
+from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, Way, receive_state, send_state
 from keepstep.worker.state.rollback import StepSnapshot
@@ -44,6 +45,7 @@ class Recovery:
         self._source = Source()
         self._publication: StepPublication | None = None
         coordination.snapshots = self.snapshots
+        coordination.digests = lambda: named_digests(state)
 
     @property
     def checkpointing(self) -> bool:

@@ -280,6 +280,7 @@ class Session:
 
     def _finish(self, recovery: Recovery) -> None:
         recovery.after_last_step()
+        self._coordination.observe("finished")
         digest = None
         if self._settings is not None and self._settings.digest:
             assert self._state is not None

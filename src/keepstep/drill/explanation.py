@@ -1,0 +1,203 @@
+"""Why a drill says NO: the first step that differs, in what, on which ranks, after which fault, and a likely cause.
+
+Both runs have recorded each rank's state at the start of each step (`keepstep.drill.records`). A state that differs
+where the job resumed was not restored or put back as it was; one that differs only a step later was computed from
+something that is not protected. Where it differs before any fault, the script does not compute the same twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from keepstep.drill.records import State, States
+
+NAMES_SHOWN = 3
+"""In the text; the JSON result has all."""
+
+
+class Kind(enum.StrEnum):
+    """What a difference points to."""
+
+    BEGAN = "began differently"
+    RANKS = "ranks differ without a failure"
+    SCRIPT = "script not deterministic"
+    RESUMED = "resumed from another state"
+    COMPUTED = "computed differently"
+    UNFINISHED = "steps not iterated to their end"
+    UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """The first states that differ, all of one step."""
+
+    step: int
+    """The step that was to begin from them."""
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    """Of what differs on any of the ranks."""
+    at_s: float
+    """When the first of them was recorded in the later run, in monotonic seconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known of a NO. ``fault`` is the last one before the difference, as it was asked for."""
+
+    kind: Kind
+    sentences: tuple[str, ...]
+    difference: Difference | None = None
+    fault: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``--json`` has it."""
+        found = self.difference
+        return {
+            "kind": str(self.kind),
+            "step": found.step if found else None,
+            "ranks": list(found.ranks) if found else [],
+            "names": list(found.names) if found else [],
+            "fault": self.fault,
+            "text": list(self.sentences),
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """One of the two runs, as far as an explanation needs it."""
+
+    states: States
+    digests: Mapping[str, str]
+    """By rank, of the state after the last step; empty where not all ranks completed it."""
+    reason: str = ""
+    """Why the run ended."""
+
+
+def explain(first: Recorded, second: Recorded, faults: Sequence[Mapping[str, Any]]) -> Explanation:
+    """Explains why two runs do not have the same weights.
+
+    Args:
+        first: the run without failures.
+        second: the run with failures, or another one without.
+        faults: what was struck in the second, in the order of time: rows of the drill's result. None were asked for
+            where it is empty.
+    """
+    if len(set(first.digests.values())) > 1 and (found := first_disagreement(first.states)):
+        return _ranks_differ(found, first.states)
+    found = first_difference(first.states, second.states)
+    if found is None:
+        return _no_difference(second)
+    before = [row for row in faults if row["at_s"] <= found.at_s]
+    where = f"first difference: {_where(found, first.states)}, in {_some_of(found.names)}"
+    if not before and found.step == min(min(steps) for steps in first.states.values()):
+        return Explanation(
+            Kind.BEGAN,
+            (where, "The two runs began differently: is a snapshot reloaded? Is start-up seeded, on each rank?"),
+            found,
+        )
+    if not before:
+        return Explanation(Kind.SCRIPT, (where, *_not_deterministic(found.step, len(faults))), found)
+    return _after_fault(where, found, before[-1])
+
+
+def first_difference(first: States, second: States) -> Difference | None:
+    """The first step that a rank began from another state in the second run than in the first, if there is one."""
+    for step in _steps_of(second):
+        here = {
+            rank: steps[step].differing(second[rank][step])
+            for rank, steps in first.items()
+            if step in steps and step in second.get(rank, ())
+        }
+        if different := {rank: names for rank, names in here.items() if names}:
+            return _difference(step, different, {rank: second[rank][step] for rank in different})
+    return None
+
+
+def first_disagreement(states: States) -> Difference | None:
+    """The first step that a rank began from another state than the first rank did, if there is one."""
+    for step in _steps_of(states):
+        there = {rank: steps[step] for rank, steps in states.items() if step in steps}
+        base = next(iter(there.values()))
+        here = {rank: base.differing(state) for rank, state in there.items()}
+        if different := {rank: names for rank, names in here.items() if names}:
+            return _difference(step, different, there)
+    return None
+
+
+def _steps_of(states: States) -> list[int]:
+    return sorted({step for steps in states.values() for step in steps})
+
+
+def _difference(step: int, different: dict[int, list[str]], states: dict[int, State]) -> Difference:
+    names = dict.fromkeys(name for found in different.values() for name in found)
+    return Difference(step, tuple(different), tuple(names), min(states[rank].at_s for rank in different))
+
+
+def _ranks_differ(found: Difference, states: States) -> Explanation:
+    base = next(rank for rank, steps in states.items() if found.step in steps)
+    where = f"without any failure {_ranks(found.ranks, ())} and rank {base} are not the same: "
+    where += f"{_when(found.step, states)}, in {_some_of(found.names)}"
+    hint = "The protected state of all ranks has to be the same: what a rank keeps for itself alone is not protected."
+    return Explanation(Kind.RANKS, (where, hint), found)
+
+
+def _no_difference(second: Recorded) -> Explanation:
+    if not second.digests:
+        reached = ", ".join(f"rank {rank} at step {max(steps)}" for rank, steps in second.states.items())
+        text = f"the second run has no digests: it ended before the last step was complete ({reached}): {second.reason}"
+        return Explanation(Kind.UNFINISHED, (text,))
+    text = "every tensor and every host value is the same: what differs is the order of entries in a state_dict()"
+    return Explanation(Kind.UNKNOWN, (text,))
+
+
+def _not_deterministic(step: int, num_faults: int) -> list[str]:
+    """There was no fault before the difference."""
+    text = (
+        f"No fault had been struck by then. The script computes step {step - 1} differently by itself: random numbers "
+        "that are drawn outside of steps, the order of the data, the time of day, threads that add in another order?"
+    )
+    return [text, "--faults none runs it twice without any fault."] if num_faults else [text]
+
+
+def _after_fault(where: str, found: Difference, fault: Mapping[str, Any]) -> Explanation:
+    name, resume_step = fault["specification"], fault["resume_step"]
+    whom = "" if fault["rank"] is None or "rank=" in name else f", which struck rank {fault['rank']}"
+    after = f"the last fault before it: {name}{whom}"
+    doubt = "If the script may not compute the same twice: --faults none runs it twice without any fault."
+    if resume_step is None:
+        return Explanation(Kind.UNKNOWN, (where, after, doubt), found, name)
+    if found.step <= resume_step:
+        hint = (
+            f"The job resumed at step {resume_step}, from another state than the run without failures had there: does "
+            "something change outside of 'with step:', or does a state_dict() leave something out?"
+        )
+        return Explanation(Kind.RESUMED, (where, after, hint, doubt), found, name)
+    hint = (
+        f"The job resumed at step {resume_step} from the right state, and step {found.step - 1} computed something "
+        "else: it depends on something that protect() was not given (a counter, a best value, an iterator that was "
+        "not made anew), which begins anew in a replacement."
+    )
+    return Explanation(Kind.COMPUTED, (where, after, hint, doubt), found, name)
+
+
+def _where(found: Difference, states: States) -> str:
+    return f"{_when(found.step, states)}, on {_ranks(found.ranks, states)}"
+
+
+def _when(step: int, states: States) -> str:
+    is_last = step == max(_steps_of(states))
+    return f"after the last step ({step - 1})" if is_last and step else f"at the start of step {step}"
+
+
+def _ranks(ranks: Sequence[int], everyone: Collection[int]) -> str:
+    if len(ranks) > 1 and len(ranks) == len(everyone):
+        return "all ranks"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,70 @@
+"""Compares the files that two runs of a drill have written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from keepstep.drill.saved import SUFFIXES, describe_difference
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComparedFile:
+    """One file, or a pattern that no file matches."""
+
+    file: str
+    """Its path in the working directory."""
+    difference: str | None
+    """None where both runs wrote the same."""
+
+
+def compare_files(first: Path, second: Path, patterns: Sequence[str]) -> list[ComparedFile]:
+    """Compares the files of two working directories.
+
+    Args:
+        first: that of the run without failures.
+        second: that of the other run.
+        patterns: of the files, relative to either directory; a folder stands for all files in it.
+    """
+    compared: dict[str, ComparedFile] = {}
+    for pattern in patterns:
+        here, there = set(_matches(first, pattern)), set(_matches(second, pattern))
+        for file in sorted(here | there):
+            compared[file] = ComparedFile(file, _difference(file, first / file, second / file))
+        if not here | there:
+            compared[pattern] = ComparedFile(pattern, "neither run has written such a file")
+    return list(compared.values())
+
+
+def _matches(folder: Path, pattern: str) -> Iterator[str]:
+    for match in folder.glob(pattern):
+        for path in match.rglob("*") if match.is_dir() else [match]:
+            if path.is_file():
+                yield path.relative_to(folder).as_posix()
+
+
+def _difference(name: str, first: Path, second: Path) -> str | None:
+    if not first.is_file():
+        return "only the second run has written it"
+    if not second.is_file():
+        return "only the first run has written it"
+    at = _first_differing_byte(first, second)
+    if at is None:
+        return None
+    return describe_difference(first, second) if Path(name).suffix in SUFFIXES else f"differs from byte {at} on"
+
+
+def _first_differing_byte(first: Path, second: Path) -> int | None:
+    at = 0
+    with first.open("rb") as one, second.open("rb") as other:
+        while True:
+            mine, theirs = one.read(_CHUNK_BYTES), other.read(_CHUNK_BYTES)
+            if mine != theirs:
+                pairs = enumerate(zip(mine, theirs, strict=False))
+                return at + next((n for n, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
+            if not mine:
+                return None
+            at += len(mine)

@@ -1,0 +1,64 @@
+"""Two files of ``torch.save``, compared value by value: equal values do not always make equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+"""Of files that ``torch.save`` writes, by habit."""
+
+
+def describe_difference(first: Path, second: Path) -> str | None:
+    """The first value in which two files differ, or None where all are equal, bit for bit.
+
+    Only what ``torch.load(weights_only=True)`` reads is loaded: a pickle of anything else could run code.
+    """
+    try:
+        loaded = [torch.load(path, map_location="cpu", weights_only=True) for path in (first, second)]
+    except Exception as error:  # a file may be broken in any way, and is not the same in any case
+        reason = str(error).strip().partition("\n")[0]
+        return f"its bytes differ, and torch.load(weights_only=True) does not read it: {reason:.120}"
+    return _compare("", *loaded)
+
+
+def _compare(path: str, first: Any, second: Any) -> str | None:
+    """What differs below ``path``, the place of the values as Python would write it."""
+    where = path or "its value"
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return _compare_tensors(where, first.detach(), second.detach())
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if one_sided := [key for key in [*first, *second] if (key in first) != (key in second)]:
+            return f"{path}[{one_sided[0]!r}] is there in only one of the runs"
+        pairs = [(f"{path}[{key!r}]", first[key], second[key]) for key in first]
+        return next((found for pair in pairs if (found := _compare(*pair))), None)
+    if type(first) is type(second) and isinstance(first, (list, tuple)):
+        if len(first) != len(second):
+            return f"{where} has {len(first)} and {len(second)} items"
+        items = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(first, second, strict=True))]
+        return next((found for item in items if (found := _compare(*item))), None)
+    is_same = type(first) is type(second) and (first == second or repr(first) == repr(second))  # nan is not nan
+    return None if is_same else f"{where} is {first!r:.60} and {second!r:.60}"
+
+
+def _compare_tensors(where: str, first: torch.Tensor, second: torch.Tensor) -> str | None:
+    forms = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in (first, second)]
+    if forms[0] != forms[1] or first.layout != second.layout:
+        return f"{where} is {forms[0]} and {forms[1]}"
+    if first.layout is not torch.strided:
+        first, second = first.to_dense(), second.to_dense()
+    different = (_bytes_of(first) != _bytes_of(second)).any(dim=1)
+    if not bool(different.any()):
+        return None
+    text = f"{where}: {int(different.sum())} of {first.numel()} values differ"
+    if first.dtype.is_floating_point:
+        text += f", by up to {float((first.double() - second.double()).abs().max()):.3g}"
+    return text
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Shape [elements, bytes of one]."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

@@ -1,0 +1,73 @@
+"""What two runs have written, compared."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepstep.drill.files import ComparedFile, compare_files
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    (tmp_path / "first" / "out").mkdir(parents=True)
+    return tmp_path / "first"
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Path:
+    (tmp_path / "second" / "out").mkdir(parents=True)
+    return tmp_path / "second"
+
+
+def test_equal_files_have_no_difference(first: Path, second: Path) -> None:
+    for folder in (first, second):
+        (folder / "out" / "log.txt").write_text("same")
+        torch.save({"weight": torch.ones(3)}, folder / "out" / "best.pt")
+    assert compare_files(first, second, ["out/*"]) == [
+        ComparedFile("out/best.pt", None),
+        ComparedFile("out/log.txt", None),
+    ]
+
+
+def test_the_first_differing_byte_is_named(first: Path, second: Path) -> None:
+    (first / "out" / "log.txt").write_bytes(b"x" * (1 << 20) + b"abc")
+    (second / "out" / "log.txt").write_bytes(b"x" * (1 << 20) + b"abd")
+    assert compare_files(first, second, ["out/*.txt"]) == [ComparedFile("out/log.txt", "differs from byte 1048578 on")]
+    (second / "out" / "log.txt").write_bytes(b"x" * (1 << 20) + b"a")
+    assert compare_files(first, second, ["out/*.txt"]) == [ComparedFile("out/log.txt", "differs from byte 1048577 on")]
+
+
+def test_a_file_of_one_run_is_named(first: Path, second: Path) -> None:
+    (first / "out" / "a.pt").write_bytes(b"")
+    (second / "out" / "b.pt").write_bytes(b"")
+    assert compare_files(first, second, ["out/*.pt"]) == [
+        ComparedFile("out/a.pt", "only the first run has written it"),
+        ComparedFile("out/b.pt", "only the second run has written it"),
+    ]
+
+
+def test_a_pattern_without_a_file_is_no_yes(first: Path, second: Path) -> None:
+    assert compare_files(first, second, ["out/*.pt"]) == [
+        ComparedFile("out/*.pt", "neither run has written such a file")
+    ]
+
+
+def test_a_folder_stands_for_all_files_in_it_and_a_file_is_compared_once(first: Path, second: Path) -> None:
+    for folder in (first, second):
+        (folder / "out" / "deep").mkdir()
+        (folder / "out" / "deep" / "a.txt").write_text("a")
+    assert compare_files(first, second, ["out", "out/**/*.txt"]) == [ComparedFile("out/deep/a.txt", None)]
+
+
+def test_a_checkpoint_whose_bytes_differ_is_compared_by_value(first: Path, second: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": 1}, first / "out" / "best.pt")
+    torch.save({"b": 1, "a": torch.ones(2)}, second / "out" / "best.pt")
+    assert (first / "out" / "best.pt").read_bytes() != (second / "out" / "best.pt").read_bytes()
+    assert compare_files(first, second, ["out/*.pt"]) == [ComparedFile("out/best.pt", None)]
+    torch.save({"b": 2, "a": torch.ones(2)}, second / "out" / "best.pt")
+    assert compare_files(first, second, ["out/*.pt"]) == [ComparedFile("out/best.pt", "['b'] is 1 and 2")]
+
+
+def test_nothing_is_compared_where_nothing_was_asked_for(first: Path, second: Path) -> None:
+    assert compare_files(first / "is not there", second, []) == []
