@@ -1,18 +1,29 @@
 """Settings that travel through the environment."""
 
+import inspect
 import json
+import re
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from keepstep.config import VARIABLE, WorkerConfig, worker_config, worker_environment
+from keepstep.config import (
+    VARIABLE,
+    WorkerConfig,
+    job_environment,
+    script_environment,
+    worker_config,
+    worker_environment,
+)
 from keepstep.errors import ConfigurationError
 
 CONFIG = WorkerConfig(
     worker=5,
     rank=2,
     local_rank=0,
+    device=0,
     world_size=4,
-    ranks_per_node=2,
+    local_world_size=2,
     position=1,
     num_nodes=2,
     address="10.0.0.7",
@@ -24,9 +35,10 @@ CONFIG = WorkerConfig(
 FULL = WorkerConfig(
     worker=0,
     rank=None,
-    local_rank=3,
+    local_rank=None,
+    device=3,
     world_size=3,
-    ranks_per_node=3,
+    local_world_size=3,
     position=0,
     num_nodes=1,
     address="127.0.0.1",
@@ -64,8 +76,25 @@ def test_torchruns_own_names_stand_beside_it() -> None:
 
 def test_a_spare_has_no_rank() -> None:
     environment = worker_environment(FULL)
-    assert not {"RANK", "ROLE_RANK"} & environment.keys()
-    assert environment["LOCAL_RANK"] == "3"
+    assert not {"RANK", "ROLE_RANK", "LOCAL_RANK"} & environment.keys()
+
+
+def test_a_spare_inherits_no_rank_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a launcher that was itself started under torchrun."""
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    monkeypatch.setenv("OTHER", "7")
+    assert "LOCAL_RANK" not in script_environment()
+    assert script_environment()["OTHER"] == "7"
+
+
+def test_all_that_torchrun_sets_is_there() -> None:
+    """Held against the torch that is installed, so that a new one cannot add a variable unnoticed."""
+    parts = (LocalElasticAgent._start_workers, LocalElasticAgent._set_local_rank_env)
+    names = set(re.findall(r'"([A-Z][A-Z_]+)"', "".join(map(inspect.getsource, parts))))
+    names -= {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}  # of the launcher, and of --virtual-local-rank
+    job = job_environment(role="r", run_id="i", max_restarts=None, master_address="127.0.0.1", master_port=1)
+    assert "LOCAL_RANK" in names
+    assert names - job.keys() - worker_environment(CONFIG).keys() == set()
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "0"}], ids=str)

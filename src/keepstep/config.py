@@ -15,6 +15,7 @@ from keepstep.errors import ConfigurationError
 VARIABLE = "KEEPSTEP_WORKER"
 SECRET_VARIABLE = "KEEPSTEP_JOB_SECRET"
 TOKEN_VARIABLE = "KEEPSTEP_TOKEN"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,9 +25,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The worker's number in its job."""
     rank: int | None
     """None for a spare."""
-    local_rank: int
+    local_rank: int | None
+    """None for a spare."""
+    device: int
+    """Where this process's own device stands among those that it sees."""
     world_size: int
-    ranks_per_node: int
+    local_world_size: int
     position: int
     """torchrun's ``--node-rank``."""
     num_nodes: int
@@ -48,19 +52,61 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def worker_environment(config: WorkerConfig) -> dict[str, str]:
-    """The variables that carry ``config`` to the worker, with torchrun's own names beside them."""
+    """The variables that carry ``config`` to the worker, with torchrun's own names beside them.
+
+    What holds for the whole job (``MASTER_ADDR``, ``TORCHELASTIC_RUN_ID``, ...) is in `job_environment`.
+    """
     environment = {
         VARIABLE: msgspec.json.encode(config).decode(),
-        "LOCAL_RANK": str(config.local_rank),
         "WORLD_SIZE": str(config.world_size),
-        "LOCAL_WORLD_SIZE": str(config.ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(config.local_world_size),
         "GROUP_RANK": str(config.position),
         "GROUP_WORLD_SIZE": str(config.num_nodes),
         "ROLE_WORLD_SIZE": str(config.world_size),
     }
-    if config.rank is not None:
-        environment |= {"RANK": str(config.rank), "ROLE_RANK": str(config.rank)}
+    if config.rank is not None and config.local_rank is not None:
+        environment |= rank_environment(config.rank, config.local_rank, config.local_world_size)
     return environment
+
+
+def rank_environment(rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:
+    """torchrun's variables that belong to a rank. A spare has none of them: any value would be another process's."""
+    return {
+        "RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+    }
+
+
+def adopt_rank(rank: int, local_rank: int, local_world_size: int) -> None:
+    """This process, a spare until now, has the environment of its rank from now on."""
+    os.environ.update(rank_environment(rank, local_rank, local_world_size))
+
+
+def job_environment(
+    *, role: str, run_id: str, max_restarts: int | None, master_address: str, master_port: int
+) -> dict[str, str]:
+    """torchrun's variables that are the same in all processes of a job.
+
+    As `torch.distributed.elastic.agent.server.local_elastic_agent` of torch 2.13 sets them. No process is ever started
+    again under keepstep, so the restart count is 0; torchrun's default for the bound is 0 as well.
+    """
+    return {
+        "ROLE_NAME": role,
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts or 0),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def visible_devices() -> str | None:
+    """The devices that the environment leaves visible, as CUDA reads it; None: all of them."""
+    return os.environ.get(VISIBLE_DEVICES)
 
 
 def job_secret() -> str | None:
@@ -79,8 +125,9 @@ def ray_address() -> str | None:
 
 
 def script_environment() -> dict[str, str]:
-    """What workers inherit: everything but what would let them speak as an agent."""
-    return {name: value for name, value in os.environ.items() if name not in (SECRET_VARIABLE, TOKEN_VARIABLE)}
+    """What workers inherit: everything but what would let them speak as an agent, or take another's rank."""
+    kept_back = {SECRET_VARIABLE, TOKEN_VARIABLE, *rank_environment(0, 0, 1)}
+    return {name: value for name, value in os.environ.items() if name not in kept_back}
 
 
 def worker_config(environment: Mapping[str, str] | None = None) -> WorkerConfig | None:

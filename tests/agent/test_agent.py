@@ -26,7 +26,7 @@ from keepstep.transports.memory import MemoryChannel, channel_pair
 DEADLINE_S = 60.0
 """Ends a test that hangs; no measure of anything."""
 NODE = "node-a"
-START = msg.StartWorker(0, 0, 0, "the job starts")
+START = msg.StartWorker(0, 0, 0, 0, 1, "the job starts")
 AT_START = Tag(0, 0, Phase.STARTING)
 COMPANION = """
 import os, signal, sys

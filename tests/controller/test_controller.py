@@ -165,7 +165,7 @@ def test_a_journal_that_cannot_be_written_may_be_somebody_elses_by_now(
         PhasesObserved("node-b", 1, b""),
         PhasesObserved("node-a", 1, b"no records"),
         StoreRequested(0, 1, 1, "set", ("key",), b"value"),
-        StartWorker(0, 0, 0, "an agent gives no orders"),
+        StartWorker(0, 0, 0, 0, 1, "an agent gives no orders"),
     ],
 )
 def test_an_agent_speaks_for_its_own_node_only(tmp_path: Path, said: AnyMessage) -> None:

@@ -40,7 +40,8 @@ class Node:
         self.controller = Conversation(NODE, LIFE)
         assert self.heard() == [JOINED]
         for number in range(ranks + spares):
-            self.order(msg.StartWorker(number, number if number < ranks else None, number, "the job starts"))
+            rank = number if number < ranks else None
+            self.order(msg.StartWorker(number, rank, number, rank, 3, "the job starts"))
             self.agent.spawned(number, 4000 + number)
         self.heard()
 
@@ -88,7 +89,7 @@ def safe(*workers: int, step: int = 3) -> msg.SafePointReached:
 
 def test_a_worker_is_started_and_reported() -> None:
     node = Node()
-    assert node.order(msg.StartWorker(0, 0, 0, "the job starts")) == [Spawn(0, 0, 0)]
+    assert node.order(msg.StartWorker(0, 0, 0, 0, 3, "the job starts")) == [Spawn(0, 0, 0, 0, 3)]
     node.agent.spawned(0, 4000)
     assert node.heard() == [msg.WorkerStarted(0, 4000)]
 
@@ -97,7 +98,7 @@ def test_what_concerns_all_ranks_goes_to_those_that_hold_one() -> None:
     node = Node(ranks=2, spares=1)
     stop = msg.Stop(2, "rank 0 lost", None)
     assert node.order(stop) == [HandOver((0, 1), stop)]
-    assign, recover = msg.Assign(2, 2, 0, 3), msg.Recover(2, 3, ())
+    assign, recover = msg.Assign(2, 2, 0, 3, 0, 3), msg.Recover(2, 3, ())
     assert node.order(assign, recover) == [HandOver((2,), assign), HandOver((0, 1, 2), recover)]
 
 
@@ -108,7 +109,7 @@ def test_a_node_of_spares_hands_nothing_over() -> None:
 def test_an_order_for_a_worker_that_is_gone_is_dropped() -> None:
     node = Node(spares=1)
     node.exit(0)
-    assert node.order(msg.Assign(0, 2, 0, 3)) == []
+    assert node.order(msg.Assign(0, 2, 0, 3, 0, 3)) == []
 
 
 def test_the_job_ends() -> None:
@@ -138,7 +139,10 @@ def test_a_fence_of_what_is_gone_is_confirmed_at_once() -> None:
 
 def test_a_fence_that_comes_before_the_process_is_there_still_kills_it() -> None:
     node = Node()
-    assert node.order(msg.StartWorker(0, 0, 0, "start"), msg.FenceWorker(0, "no")) == [Spawn(0, 0, 0), Kill(0)]
+    assert node.order(msg.StartWorker(0, 0, 0, 0, 3, "start"), msg.FenceWorker(0, "no")) == [
+        Spawn(0, 0, 0, 0, 3),
+        Kill(0),
+    ]
     node.agent.spawned(0, 4000)
     assert node.agent.take() == [Kill(0)]
 
@@ -351,7 +355,7 @@ def test_an_idle_node_that_was_given_up_offers_itself_at_once() -> None:
 
 def test_a_process_that_comes_up_after_its_node_was_given_up_is_killed() -> None:
     node = Node()
-    node.order(msg.StartWorker(0, 0, 0, "the job starts"))
+    node.order(msg.StartWorker(0, 0, 0, 0, 3, "the job starts"))
     node.agent.receive(EVICTED, node.now_s)
     node.agent.take()
     node.agent.spawned(0, 4000)
@@ -365,7 +369,7 @@ def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -
     node.said(0, safe(0))
     node.agent.receive(EVICTED, node.now_s)
     node.agent.take()
-    assert node.order(msg.StartWorker(7, 0, 0, "start")) == []
+    assert node.order(msg.StartWorker(7, 0, 0, 0, 3, "start")) == []
     assert node.said(1, safe(1)) == []
     assert node.wait(1000.0) == []
     assert node.agent.next_deadline() > node.now_s  # it does not wait for answers that nobody is to hear

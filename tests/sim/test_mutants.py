@@ -272,6 +272,19 @@ def a_spare_is_given_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "give_rank", give_rank)
 
 
+def every_replacement_is_the_first_of_its_node(patch: pytest.MonkeyPatch) -> None:
+    right = Orders.assign
+
+    def assign(self: Orders, worker: Worker, generation: int, reason: str) -> None:
+        right(self, worker, generation, reason)
+        effect = self._effects.pop()
+        if generation > 1:
+            effect = dataclasses.replace(effect, order=msgspec.structs.replace(effect.order, local_rank=0))
+        self._effects.append(effect)
+
+    patch.setattr(Orders, "assign", assign)
+
+
 def eviction_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AgentMachine, "_begin_new_life", lambda self, now_s: None)
 
@@ -378,6 +391,7 @@ MUTANTS: dict[Plant, Check] = {
     a_fence_is_not_awaited: Check.TWO_HOLDERS,
     an_agent_says_that_it_has_fenced_and_has_not: Check.TWO_HOLDERS,
     a_spare_is_given_twice: Check.RAISED,
+    every_replacement_is_the_first_of_its_node: Check.LOCAL_RANKS,
     eviction_is_ignored: Check.ENDED,
     a_lost_node_keeps_its_spares: Check.RAISED,
     a_nested_failure_keeps_the_generation: Check.HEALTHY_FENCED,

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 from keepstep import lifeline, tagpage
+from keepstep.agent.environment import environment_of
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerClient
-from keepstep.config import WorkerConfig, worker_environment
 from keepstep.errors import ProtocolError, RemoteProtocolError
 from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
 from keepstep.protocol.liveness import Observation
@@ -41,9 +41,6 @@ from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.transports.lines import Connected, ControllerLine
 from keepstep.transports.spawning import (
-    LIFELINE_FD,
-    LINK_FD,
-    PAGE_FD,
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
@@ -65,7 +62,6 @@ class AgentWorker:
 
     worker: int
     rank: int | None
-    local_rank: int
     page: tagpage.TagReader
     output: WorkerOutput
     lifeline: lifeline.Lifeline
@@ -226,28 +222,11 @@ class Agent:
         ours, theirs = socket.socketpair()
         page = tagpage.create(f"worker-{effect.worker}")
         line = lifeline.create(f"lifeline-{effect.worker}")
-        output = WorkerOutput(settings.output, effect.worker, effect.device, lambda: self._label(effect.worker))
-        config = WorkerConfig(
-            worker=effect.worker,
-            rank=effect.rank,
-            local_rank=effect.device,
-            world_size=settings.place.world_size,
-            ranks_per_node=settings.place.ranks_per_node,
-            position=settings.place.position,
-            num_nodes=settings.place.num_nodes,
-            address=settings.place.address,
-            run_dir=str(settings.run_dir),
-            link_fd=LINK_FD,
-            page_fd=PAGE_FD,
-            lifeline_fd=LIFELINE_FD,
-            digest=settings.digest,
-            observer=settings.observer,
-            checkpoint_root=settings.checkpoint_root,
-        )
+        number = effect.device if effect.local_rank is None else effect.local_rank
+        output = WorkerOutput(settings.output, effect.worker, number, lambda: self._label(effect.worker))
         self.workers[effect.worker] = AgentWorker(
             effect.worker,
             effect.rank,
-            effect.device,
             tagpage.TagReader(page),
             output,
             lifeline.Lifeline(line),
@@ -258,7 +237,7 @@ class Agent:
             settings.command,
             settings.module,
             settings.raw,
-            worker_environment(config),
+            environment_of(effect, settings),
             bool(output.redirects[0]),
             bool(output.redirects[1]),
         )

@@ -64,6 +64,8 @@ class AgentSettings:
     place: Place
     run_dir: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    """The node's devices as CUDA_VISIBLE_DEVICES names them; empty: it has none."""
     liveness: LivenessSettings = dataclasses.field(default_factory=LivenessSettings)
     output: OutputSettings = dataclasses.field(default_factory=OutputSettings)
     digest: bool = False

@@ -13,18 +13,23 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
+from keepstep.agent.devices import names_of
 from keepstep.agent.settings import AgentSettings, OutputSettings, Place
-from keepstep.config import script_environment
+from keepstep.config import job_environment, script_environment, visible_devices
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags
+from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags, split
 from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
 from keepstep.protocol.liveness import LivenessSettings
 
 DEADLINES = LivenessSettings()
+LOOPBACK = "127.0.0.1"
+MASTER_PORT = 29500
+"""torchrun's, where none is named."""
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -135,6 +140,7 @@ def agent_settings(arguments: argparse.Namespace, place: Place, run_dir: Path | 
         place=place,
         run_dir=run_dir,
         environment=environment,
+        devices=names_of(visible_devices(), torch.cuda.device_count()),
         liveness=LivenessSettings(
             floor_s=arguments.hang_floor, factor=arguments.hang_factor, between_steps_s=arguments.between_steps
         ),
@@ -186,13 +192,36 @@ def _environment(arguments: argparse.Namespace, place: Place) -> dict[str, str]:
     environment = script_environment()
     if place.ranks_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for the same reason
-    environment["MASTER_ADDR"] = arguments.master_addr
-    if arguments.master_port is not None:
-        if place.num_nodes == 1:
-            _check_port(arguments.master_port)
-        environment["MASTER_PORT"] = str(arguments.master_port)
-    environment["TORCHELASTIC_RUN_ID"] = arguments.rdzv_id
-    return environment
+    address, port = _master(arguments, place)
+    return environment | job_environment(
+        role=arguments.role,
+        run_id=arguments.rdzv_id,
+        max_restarts=arguments.max_restarts,
+        master_address=address,
+        master_port=port,
+    )
+
+
+def _master(arguments: argparse.Namespace, place: Place) -> tuple[str, int]:
+    """Where a script that calls ``init_process_group`` itself has its ranks meet; keepstep opens no port there.
+
+    On several nodes all must be told the same, so a port cannot be looked for: it is torchrun's, unless named. The host
+    of the rendezvous is that of the first ranks, unless ``--node-rank`` says otherwise.
+    """
+    port = arguments.master_port
+    if place.num_nodes > 1:
+        meeting = split(arguments.rdzv_endpoint)[0] if arguments.rdzv_endpoint else ""
+        is_named = arguments.master_addr != LOOPBACK or not meeting
+        return (arguments.master_addr if is_named else meeting), port or MASTER_PORT
+    if port is not None:
+        _check_port(port)
+    return arguments.master_addr, port or _free_port()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def _check_port(port: int) -> None:

@@ -35,6 +35,8 @@ class Spawn:
     worker: int
     rank: int | None
     device: int
+    local_rank: int | None
+    local_world_size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,7 +186,8 @@ class AgentMachine:
             case msg.StartWorker():
                 self._processes[order.worker] = _Process(order.rank)
                 self.liveness.watch(order.worker, order.rank, now_s)
-                self._effects.append(Spawn(order.worker, order.rank, order.device))
+                local = (order.local_rank, order.local_world_size)
+                self._effects.append(Spawn(order.worker, order.rank, order.device, *local))
             case msg.FenceWorker():
                 self._fence(order.worker)
             case msg.EndJob():

@@ -273,11 +273,16 @@ class ClockAsked(Message, frozen=True):
 
 
 class StartWorker(Message, frozen=True):
-    """Start a process on one of the node's devices, counted from 0; ``rank`` is None for a spare."""
+    """Start a process on one of the node's devices, counted from 0; ``rank`` and ``local_rank`` are None for a spare.
+
+    ``local_rank`` and ``local_world_size`` are torchrun's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+    """
 
     worker: int
     rank: int | None
     device: int
+    local_rank: int | None
+    local_world_size: int
     reason: str
 
 
@@ -289,12 +294,14 @@ class FenceWorker(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """This worker holds ``rank`` in this generation."""
+    """This worker holds ``rank`` in this generation, and ``local_rank`` among the ranks of its node."""
 
     worker: int
     generation: int
     rank: int
     world_size: int
+    local_rank: int
+    local_world_size: int
 
 
 class Stop(Message, frozen=True):

@@ -129,7 +129,8 @@ class WorkerMachine:
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted, until it is connected again."""
         self._pid = pid
-        self._assignment: msg.Assign | None = None
+        self.assignment: msg.Assign | None = None
+        """The rank that this worker was given last, with its number on its node."""
         self._stop_generation = 0
         self._failed_generation = -1
         self._settling: int | None = None
@@ -155,7 +156,7 @@ class WorkerMachine:
         """Takes one order; says what cannot wait for the training thread."""
         match order:
             case msg.Assign():
-                self._assignment, self.rank = order, order.rank
+                self.assignment, self.rank = order, order.rank
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)
             case msg.Recover() if order.generation >= self._stop_generation:
@@ -196,7 +197,7 @@ class WorkerMachine:
     @property
     def target_generation(self) -> int:
         """The generation that this rank is in, or on its way to."""
-        assigned = self._assignment.generation if self._assignment is not None else 0
+        assigned = self.assignment.generation if self.assignment is not None else 0
         return max(assigned, self._stop_generation, self.generation)
 
     @property
@@ -282,7 +283,7 @@ class WorkerMachine:
     def _joining(self) -> Move:
         if self.rank is None:
             return self._go_on(Doing.BUILDING, Build())
-        assigned = self._assignment.generation if self._assignment is not None else 0
+        assigned = self.assignment.generation if self.assignment is not None else 0
         if self._stop_generation > assigned:
             self.tainted = True  # the start-up goes on in echo and ends at the first step
             return self._go_on(Doing.BUILDING, Build())

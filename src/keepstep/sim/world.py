@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from keepstep.protocol.agent import Spawn
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import EndJob
 from keepstep.sim.cluster.collectives import Collectives, Rendezvous
@@ -120,10 +121,10 @@ class World:
 
     # ---- what parts tell --------------------------------------------------------------------------------------------
 
-    def add_process(self, node: SimulatedNode, number: int, rank: int | None) -> SimulatedWorker:
+    def add_process(self, node: SimulatedNode, wanted: Spawn) -> SimulatedWorker:
         """A process has been started."""
         process = len(self.workers) + 1
-        worker = SimulatedWorker(self, node, number, process, rank)
+        worker = SimulatedWorker(self, node, process, wanted)
         self.workers[process] = self._parts[f"worker {process}"] = worker
         return worker
 

@@ -42,7 +42,7 @@ class LinkToNobody(Link):
             case CollectiveFailed():
                 raise NothingToRecoverFrom(report.error)
             case WorkerJoined():
-                self._give(Assign(0, 1, 0, 1))
+                self._give(Assign(0, 1, 0, 1, 0, 1))
             case WorkerReady():
                 self._give(Recover(1, max((*report.reach, *report.snapshots)), ()))
                 self._give(Resume(1))

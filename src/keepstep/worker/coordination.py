@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
+from keepstep.config import adopt_rank
 from keepstep.errors import InternalError, PeerLost
 from keepstep.protocol import worker as moves
 from keepstep.protocol.messages import Rescue, StateRescued, Stop, WorkerOrder, WorkerReady, text
@@ -62,6 +63,8 @@ class Coordination:
         """Set, by any thread, after the communicators were broken; ends what waits for other ranks besides them."""
         self.break_off: Callable[[], None] = lambda: None
         """Told by any thread that a rank was lost, with the communicators: what else waits for other ranks ends."""
+        self._was_spare = rank is None
+        """Whether the environment tells of no rank yet."""
         self._warned: set[str] = set()
         self._news = threading.Condition()
         """Guards the machine, and is notified of whatever the training thread may be waiting for."""
@@ -150,8 +153,15 @@ class Coordination:
             with self._news:
                 self._news.wait_for(lambda: machine.rank is not None)
             self.page.set_waiting(False)
+            self._adopt_rank()
         assert machine.rank is not None
         return machine.rank
+
+    def _adopt_rank(self) -> None:
+        """The environment follows the rank. By the training thread: no other one may change it under its hands."""
+        if self._was_spare and (mine := self.machine.assignment) is not None:
+            self._was_spare = False
+            adopt_rank(mine.rank, mine.local_rank, mine.local_world_size)
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
         """Blocks until a failure is known, or for ``timeout_s``; nobody takes it for a hang."""
@@ -250,6 +260,7 @@ class Coordination:
         """Connects all groups in ``generation``, together with the other ranks."""
         assert self.groups is not None
         assert self.machine.rank is not None
+        self._adopt_rank()
         self.groups.drain()
         self.observe("reset")
         self.page.set_waiting(True)

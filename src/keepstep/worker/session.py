@@ -128,8 +128,22 @@ class Session:
 
     @property
     def local_rank(self) -> int:
-        """Number of this process among those of its node, spares included: the index of its device."""
-        return self._settings.local_rank if self._settings is not None else 0
+        """Number of this rank among those of its node, torchrun's ``LOCAL_RANK``. Blocks on a spare as `rank` does."""
+        self._coordination.await_rank()
+        assignment = self._coordination.machine.assignment
+        if assignment is not None:
+            return assignment.local_rank
+        assert self._settings is not None
+        assert self._settings.local_rank is not None
+        return self._settings.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """This process's own device, on a spare too: the one that its node has given to it, or the CPU."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        own = 0 if self._settings is None else self._settings.device
+        return torch.device("cuda", own % torch.cuda.device_count())
 
     @property
     def generation(self) -> int:

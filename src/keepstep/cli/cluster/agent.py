@@ -14,12 +14,10 @@ from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, endpoint_of, owns,
 from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.cluster.node import NodeOptions, run_node
 from keepstep.launcher.cluster.trust import credentials_of, secret_of
-from keepstep.launcher.flags import agent_settings, make_parser, parse_flags, ranks_per_node
+from keepstep.launcher.flags import LOOPBACK, MASTER_PORT, agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
 from keepstep.parent import end_with_parent
 from keepstep.trust.tokens import Secret
-
-LOOPBACK = "127.0.0.1"
 
 
 def main(arguments: list[str]) -> int:
@@ -44,7 +42,7 @@ def run_one_of_several(arguments: argparse.Namespace) -> int:
     if arguments.rdzv_endpoint:
         endpoint = endpoint_of("--rdzv-endpoint", arguments.rdzv_endpoint)
     elif arguments.master_addr != LOOPBACK:  # torchrun's default, which no other node can reach
-        endpoint = endpoint_of("--master-addr", f"{arguments.master_addr}:{arguments.master_port or 29500}")
+        endpoint = endpoint_of("--master-addr", f"{arguments.master_addr}:{arguments.master_port or MASTER_PORT}")
     else:
         raise ConfigurationError(f"--nnodes {arguments.nnodes}: name where they meet with --rdzv-endpoint HOST:PORT")
     return serve_node(arguments, (endpoint,), may_host=True)

@@ -31,6 +31,7 @@ def check(machine: RecoveryMachine) -> None:
     outside = ranks - set(range(roster.world_size))
     _hold(not outside, machine, f"a rank outside the world of {roster.world_size}: {sorted(outside)}")
     _hold(roster.holder_numbers() == holders.keys(), machine, "the list of rank holders is not that of the workers")
+    _check_local_ranks(machine)
     spares = {each.worker for each in workers if each.rank is None and not each.lost and not each.done}
     _hold(spares == {worker.worker for worker in roster.spares()}, machine, "the list of spares is wrong")
     there = set().union(*(node.workers for node in roster.nodes.values()))
@@ -54,6 +55,17 @@ def check(machine: RecoveryMachine) -> None:
         what = f"training went back from step {highest} to {record.resume_step}, and not to a checkpoint"
         _hold(rewound or record.resume_step >= highest, machine, what)
         highest, rewound = record.resume_step, False
+
+
+def _check_local_ranks(machine: RecoveryMachine) -> None:
+    """Scripts have lists of ``LOCAL_WORLD_SIZE`` entries, and the first rank of a node saves for all of it."""
+    taken: set[tuple[str, int]] = set()
+    for worker in machine.roster.holders():
+        local_rank = worker.local_rank
+        is_right = local_rank is not None and 0 <= local_rank < worker.local_world_size
+        what = f"rank {worker.rank} has local rank {local_rank} of {worker.local_world_size} on {worker.node}"
+        _hold(is_right and (worker.node, local_rank) not in taken, machine, what)
+        taken.add((worker.node, local_rank or 0))
 
 
 def _hold(condition: bool, machine: RecoveryMachine, what: str) -> None:

@@ -46,7 +46,7 @@ class RecoveryMachine(Course):
         self._checkpointing = False
         self._record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
         """What happens in this generation. That of the first is in no list: nothing is recovered from there."""
-        self._orders = Orders()
+        self._orders = Orders(settings.world_size)
         self._processes = Processes(settings, self.roster, self._orders)
         self._gathering = Gathering(settings, self, self._processes)
         self._ending = ending.Ending(self, self.roster, self._orders, settings.end_deadline_s)
@@ -209,12 +209,7 @@ class RecoveryMachine(Course):
 
     def _joined(self, worker: Worker) -> None:
         if worker.rank is not None and not worker.lost and self.stage is Stage.STARTING:
-            self._assign(worker, f"rank {worker.rank} was started as such")
-
-    def _assign(self, worker: Worker, reason: str) -> None:
-        assert worker.rank is not None
-        order = msg.Assign(worker.worker, self.generation, worker.rank, self.settings.world_size)
-        self._orders.send(worker.node, order, reason)
+            self._orders.assign(worker, self.generation, f"rank {worker.rank} was started as such")
 
     def _ready(self, worker: Worker, message: msg.WorkerReady, now_s: float) -> None:
         worker.ready = message
@@ -385,10 +380,10 @@ class RecoveryMachine(Course):
         if replacements is None:
             self._wait_for_processes(now_s)
             return False
+        self.roster.give_ranks(replacements)
         for rank, worker in replacements.items():
-            self.roster.give_rank(worker, rank)
             self._record.replacements[rank] = worker.worker
-            self._assign(worker, f"spare {worker.worker} takes rank {rank}")
+            self._orders.assign(worker, self.generation, f"spare {worker.worker} takes rank {rank}")
         return True
 
     def _wait_for_processes(self, now_s: float) -> None:

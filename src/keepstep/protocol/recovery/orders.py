@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from keepstep.protocol.messages import AgentOrder, FenceWorker, StartWorker
+from keepstep.protocol.messages import AgentOrder, Assign, FenceWorker, StartWorker
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.stages import Effect
 
@@ -13,6 +13,7 @@ from keepstep.protocol.recovery.stages import Effect
 class Orders:
     """Addresses each order, and gives it its reason."""
 
+    world_size: int
     _effects: list[Effect] = dataclasses.field(default_factory=list)
 
     def take(self) -> list[Effect]:
@@ -26,7 +27,15 @@ class Orders:
 
     def start(self, worker: Worker, reason: str) -> None:
         """Has the process of a new worker started."""
-        self.send(worker.node, StartWorker(worker.worker, worker.rank, worker.device, reason), reason)
+        local = (worker.local_rank, worker.local_world_size)
+        self.send(worker.node, StartWorker(worker.worker, worker.rank, worker.device, *local, reason), reason)
+
+    def assign(self, worker: Worker, generation: int, reason: str) -> None:
+        """Tells a worker which rank it holds."""
+        assert worker.rank is not None
+        assert worker.local_rank is not None
+        local = (worker.local_rank, worker.local_world_size)
+        self.send(worker.node, Assign(worker.worker, generation, worker.rank, self.world_size, *local), reason)
 
     def fence(self, worker: Worker, reason: str) -> None:
         """Has the worker's process killed."""

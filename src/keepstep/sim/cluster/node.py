@@ -120,7 +120,7 @@ class SimulatedNode:
         for effect in self._machine.take():
             match effect:
                 case Spawn():
-                    event = Event(self.name, "spawn", (self._machine.life, effect.worker, effect.rank))
+                    event = Event(self.name, "spawn", (self._machine.life, effect))
                     self.world.schedule.after(self._drawn("spawn_s"), event)
                 case Kill():
                     self._kill(effect.worker)
@@ -146,11 +146,12 @@ class SimulatedNode:
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
-    def spawn(self, life: int, number: int, rank: int | None) -> None:
+    def spawn(self, life: int, wanted: Spawn) -> None:
         """The process of a worker exists."""
         if not self.is_up or life != self._machine.life:
             return
-        worker = self.world.add_process(self, number, rank)
+        number = wanted.worker
+        worker = self.world.add_process(self, wanted)
         self.workers[number] = worker
         self._machine.spawned(number, worker.process)
         self._proceed()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
+from keepstep.protocol.agent import Spawn
 from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase, StepEvent
@@ -49,12 +50,14 @@ History = tuple[int, ...]
 class SimulatedWorker:
     """A process: alive until it exits, is killed, or its node is lost."""
 
-    def __init__(self, world: World, node: SimulatedNode, number: int, process: int, rank: int | None) -> None:
+    def __init__(self, world: World, node: SimulatedNode, process: int, wanted: Spawn) -> None:
         self.world = world
         self.node = node
-        self.number = number
+        self.number = wanted.worker
         self.process = process
-        self.machine = WorkerMachine(number, process, rank)
+        self.machine = WorkerMachine(wanted.worker, process, wanted.rank)
+        self.local_rank = wanted.local_rank
+        self.local_world_size = wanted.local_world_size
         self.spawned_s = world.schedule.now_s
         self.parameters: History = ()
         self.shard: str | None = None
@@ -108,6 +111,8 @@ class SimulatedWorker:
         """An order of the controller comes out of its socket."""
         if not self._can_move("order", order):
             return
+        if isinstance(order, msg.Assign):
+            self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
         if self.is_idle:
             self.is_idle = False

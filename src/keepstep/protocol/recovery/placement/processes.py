@@ -49,10 +49,15 @@ class Processes:
         nodes = self._roster.nodes.values()
         order = sorted(nodes, key=lambda each: (self._roster.is_held(each.name), each.position))  # a stable sort
         places = [node for node in order for _ in range(self._share(node))]
+        started: list[Worker] = []
+        self._roster.forget_local_ranks()
         for rank in range(self._settings.world_size):
             node = places[rank] if rank < len(places) else self._roster.least_crowded()
             assert node is not None, "ranks are started where they all have room"
-            self._start(node.name, rank, reason)
+            started.append(self._roster.add(node.name, rank))
+        for worker in started:
+            worker.local_world_size = self._roster.local_world_size(worker.node)
+            self._orders.start(worker, reason)
 
     def top_up_spares(self, reason: str) -> None:
         """Brings the number of spares back to what was asked for: of sound ones where they can be had.
@@ -66,7 +71,7 @@ class Processes:
                 return
             if self._roster.doubt(node.name) and len(self._roster.spares()) >= wanted:
                 return
-            self._start(node.name, None, reason)
+            self._start_spare(node.name, reason)
 
     def start_fresh(self, missing_ranks: list[int]) -> bool:
         """Starts what the spares that are there, warm or still starting, do not cover.
@@ -79,7 +84,7 @@ class Processes:
                 return False
             node = self._roster.roomiest(near=self._roster.node_of(rank)) or self._roster.least_crowded()
             if node is not None:
-                self._start(node.name, None, "no spare is left: a fresh process takes the rank")
+                self._start_spare(node.name, "no spare is left: a fresh process takes the rank")
         return True
 
     def make_room(self) -> None:
@@ -96,7 +101,5 @@ class Processes:
         """A fresh process stands at its first step."""
         self._failures = 0
 
-    def _start(self, node: str, rank: int | None, reason: str) -> Worker:
-        worker = self._roster.add(node, rank)
-        self._orders.start(worker, reason)
-        return worker
+    def _start_spare(self, node: str, reason: str) -> None:
+        self._orders.start(self._roster.add(node, None), reason)

@@ -6,11 +6,11 @@ What is asked at every report is kept up to date instead of counted anew: a job 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from keepstep.protocol.messages import NodeJoined, SafePointReached, WorkerReady
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
-from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
+from keepstep.protocol.recovery.placement.topology import Placement, choose_local_rank, choose_spare
 from keepstep.protocol.recovery.stages import RecoverySettings
 
 
@@ -22,6 +22,10 @@ class Worker:
     node: str
     device: int
     rank: int | None
+    local_world_size: int
+    """How many ranks its node holds, its ``LOCAL_WORLD_SIZE``."""
+    local_rank: int | None = None
+    """Its number among the ranks of its node; None for a spare."""
     pid: int | None = None
     ready: WorkerReady | None = None
     """Its last word that it stands at its first step; None while it starts up."""
@@ -78,6 +82,7 @@ class Roster:
         self.world_size = settings.world_size
         self._quarantine = quarantine
         self._most_per_node = settings.most_per_node
+        self._ranks_per_node = settings.ranks_per_node or 0
         first = settings.world_size + settings.num_spares
         self.max_starts = None if settings.max_restarts is None else first + settings.max_restarts
         """How many processes may be started in all, None for no bound."""
@@ -93,6 +98,8 @@ class Roster:
         self._crowded: dict[int, Worker] = {}
         self._last_place: dict[int, Placement] = {}
         """rank -> where its process is, or was: the node itself may be given up by now."""
+        self._last_local_rank: dict[int, int] = {}
+        """rank -> the local rank that its process has there, or had."""
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
@@ -148,7 +155,7 @@ class Roster:
         """Enters a worker that is about to be started."""
         free, beyond = self.nodes[node].devices()
         device = min(free or beyond, key=lambda each: (self._quarantine.doubt(node, each), each))
-        worker = Worker(self.num_started, node, device, rank)
+        worker = Worker(self.num_started, node, device, rank, self._ranks_per_node)
         self.workers[worker.worker] = worker
         self.num_started += 1
         self.nodes[node].workers[worker.worker] = device
@@ -159,13 +166,40 @@ class Roster:
             self._hold(worker, rank)
         return worker
 
+    def forget_local_ranks(self) -> None:
+        """All ranks start anew: they are numbered as at the first start."""
+        self._last_local_rank.clear()
+
+    def give_ranks(self, replacements: Mapping[int, Worker]) -> None:
+        """Spares hold ranks from now on. Those that stay on their node come first: their local ranks wait for them."""
+        for rank in sorted(replacements, key=lambda rank: self._moves(rank, replacements[rank])):
+            self.give_rank(replacements[rank], rank)
+
     def give_rank(self, worker: Worker, rank: int) -> None:
         """A spare holds a rank from now on."""
         worker.rank = rank
         del self._spares[worker.worker]
         self._hold(worker, rank)
 
+    def _moves(self, rank: int, worker: Worker) -> bool:
+        """Whether the rank would come to another node with that worker than it was on."""
+        return rank not in self._last_place or self._last_place[rank].node != worker.node
+
+    def local_world_size(self, node: str) -> int:
+        """How many ranks belong on the node, or how many it holds where those are more."""
+        return max(self._ranks_per_node, 1 + max(self._local_ranks(node), default=-1))
+
+    def _local_ranks(self, node: str) -> set[int]:
+        """The local ranks that are taken on a node."""
+        there = (self.workers[number] for number in self.nodes[node].workers)
+        holders = (worker for worker in there if worker.rank is not None and not worker.lost and not worker.done)
+        return {worker.local_rank for worker in holders if worker.local_rank is not None}
+
     def _hold(self, worker: Worker, rank: int) -> None:
+        before = None if self._moves(rank, worker) else self._last_local_rank.get(rank)
+        worker.local_rank = choose_local_rank(before, self._local_ranks(worker.node), self._ranks_per_node)
+        worker.local_world_size = max(self.local_world_size(worker.node), worker.local_rank + 1)
+        self._last_local_rank[rank] = worker.local_rank
         self._holders[rank] = worker
         self._last_place[rank] = self._place(worker)
         if worker.device >= self.nodes[worker.node].slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,3 +43,20 @@ def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault
         return place.doubt, (near if node_at_fault else -near), worker
 
     return min(spares, key=order, default=None)
+
+
+def choose_local_rank(before: int | None, taken: Collection[int], ranks_per_node: int) -> int:
+    """The local rank of a rank that comes to a node, or comes back to it.
+
+    Scripts have lists of ``LOCAL_WORLD_SIZE`` entries, and one rank of each node downloads and saves. So a replacement
+    on the same node takes the number of the rank that was lost, and every other rank the smallest that is free. Only
+    a node that holds more ranks than belong on it, because others were lost, has numbers beyond ``ranks_per_node``.
+
+    Args:
+        before: what the rank had on this node; None where it was on none or on another one.
+        taken: the local ranks of the node's other ranks.
+        ranks_per_node: how many ranks belong on a node; 0: as many as there is room for.
+    """
+    if before is not None and before not in taken and before < max(ranks_per_node, len(taken) + 1):
+        return before
+    return next(number for number in range(len(taken) + 1) if number not in taken)

@@ -1,0 +1,37 @@
+"""The environment of one worker."""
+
+from __future__ import annotations
+
+from keepstep.agent.devices import order_for
+from keepstep.agent.settings import AgentSettings
+from keepstep.config import VISIBLE_DEVICES, WorkerConfig, worker_environment
+from keepstep.protocol.agent import Spawn
+from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD
+
+
+def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
+    """What the worker's environment holds beside that of its node: its own settings, torchrun's names, its devices."""
+    num = len(settings.devices)
+    seen_at = worker.device if worker.local_rank is None else worker.local_rank
+    config = WorkerConfig(
+        worker=worker.worker,
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        device=seen_at % num if num else 0,
+        world_size=settings.place.world_size,
+        local_world_size=worker.local_world_size,
+        position=settings.place.position,
+        num_nodes=settings.place.num_nodes,
+        address=settings.place.address,
+        run_dir=str(settings.run_dir),
+        link_fd=LINK_FD,
+        page_fd=PAGE_FD,
+        lifeline_fd=LIFELINE_FD,
+        digest=settings.digest,
+        observer=settings.observer,
+        checkpoint_root=settings.checkpoint_root,
+    )
+    environment = worker_environment(config)
+    if worker.local_rank is not None and num and worker.device % num != worker.local_rank % num:
+        environment[VISIBLE_DEVICES] = ",".join(order_for(settings.devices, worker.device, worker.local_rank))
+    return environment

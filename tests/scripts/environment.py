@@ -1,0 +1,31 @@
+"""What torchrun's variables say at the end of a job in which a rank was lost; a line of JSON from each rank."""
+
+import json
+import os
+import signal
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import keepstep
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "GROUP_RANK", "MASTER_ADDR")
+num_lost = int(sys.argv[1])
+
+session = keepstep.init()
+at_start = os.environ.get("LOCAL_RANK")
+model = DistributedDataParallel(torch.nn.Linear(4, 1).to(session.device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.protect(model=model, optimizer=optimizer)
+for step in session.steps(8):
+    with step:
+        if session.generation == 1 and session.rank == num_lost and step.index == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+found = {name: os.environ[name] for name in NAMES}
+found |= {"session": [session.rank, session.local_rank, str(session.device)], "at_start": at_start}
+found |= {"has_port": 0 < int(os.environ["MASTER_PORT"]) < 65536}
+print(json.dumps(found), flush=True)
