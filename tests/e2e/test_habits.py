@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tests.support.jobs import SCRIPTS, run
@@ -14,8 +15,8 @@ def lines_of(out: str) -> dict[int, dict[str, Any]]:
     return {int(line["RANK"]): line for line in found}
 
 
-def test_a_replacement_has_the_environment_of_the_lost_rank() -> None:
-    code, out, err = run("run", "--nproc-per-node", 3, SCRIPTS / "environment.py", 1)
+def test_a_replacement_has_the_environment_of_the_lost_rank_and_begins_nothing_again(tmp_path: Path) -> None:
+    code, out, err = run("run", "--nproc-per-node", 3, SCRIPTS / "environment.py", 1, cwd=tmp_path)
     assert code == 0, err
     found = lines_of(out)
     for rank in range(3):
@@ -24,4 +25,9 @@ def test_a_replacement_has_the_environment_of_the_lost_rank() -> None:
         assert {name: found[rank][name] for name in expected} == {name: str(each) for name, each in expected.items()}
         assert found[rank]["session"] == [rank, rank, "cpu"]
         assert found[rank]["has_port"]
+        assert found[rank]["is_main_at_start"] == (rank == 0)
         assert found[rank]["at_start"] == (None if rank == 1 else str(rank))  # a spare has nobody's number
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert log[0] == "begun"
+    assert set(log[1:]) == {f"step {step}" for step in range(8)}
+    assert (tmp_path / "data.txt").read_text() == "fetched\n"

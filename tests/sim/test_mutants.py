@@ -18,6 +18,7 @@ from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine
+from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
@@ -100,6 +101,31 @@ def a_recover_is_carried_out_once_more(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(WorkerMachine, "_standing", standing)
     patch.setattr(WorkerMachine, "_stand", stand)
+
+
+# ---- Once in a job's life -------------------------------------------------------------------------------------------
+
+
+def a_claim_ends_with_its_process(patch: pytest.MonkeyPatch) -> None:
+    right = Claims.follow
+
+    def follow(self: Claims) -> None:
+        right(self)
+        for name, claim in list(self._claims.items()):
+            if claim.is_done and claim.holder is not None and self._roster.workers[claim.holder].gone:
+                del self._claims[name]
+
+    patch.setattr(Claims, "follow", follow)
+
+
+def what_one_holds_another_may_begin(patch: pytest.MonkeyPatch) -> None:
+    right = Claims._give_on
+
+    def give_on(self: Claims, name: str) -> None:
+        self._claims[name].holder = None
+        right(self, name)
+
+    patch.setattr(Claims, "_give_on", give_on)
 
 
 # ---- The resume rule ------------------------------------------------------------------------------------------------
@@ -391,6 +417,8 @@ MUTANTS: dict[Plant, Check] = {
     a_fence_is_not_awaited: Check.TWO_HOLDERS,
     an_agent_says_that_it_has_fenced_and_has_not: Check.TWO_HOLDERS,
     a_spare_is_given_twice: Check.RAISED,
+    a_claim_ends_with_its_process: Check.ONCE,
+    what_one_holds_another_may_begin: Check.ONCE,
     every_replacement_is_the_first_of_its_node: Check.LOCAL_RANKS,
     eviction_is_ignored: Check.ENDED,
     a_lost_node_keeps_its_spares: Check.RAISED,

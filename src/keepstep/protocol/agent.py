@@ -198,7 +198,7 @@ class AgentMachine:
                     self._processes[order.worker].rank = order.rank
                     self.liveness.watch(order.worker, order.rank, now_s)
                     self._effects.append(HandOver((order.worker,), order))
-            case msg.StoreAnswered():
+            case msg.StoreAnswered() | msg.OnceAnswered():
                 self._effects.append(HandOver((order.worker,), order))
             case msg.Stop() | msg.Recover() | msg.Resume() | msg.Complete() | msg.Abandon() | msg.Rescue():
                 self._for_holders(order, now_s)

@@ -163,6 +163,15 @@ class StoreRequested(Message, frozen=True):
     value: bytes
 
 
+class OnceRequested(Message, frozen=True):
+    """What is to happen once in the job's life. ``operation``: claim; hold, and then done or give_up."""
+
+    worker: int
+    request: int
+    operation: str
+    name: str
+
+
 # ---- agent -> controller: reports ---------------------------------------------------------------------------------
 
 
@@ -367,6 +376,14 @@ class StoreAnswered(Message, frozen=True):
     values: tuple[bytes, ...] | None
 
 
+class OnceAnswered(Message, frozen=True):
+    """The answer to a claim or a hold: whether it is this worker that does it."""
+
+    worker: int
+    request: int
+    is_mine: bool
+
+
 class ClockTold(Message, frozen=True):
     """The answer to `ClockAsked`: the controller's monotonic time, ``told_ns``.
 
@@ -397,11 +414,12 @@ WorkerReport: TypeAlias = (
     | WorkerFailed
     | StateRescued
     | StoreRequested
+    | OnceRequested
 )
 AgentReport: TypeAlias = (
     NodeJoined | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced | JobStalled | StepObserved
 )
-WorkerOrder: TypeAlias = Assign | Stop | Recover | Resume | Complete | Abandon | Rescue | StoreAnswered
+WorkerOrder: TypeAlias = Assign | Stop | Recover | Resume | Complete | Abandon | Rescue | StoreAnswered | OnceAnswered
 AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
 
 Report: TypeAlias = WorkerReport | AgentReport

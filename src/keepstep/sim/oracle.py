@@ -44,6 +44,7 @@ class Check(enum.StrEnum):
     STUCK = "neither progresses nor ends"
     ENDED = "ended without need"
     LOCAL_RANKS = "local ranks doubled or out of range"
+    ONCE = "done twice, or by two at a time"
     RAISED = "a machine raised"
 
 
@@ -107,6 +108,9 @@ class Oracle:
         self._excuses: set[str] = set()
         """Faults that may end the job whatever it does."""
         self._recoveries_at_last_step = 0
+        self._log_of: int | None = None
+        """The process that has opened the job's log."""
+        self._fetching: SimulatedWorker | None = None
 
     # ---- what the world tells ---------------------------------------------------------------------------------------
 
@@ -193,6 +197,24 @@ class Oracle:
         cohort.completed[step] = 1 + cohort.completed.get(step, 0)
         if cohort is self._trained and cohort.completed[step] == len(cohort.members):
             self._recoveries_at_last_step = self._world.num_recoveries
+
+    def opens_log(self, worker: SimulatedWorker) -> None:
+        """A process does what is done once in the job's life, whatever becomes of it."""
+        if self._log_of is not None:
+            raise ViolationError(Check.ONCE, f"processes {self._log_of} and {worker.process} both open the log afresh")
+        self._log_of = worker.process
+
+    def fetches(self, worker: SimulatedWorker) -> None:
+        """A process does what is done by one at a time until it is done."""
+        other = self._fetching
+        if other is not None and other.is_alive and not self._is_unreachable(other):
+            raise ViolationError(Check.ONCE, f"process {worker.process} is at what process {other.process} has begun")
+        self._fetching = worker
+
+    def has_fetched(self, worker: SimulatedWorker) -> None:
+        """It is done, unless nobody hears of it."""
+        if self._fetching is worker:
+            self._fetching = None
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
         """A process has received the state of the resume step, or read it."""

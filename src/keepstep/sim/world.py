@@ -15,6 +15,7 @@ from keepstep.sim.cluster.controller import SimulatedController
 from keepstep.sim.cluster.layout import Layout
 from keepstep.sim.cluster.network import CONTROLLER, Network
 from keepstep.sim.cluster.node import SimulatedNode
+from keepstep.sim.cluster.once import Once
 from keepstep.sim.cluster.schedule import Event, Schedule
 from keepstep.sim.cluster.transfers import Transfers
 from keepstep.sim.cluster.worker import History, SimulatedWorker
@@ -34,6 +35,7 @@ class World:
         self.rng = random.Random(seed)
         self.schedule = Schedule()
         self.oracle = Oracle(self)
+        self.once = Once(self)
         self.network = Network(self, layout.network)
         self.collectives = Collectives(self)
         self.rendezvous = Rendezvous(self)
@@ -62,6 +64,7 @@ class World:
             "collectives": self.collectives,
             "transfers": self.transfers,
             "oracle": self.oracle,
+            "once": self.once,
             CONTROLLER: self.controller,
             **self.nodes,
         }

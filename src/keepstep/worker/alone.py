@@ -27,6 +27,7 @@ class LinkToNobody(Link):
         self.worker = 0
         self._on_order: Callable[[WorkerOrder], None] | None = None
         self._keys: dict[str, bytes] = {}
+        self._once: set[str] = set()
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
         """Remembers who takes the orders."""
@@ -59,6 +60,15 @@ class LinkToNobody(Link):
             self._keys[keys[0]] = value
             return ()
         return tuple(self._keys[key] for key in keys)
+
+    def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
+        """The only process is always the first; what it has given up it may hold again."""
+        is_mine = operation in ("claim", "hold") and name not in self._once
+        if is_mine:
+            self._once.add(name)
+        elif operation == "give_up":
+            self._once.discard(name)
+        return is_mine
 
     def fail_requests(self) -> None:
         """Nothing ever waits."""

@@ -163,6 +163,14 @@ class Coordination:
             self._was_spare = False
             adopt_rank(mine.rank, mine.local_rank, mine.local_world_size)
 
+    def ask_once(self, operation: str, name: str) -> bool:
+        """Asks for what happens once in the job's life; waiting for another process to do it is no hang."""
+        self.page.set_waiting(True)
+        try:
+            return self.link.ask_once(operation, name, ORDER_DEADLINE_S)
+        finally:
+            self.page.set_waiting(False)
+
     def wait_until_interrupted(self, timeout_s: float) -> None:
         """Blocks until a failure is known, or for ``timeout_s``; nobody takes it for a hang."""
         self.page.set_waiting(True)

@@ -15,7 +15,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from keepstep.errors import PeerLost
-from keepstep.protocol.messages import StoreAnswered, StoreRequested, WorkerOrder, WorkerReport
+from keepstep.protocol.messages import (
+    OnceAnswered,
+    OnceRequested,
+    StoreAnswered,
+    StoreRequested,
+    WorkerOrder,
+    WorkerReport,
+    text,
+)
 from keepstep.transports.framing import FrameDecoder, frame
 
 EXIT_ORPHANED = 3
@@ -31,6 +39,7 @@ class Link:
         self._send_lock = threading.Lock()
         self._on_order: Callable[[WorkerOrder], None] | None = None
         self._requests: dict[int, Future[tuple[bytes, ...] | None]] = {}
+        self._claims: dict[int, Future[bool]] = {}
         self._numbers = itertools.count()
 
     def listen(self, on_order: Callable[[WorkerOrder], None]) -> None:
@@ -70,6 +79,28 @@ class Link:
             raise PeerLost(f"rendezvous of generation {generation}: the generation is over")
         return values
 
+    def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
+        """Asks the controller for what happens once in the job's life; whether it is this process that does it.
+
+        Args:
+            operation: claim or hold, which are answered; done or give_up, which are not.
+            name: of what happens.
+            timeout_s: for the answer.
+
+        Raises:
+            PeerLost: no answer came in time.
+        """
+        number = next(self._numbers)
+        future: Future[bool] = Future()
+        self._claims[number] = future
+        self.send(OnceRequested(self.worker, number, operation, text(name)))
+        try:
+            return operation in ("claim", "hold") and future.result(timeout_s)
+        except TimeoutError:
+            raise PeerLost(f"once({name!r}): no answer from the controller within {timeout_s:g} s") from None
+        finally:
+            self._claims.pop(number, None)
+
     def fail_requests(self) -> None:
         """Ends every call that waits on the store: the generation is over."""
         for future in list(self._requests.values()):
@@ -84,6 +115,10 @@ class Link:
                     future = self._requests.get(message.request)
                     if future is not None and not future.done():
                         future.set_result(message.values)
+                    continue
+                if isinstance(message, OnceAnswered):
+                    if (claim := self._claims.get(message.request)) is not None:
+                        claim.set_result(message.is_mine)
                     continue
                 assert self._on_order is not None
                 self._on_order(message)  # type: ignore[arg-type]  # the agent sends orders only

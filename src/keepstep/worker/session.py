@@ -28,6 +28,7 @@ from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.link import Link
+from keepstep.worker.once import Once
 from keepstep.worker.parallel.ddp import find_ddp, settle_buckets
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
@@ -83,6 +84,7 @@ class Session:
         self._step: Step | None = None
         self._warming = False
         self._last_index, self._attempts = -1, 0
+        self._known_once: dict[str, bool] = {}
         self._coordination = self._connect()
 
     def _connect(self) -> Coordination:
@@ -144,6 +146,29 @@ class Session:
             return torch.device("cpu")
         own = 0 if self._settings is None else self._settings.device
         return torch.device("cuda", own % torch.cuda.device_count())
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0. Does not block: a spare is not, as long as it has no rank."""
+        return self._coordination.machine.rank == 0
+
+    def once(self, name: str) -> Once:
+        """What happens once in the job's life: across recoveries, restarts of the controller and starts of spares.
+
+        ``if session.once("log"): ...`` is True in one process of the job, and there for one call; it is not asked
+        again where that process dies in the middle (at most once). ``with session.once("data") as mine:`` waits until
+        it is done: ``mine`` is True in one process at a time, in the next one where the former died or raised in its
+        block, and False everywhere as soon as one has come to the end of the block. So the work may meet what a dead
+        process has left half done. From the training thread.
+
+        Args:
+            name: of what happens, up to 200 characters.
+
+        Raises:
+            UsageError: the name is too long or empty; or its block is entered inside of itself.
+            PeerLost: the controller gave no answer within an hour.
+        """
+        return Once(name, self._coordination.ask_once, self._known_once)
 
     @property
     def generation(self) -> int:

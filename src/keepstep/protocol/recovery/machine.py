@@ -15,6 +15,7 @@ from keepstep.protocol import resume
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import ending, invariants
 from keepstep.protocol.recovery.decision import decide, movable, reachable_step, ready_now, snapshots_of
+from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.gathering import Gathering
 from keepstep.protocol.recovery.placement.processes import Processes
@@ -48,6 +49,7 @@ class RecoveryMachine(Course):
         """What happens in this generation. That of the first is in no list: nothing is recovered from there."""
         self._orders = Orders(settings.world_size)
         self._processes = Processes(settings, self.roster, self._orders)
+        self._claims = Claims(self.roster, self._orders)
         self._gathering = Gathering(settings, self, self._processes)
         self._ending = ending.Ending(self, self.roster, self._orders, settings.end_deadline_s)
 
@@ -175,6 +177,8 @@ class RecoveryMachine(Course):
             case msg.CollectiveFailed():
                 detail = f"group {message.group}: {message.error}"
                 self._interrupt(msg.Cause.COLLECTIVE, f"rank {worker.rank}: {detail}", [], now_s)
+            case msg.OnceRequested() if not worker.lost:
+                self._claims.requested(message)
             case msg.RankAwaited() if not worker.lost:
                 worker.awaits_rank = True
             case msg.WorkerReady() if not worker.lost:
@@ -317,6 +321,7 @@ class RecoveryMachine(Course):
     def _proceed(self, now_s: float) -> list[Effect]:
         """The end of every event: the stage goes on when it has all that it waits for. Returns the event's orders."""
         self.quarantine.release(now_s)
+        self._claims.follow()
         match self.stage:
             case Stage.STARTING:
                 if self._gathering.is_over and not self.awaited and self.roster.num_holders == self.settings.world_size:

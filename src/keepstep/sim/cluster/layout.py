@@ -71,6 +71,9 @@ class Layout:
     needs_rank: bool = False
     """Whether the script of a spare comes to a line that needs its rank, before its first step."""
 
+    asks_once: bool = False
+    """Whether scripts have something to do that is done once in the job's life."""
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -123,6 +126,7 @@ def draw_layout(rng: random.Random) -> Layout:
         num_steps=rng.choice((4, 8, 8, 12, 20)),
         checkpoint_every=checkpoint_every,
         needs_rank=rng.random() < 0.2,
+        asks_once=True,
     )
 
 

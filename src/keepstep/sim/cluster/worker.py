@@ -111,6 +111,8 @@ class SimulatedWorker:
         """An order of the controller comes out of its socket."""
         if not self._can_move("order", order):
             return
+        if isinstance(order, msg.OnceAnswered):
+            return self.world.once.answered(self, order)
         if isinstance(order, msg.Assign):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
@@ -240,6 +242,7 @@ class SimulatedWorker:
 
     def _build(self) -> None:
         machine, world = self.machine, self.world
+        world.once.ask(self)
         if machine.rank is None and world.layout.needs_rank:
             report = machine.await_rank()
             assert report is not None

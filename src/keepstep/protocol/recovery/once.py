@@ -1,0 +1,88 @@
+"""What happens once in a job's life, whichever rank comes first: the claims that workers have made.
+
+A *claim* is granted once, and what becomes of the worker does not matter: at most once. A *hold* is given on to the
+next one that waits when the holder's process is gone before it has said that it is done: until it is done, by one at a
+time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from keepstep.protocol.messages import OnceAnswered, OnceRequested
+from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.placement.roster import Roster
+
+
+@dataclasses.dataclass(slots=True)
+class _Claim:
+    holder: int | None
+    """The worker that does it; None: nobody is at it."""
+    is_done: bool = False
+    waiting: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
+    """Worker and number of its request, in the order in which they came."""
+
+
+class Claims:
+    """Part of the controller's machine: what it grants is in the journal with the event that asked for it."""
+
+    def __init__(self, roster: Roster, orders: Orders) -> None:
+        self._roster = roster
+        self._orders = orders
+        self._claims: dict[str, _Claim] = {}
+        self._open: set[str] = set()
+        """The names that somebody holds, and is not done with."""
+
+    def requested(self, request: OnceRequested) -> None:
+        """A live worker asks, or says what became of what it holds."""
+        claim = self._claims.get(request.name)
+        match request.operation:
+            case "claim":
+                self._claims.setdefault(request.name, _Claim(request.worker, is_done=True))
+                self._answer(request.worker, request.request, request.name, is_mine=claim is None)
+            case "hold" if claim is not None and claim.is_done:
+                self._answer(request.worker, request.request, request.name, is_mine=False)
+            case "hold":
+                claim = self._claims.setdefault(request.name, _Claim(None))
+                claim.waiting.append((request.worker, request.request))
+                self._give_on(request.name)
+            case "done" if claim is not None and claim.holder == request.worker:
+                self._done(request.name, claim)
+            case "give_up" if claim is not None and claim.holder == request.worker:
+                claim.holder = None
+                self._give_on(request.name)
+            case _:
+                pass  # of a holder that was taken for gone
+
+    def follow(self) -> None:
+        """After every event: what a worker held whose process is gone goes to the next."""
+        for name in list(self._open):
+            holder = self._claims[name].holder
+            if holder is None or self._roster.workers[holder].gone:
+                self._claims[name].holder = None
+                self._give_on(name)
+
+    def _done(self, name: str, claim: _Claim) -> None:
+        claim.is_done = True
+        self._open.discard(name)
+        for worker, request in claim.waiting:
+            self._answer(worker, request, name, is_mine=False)
+        claim.waiting.clear()
+
+    def _give_on(self, name: str) -> None:
+        claim = self._claims[name]
+        while claim.holder is None and claim.waiting:
+            worker, request = claim.waiting.popleft()
+            if not self._roster.workers[worker].lost:
+                claim.holder = worker
+                self._open.add(name)
+                self._answer(worker, request, name, is_mine=True)
+        if claim.holder is None:
+            self._open.discard(name)
+
+    def _answer(self, worker: int, request: int, name: str, *, is_mine: bool) -> None:
+        asked = self._roster.workers[worker]
+        if not asked.lost:
+            reason = f"once {name!r}: {'it is the first' if is_mine else 'another one has it, or had'}"
+            self._orders.send(asked.node, OnceAnswered(worker, request, is_mine), reason)

@@ -1,0 +1,45 @@
+"""What every simulated script does in its start-up: it opens the job's log if that is for it, and fetches the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.protocol import messages as msg
+from keepstep.sim.cluster.schedule import Event
+
+if TYPE_CHECKING:
+    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.world import World
+
+CLAIM, HOLD = 0, 1
+FETCH_S = 0.3
+
+
+class Once:
+    """Both things, for all processes of a run. Training does not wait for them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def ask(self, worker: SimulatedWorker) -> None:
+        """A process begins its start-up."""
+        if self._world.layout.asks_once:
+            worker.say_anew(msg.OnceRequested(worker.number, CLAIM, "claim", "log"))
+            worker.say_anew(msg.OnceRequested(worker.number, HOLD, "hold", "data"))
+
+    def answered(self, worker: SimulatedWorker, answer: msg.OnceAnswered) -> None:
+        """The controller's word has come to a process."""
+        if not worker.is_alive or not answer.is_mine:
+            return
+        if answer.request == CLAIM:
+            self._world.oracle.opens_log(worker)
+        else:
+            self._world.oracle.fetches(worker)
+            self._world.schedule.after(FETCH_S, Event("once", "fetched", (worker.process,)))
+
+    def fetched(self, process: int) -> None:
+        """The holder has done it, if it is still there."""
+        worker = self._world.workers[process]
+        if worker.is_alive:
+            self._world.oracle.has_fetched(worker)
+            worker.say_anew(msg.OnceRequested(worker.number, HOLD, "done", "data"))
