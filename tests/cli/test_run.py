@@ -151,6 +151,25 @@ def test_leaving_the_loop_early() -> None:
     assert len(sums(out)) == 1
 
 
+def test_an_interruption_that_leaves_its_step(tmp_path: Path) -> None:
+    """A framework enters the step in one callback and leaves it in another: there is no ``with`` to end at."""
+    body = (
+        "import os, signal\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "session.protect(model=model, optimizer=optimizer)\n"
+        "for step in session.steps(20):\n"
+        "    step.__enter__()\n"
+        "    if step.index == 5 and session.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    step.__exit__(None, None, None)\n"
+    )
+    code, _out, err = run("run", "--nproc-per-node", 3, script(tmp_path, body))
+    assert code == 1
+    assert "the interruption left the script instead of ending at its 'with step:'" in err.splitlines()[-1], err
+
+
 def test_collective_in_the_update_is_warned_of() -> None:
     code, _out, err = run("run", "--nproc-per-node", 2, TINY, "--average-after-update")
     assert code == 0

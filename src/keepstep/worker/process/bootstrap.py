@@ -9,6 +9,7 @@ import traceback
 
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.protocol.messages import WorkerFailed, text
+from keepstep.worker.coordination import StepInterrupted
 from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1
@@ -35,6 +36,16 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as ending:
         return _exit_code(ending.code)
+    except StepInterrupted as interruption:
+        error = UsageError(
+            "a step was interrupted by a failure, and the interruption left the script instead of ending at its "
+            "'with step:'. The code that computes a step must run inside 'with step:'; a framework that runs the loop "
+            "by itself (a Trainer) is not supported yet"
+        )
+        error.__cause__ = interruption
+        _report(error)
+        sys.excepthook(type(error), error, interruption.__traceback__)
+        return EXIT_EXCEPTION
     except BaseException as error:  # whatever ends the script is reported, then the process ends
         _report(error)
         sys.excepthook(type(error), error, error.__traceback__)
