@@ -199,3 +199,13 @@ def test_a_loop_that_is_left_early_cannot_be_compared(tmp_path: Path) -> None:
     )
     assert (code, result) == (1, {})
     assert "steps() was not iterated to its end: the script ended on rank 0 after 7 steps, rank 1 after 7" in output
+
+
+@pytest.mark.parametrize("flags", [["--in-front"], ["--behind"], ["--reduce", "update"], ["--reduce", "behind"]])
+def test_lines_around_a_step(tmp_path: Path, flags: list[str]) -> None:
+    """An interrupted attempt takes along what the script changed in front of its ``with``, and behind it.
+
+    A loss that is reduced for a log line behind the update costs no rank its copy.
+    """
+    code, _result, output = drill(tmp_path, "--nproc-per-node", 3, SCRIPTS / "habits.py", *flags)
+    assert code == 0, output

@@ -170,10 +170,42 @@ def test_an_interruption_that_leaves_its_step(tmp_path: Path) -> None:
     assert "the interruption left the script instead of ending at its 'with step:'" in err.splitlines()[-1], err
 
 
-def test_collective_in_the_update_is_warned_of() -> None:
-    code, _out, err = run("run", "--nproc-per-node", 2, TINY, "--average-after-update")
-    assert code == 0
-    assert err.count("a collective runs after the gradient barrier") == 2
+def loses_a_reduced_loss(tmp_path: Path, use: str) -> tuple[int, str, str]:
+    """A job in which rank 1 dies when both ranks are through their updates of step 5, before it reduces its loss."""
+    body = (
+        "import os, signal\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+        "session.protect(model=model, optimizer=optimizer, plateau=plateau)\n"
+        "for step in session.steps(10):\n"
+        "    with step:\n"
+        "        loss = model(torch.ones(1, 2)).sum()\n"
+        "        loss.backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "        loss = loss.detach()\n"
+        "        torch.distributed.barrier()\n"
+        "        if step.index == 5 and session.generation == 1 and session.rank == 1:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        torch.distributed.all_reduce(loss)\n"
+        f"        {use}\n"
+    )
+    return run("run", "--nproc-per-node", 2, script(tmp_path, body))
+
+
+def test_a_value_that_is_lost_behind_the_update_is_not_printed_as_if_it_were_true(tmp_path: Path) -> None:
+    code, out, err = loses_a_reduced_loss(tmp_path, "print(step.index, f'{loss.item() / 2:.3f}', flush=True)")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("5 ")] == ["5 missing"]
+    assert "what it would have given is missing, at" in err
+
+
+def test_a_copy_that_was_decided_by_a_lost_value_does_not_count(tmp_path: Path) -> None:
+    """The other rank is gone, so there is no whole copy left."""
+    code, _out, err = loses_a_reduced_loss(tmp_path, "plateau.step(loss.item())")
+    assert code == 75
+    where = re.escape(str(tmp_path / "script.py")) + r":\d+: plateau\.step\(loss\.item\(\)\)"
+    assert re.search(f"may have got into what the script has decided by it, at {where}", err), err
 
 
 def script(tmp_path: Path, body: str) -> Path:
@@ -196,6 +228,16 @@ def script(tmp_path: Path, body: str) -> Path:
         ("for step in session.steps(3): pass", "steps() before protect()"),
         ("session.protect(model=model, optimizer=optimizer)\noptimizer.step()", "outside of a step"),
         ("session.protect(model=model, thing=object())", "thing=object"),
+        (
+            "class Average(torch.optim.SGD):\n"
+            "    def step(self, closure=None):\n"
+            "        for parameter in self.param_groups[0]['params']: torch.distributed.all_reduce(parameter.data)\n"
+            "        return super().step()\n"
+            "optimizer = Average(model.parameters(), lr=0.1)\n"
+            "session.protect(model=model, optimizer=optimizer)\n"
+            "for step in session.steps(3):\n    with step: optimizer.step()",
+            "Average.step() runs collectives",
+        ),
         ("session.protect(optimizer=optimizer)", "no torch.nn.Module"),
         ("session.protect(model=model, o=torch.optim.LBFGS(model.parameters()))", "closure"),
         (

@@ -238,12 +238,43 @@ def test_an_update_is_completed_before_the_safe_point() -> None:
     assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
 
 
-def test_an_update_in_which_something_was_echoed_is_torn() -> None:
+def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
+    machine = training(Phase.OPTIMIZER, 5)
+    machine.receive(stop(2))
+    machine.lost_value()
+    machine.steps.advance(StepEvent.STEP_COMPLETED)
+    machine.found_torn()
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, ()), Wait()]
+
+
+def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
     machine = training(Phase.OPTIMIZER, 5)
     machine.receive(stop(2))
     machine.echoed()
+    machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, ()), Wait()]
+    assert machine.own_reach() == ()  # until it is known
+    machine.found_whole()
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+
+
+def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
+    machine = training(Phase.UPDATED, 5)
+    machine.torn = True
+    machine.found_whole()
+    assert machine.torn
+
+
+def test_a_synced_rank_whose_update_would_hold_a_collective_does_not_offer_it() -> None:
+    machine = training(Phase.OPTIMIZER, 4)
+    machine.communicates_in_update = True
+    machine.steps.advance(StepEvent.STEP_COMPLETED)
+    for event in (StepEvent.STEP_ENTERED, StepEvent.BACKWARD_BEGUN, StepEvent.GRADIENTS_SYNCED):
+        machine.steps.advance(event)
+    machine.receive(stop(2))
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5,), 5, ()), Wait()]
+    machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),)))
+    assert moves(machine) == [Undo()]
 
 
 def test_a_step_that_is_undone_before_the_machine_is_asked_is_reported_as_stopped_in() -> None:
@@ -379,8 +410,9 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
     machine.receive(Recover(2, 6, (Transfer((RANK,), (0,)),)))
     assert moves(machine) == [Update()]
     machine.steps.advance(StepEvent.BARRIER_LEFT)
-    machine.echoed()
+    machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
+    machine.found_torn()
     hint, wait = moves(machine)
     assert isinstance(hint, CollectiveFailed)
     assert (hint.generation, hint.group, wait) == (2, "update", Wait())

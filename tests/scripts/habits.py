@@ -11,6 +11,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--in-front", action="store_true", help="the scheduler steps in front of the with")
 parser.add_argument("--behind", action="store_true", help="the scheduler steps behind the with")
+parser.add_argument("--reduce", choices=["update", "behind"], help="reduce the loss for a log line there")
+parser.add_argument("--plateau", action="store_true", help="give the reduced loss to a scheduler")
 arguments = parser.parse_args()
 
 session = keepstep.init(seed=3)
@@ -18,7 +20,19 @@ torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)
-session.protect(model=model, optimizer=optimizer, scheduler=scheduler)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+session.protect(model=model, optimizer=optimizer, scheduler=scheduler, plateau=plateau)
+
+
+def log(loss: torch.Tensor) -> None:
+    """What every second script does at the end of a step."""
+    torch.distributed.all_reduce(loss)
+    mean = loss.item() / session.world_size
+    if session.rank == 0:
+        print(f"step {step.index}  loss {mean:.4f}")
+    if arguments.plateau:
+        plateau.step(mean)
+
 
 for step in session.steps(arguments.steps):
     if arguments.in_front and step.index > 0:
@@ -29,5 +43,10 @@ for step in session.steps(arguments.steps):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if arguments.reduce == "update":
+            log(loss.detach())
+            scheduler.step()
+    if arguments.reduce == "behind" and step.committed:
+        log(loss.detach())
     if arguments.behind:
         scheduler.step()

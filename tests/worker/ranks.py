@@ -103,7 +103,7 @@ class Watcher:
 
     def __init__(self, echoes: bool = True) -> None:
         self.echoes = echoes
-        self.num_entered = self.num_left = self.num_echoed = 0
+        self.num_entered = self.num_left = self.num_echoed = self.num_missing = 0
         self.num_awaited = self.num_came = 0
         self.operations: list[tuple[str, Operation, int]] = []
         self.errors: list[str] = []
@@ -125,6 +125,9 @@ class Watcher:
 
     def echoed(self, group: str) -> None:
         self.num_echoed += 1
+
+    def missing(self, group: str, received: object) -> None:
+        self.num_missing += 1
 
 
 def file_store(path: Path, num_ranks: int, generation: int = 1, name: str = "world") -> dist.Store:

@@ -126,6 +126,10 @@ class WorkerMachine:
         """Something was echoed since the groups were last connected."""
         self.torn = False
         """The parameters are in between, and reach no step."""
+        self.in_doubt = False
+        """It counts as torn until `found_whole`: a value that was cut off may have got into the state for good."""
+        self.communicates_in_update = False
+        """The script has run a collective behind the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted, until it is connected again."""
         self._pid = pid
@@ -234,8 +238,19 @@ class WorkerMachine:
     def echoed(self) -> None:
         """A collective was answered by echo."""
         self.tainted = True
-        if self.steps.phase is Phase.OPTIMIZER:
-            self.torn = True
+
+    def lost_value(self) -> None:
+        """A collective was cut off where nothing is undone any more: behind the gradient barrier or behind the step."""
+        self.torn = self.in_doubt = True
+
+    def found_whole(self) -> None:
+        """What the cut-off collectives would have given has no part in the state."""
+        if self.in_doubt:
+            self.torn = self.in_doubt = False
+
+    def found_torn(self) -> None:
+        """It may have, and the copy is restored from another one."""
+        self.in_doubt = False
 
     # ---- the training thread: what to do next -----------------------------------------------------------------------
 
@@ -365,9 +380,15 @@ class WorkerMachine:
         return action
 
     def own_reach(self) -> tuple[int, ...]:
-        """The steps this rank's copy can be at."""
+        """The steps this rank's copy can be at.
+
+        A synced rank could run its update while the groups are broken. Where the update holds a collective, that would
+        be cut off. So such a rank offers to compute the step again only, as long as no rank has left the barrier.
+        """
         if self.torn:
             return ()
+        if self.steps.phase is Phase.SYNCED and self.communicates_in_update:
+            return (self.steps.step,)
         return tuple(sorted(resume.reach(self.steps.step, self.steps.phase)))
 
     # ---- the training thread: how it went ---------------------------------------------------------------------------

@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from keepstep.config import adopt_rank
 from keepstep.errors import InternalError, PeerLost
@@ -25,6 +28,7 @@ from keepstep.tagpage import TagWriter
 from keepstep.weights.lines.line import Flag
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
+from keepstep.worker.step.missing import MissingValues, line_of_script
 
 ORDER_DEADLINE_S = 3600.0
 """The controller has deadlines of its own for everything it waits for; this one only ends a wait on a lost one."""
@@ -65,6 +69,14 @@ class Coordination:
         """Told by any thread that a rank was lost, with the communicators: what else waits for other ranks ends."""
         self._was_spare = rank is None
         """Whether the environment tells of no rank yet."""
+        self.attempting = False
+        """Whether a step was handed out and is not complete: what the script does is undone if it is interrupted."""
+        self.updating = False
+        """Whether a protected optimizer is in its ``step()``."""
+        self.updates_alone = True
+        """False after a collective in there."""
+        self.missing_values = MissingValues()
+        self._training_thread = threading.get_ident()
         self._warned: set[str] = set()
         self._news = threading.Condition()
         """Guards the machine, and is notified of whatever the training thread may be waiting for."""
@@ -106,11 +118,9 @@ class Coordination:
         """An operation of a group was begun."""
         self.page.operation_entered(group, operation, peer)
         if self.machine.steps.phase is Phase.OPTIMIZER:
-            self._warn_once(
-                "a collective runs after the gradient barrier, in the update of the step: if a rank fails just then, "
-                "this rank's copy counts as torn and is restored from another one; move it before optimizer.step() "
-                "or out of the step"
-            )
+            self.machine.communicates_in_update = True
+            if self.updating and threading.get_ident() == self._training_thread:
+                self.updates_alone = False
 
     def awaited(self) -> None:
         """Something waits for an operation in flight."""
@@ -137,10 +147,49 @@ class Coordination:
     def echoed(self, group: str) -> None:
         """A collective was answered by echo."""
         self.machine.echoed()
-        if self.machine.steps.phase is Phase.UPDATED and self.machine.steps.step >= 0:
+        if self._is_for_good:
+            self.machine.lost_value()
+            self.missing_values.announce()
+        elif self.machine.steps.phase is Phase.UPDATED and self.machine.steps.step >= 0:
             self._warn_once(
                 f"generation {self.machine.generation}: a collective of group {group} outside of a step was cut off "
                 "by a failure and holds this rank's own values only"
+            )
+
+    @property
+    def _is_for_good(self) -> bool:
+        """Whether what the script does now is not undone: it is behind the gradient barrier, or behind the step."""
+        phase = self.machine.steps.phase
+        return phase is Phase.OPTIMIZER or (
+            phase is Phase.UPDATED and self.machine.doing is Doing.TRAINING and not self.attempting
+        )
+
+    def missing(self, group: str, received: Sequence[object]) -> None:
+        """The script is about to get what a collective that was cut off has left. From the thread that gets it."""
+        if self.machine.in_doubt and threading.get_ident() == self._training_thread:
+            self.missing_values.adopt(leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor))
+            print(
+                f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: a failure cut off a collective "
+                f"of group {group}; what it would have given is missing, at {line_of_script()}",
+                file=sys.stderr,
+            )
+
+    def judge_copy(self, host: Callable[[], object]) -> None:
+        """The script asks for the next step: is this rank's copy whole, after collectives that were cut off?
+
+        Args:
+            host: gives the protected host values.
+        """
+        harm = self.missing_values.conclude(host)
+        if self.machine.in_doubt and harm is None:
+            self.machine.found_whole()
+        elif self.machine.in_doubt:
+            self.machine.found_torn()
+            print(
+                f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: the value that a failure cut off "
+                f"may have got into {harm}; this rank's copy has to be restored. In front of optimizer.step() such a "
+                "collective does no harm",
+                file=sys.stderr,
             )
 
     def await_rank(self) -> int:

@@ -40,12 +40,11 @@ class Recovery:
         self._ddp = ddp
         self._checkpoints = checkpoints
         self._resumed = False
-        self._handed_out = False
-        """Whether a step was handed out that has neither been completed nor replaced by another rank's state."""
         self._source = Source()
         self._publication: StepPublication | None = None
         coordination.snapshots = self.snapshots
         coordination.digests = lambda: named_digests(state)
+        coordination.missing_values.protected = lambda: (tensor for _name, tensor in state.live_tensors())
 
     @property
     def checkpointing(self) -> bool:
@@ -84,13 +83,14 @@ class Recovery:
         The attempt begins here, and not with its ``with``: the script's lines in front of the ``with`` run again, too.
         """
         self.snapshot.take()
-        self._handed_out = True
+        self._coordination.attempting = True
 
-    def take_back_step(self) -> None:
-        """The script asks for the next step. Puts back what it changed behind a ``with`` that was interrupted."""
-        if self._handed_out:
-            self.snapshot.put_back()
-            self._handed_out = False
+    def script_returns(self) -> None:
+        """The script asks for the next step: what it did to the state until now is put back, or judged."""
+        if self._coordination.attempting:
+            self.snapshot.put_back()  # what it changed behind a ``with`` that was interrupted
+            self._coordination.attempting = False
+        self._coordination.judge_copy(self._state.host_state)
 
     def begin_step(self) -> None:
         """Has all ranks begin in the same way."""
@@ -124,7 +124,7 @@ class Recovery:
         A failure that came meanwhile is not recovered from here but when the next step is asked for: what the script
         does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
         """
-        self._handed_out = False
+        self._coordination.attempting = False
         machine = self._machine
         if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
             self._checkpoints.after_step(machine.steps.step + 1, machine.generation)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from keepstep import config, lifeline, tagpage
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
@@ -204,6 +204,7 @@ class Session:
             settle_buckets(module)
         stop_points.install(self._state.modules, self._check_stop, self._mark_phase)
         register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(self._after_update)
 
     def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:
         if directory is None:
@@ -273,7 +274,7 @@ class Session:
                 yield step
                 if not step.entered:
                     raise UsageError(f"step {index} was handed out but not entered: write 'with step:' in the loop")
-                recovery.take_back_step()
+                recovery.script_returns()
             else:
                 self._finish(recovery)
         reached = self._coordination.machine.steps.parameters_at
@@ -410,6 +411,16 @@ class Session:
             )
         if coordination.phase is not Phase.OPTIMIZER:
             pass_gradient_barrier(coordination, self._recovery)
+        coordination.updating = True
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+        """Stands behind every ``optimizer.step()`` of the process."""
+        self._coordination.updating = False
+        if not self._coordination.updates_alone:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() runs collectives: a rank that is lost in one would leave every "
+                "other rank's parameters between two steps. Protect an optimizer whose update needs no other rank"
+            )
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an update is part of the present step; an optimizer that is none of ours may do as it likes outside.

@@ -27,8 +27,8 @@ def inner(path: Path, rank: int, size: int, generation: int = 1) -> Inner:
     return group
 
 
-def raised(_error: Exception) -> bool:
-    return False
+def raised(_error: Exception) -> None:
+    return None
 
 
 def reduce(group: Inner, elements: int) -> dist.Work:

@@ -162,7 +162,7 @@ class Inner:
         operation: Operation,
         call: Callable[[Communicator], dist.Work],
         outputs: Outputs,
-        on_error: Callable[[Exception], bool],
+        on_error: Callable[[Exception], Callable[[], None] | None],
         peer: int = ALL_MEMBERS,
     ) -> GroupWork:
         """Begins an operation.
@@ -171,7 +171,7 @@ class Inner:
             operation: what it is.
             call: issues it.
             outputs: what its future holds in the end.
-            on_error: told of the error it ended with, from any thread; True: the error has been dealt with.
+            on_error: told of the error it ended with, from any thread; see `GroupWork`.
             peer: the other side of a send or recv.
 
         Raises:
@@ -216,5 +216,5 @@ class Inner:
         return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
 
 
-def _is_raised(_error: Exception) -> bool:
-    return False
+def _is_raised(_error: Exception) -> None:
+    return None

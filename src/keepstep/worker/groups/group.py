@@ -47,6 +47,10 @@ class GroupObserver(OperationObserver, Protocol):
     def echoed(self, group: str) -> None:
         """A collective was answered by echo."""
 
+    def missing(self, group: str, received: Outputs) -> None:
+        """The program is about to get tensors that an echoed collective would have written, in the thread that gets
+        them."""
+
 
 class SurvivingGroup(dist.ProcessGroup):
     """One process group of the user, in every generation."""
@@ -161,32 +165,38 @@ class SurvivingGroup(dist.ProcessGroup):
         call: Callable[[Communicator], dist.Work],
         fill: Callable[[], None] | None,
         peer: int = ALL_MEMBERS,
+        *,
+        is_read: bool = False,
     ) -> dist.Work:
-        """Begins one collective in the inner group, or echoes it with ``fill``."""
+        """Begins one collective in the inner group, or echoes it with ``fill``.
+
+        ``is_read``: this rank only gives its ``outputs`` to others, and gets nothing.
+        """
         inner = self._inner
         if self._echoing:
-            return self._echo(outputs, fill)
+            if fill is not None:
+                fill()
+            return EchoedWork(outputs, self._rank, self._size)
 
-        def on_error(error: Exception) -> bool:
+        def echo_it() -> Callable[[], None]:
+            self._observer.echoed(self.keepstep_name)
+            if fill is not None:
+                fill()
+            return lambda: self._observer.missing(self.keepstep_name, [] if is_read else outputs)
+
+        def on_error(error: Exception) -> Callable[[], None] | None:
             if inner.is_up and not self._observer.failed(self.keepstep_name, error):
-                return False
-            self._echo(outputs, fill)
-            return True
+                return None
+            return echo_it()
 
         try:
             return inner.begin(operation, call, outputs, on_error, peer)
         except TakenDown:
-            return self._echo(outputs, fill)
+            echo_it()()
         except RuntimeError as error:
-            if not (_is_from_the_network(error) and on_error(error)):
+            if not _is_from_the_network(error) or (tell := on_error(error)) is None:
                 raise
-            return EchoedWork(outputs, self._rank, self._size)
-
-    def _echo(self, outputs: Outputs, fill: Callable[[], None] | None) -> EchoedWork:
-        if not self._echoing:
-            self._observer.echoed(self.keepstep_name)
-        if fill is not None:
-            fill()
+            tell()
         return EchoedWork(outputs, self._rank, self._size)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -203,14 +213,18 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.broadcast`; echo leaves the tensors."""
+        options = opts or BroadcastOptions()
+        is_root = options.rootRank == self._rank
         return self._issue(
-            Operation.BROADCAST, tensors, lambda inner: inner.broadcast(tensors, opts or BroadcastOptions()), None
+            Operation.BROADCAST, tensors, lambda inner: inner.broadcast(tensors, options), None, is_read=is_root
         )
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.reduce`; echo leaves the tensors."""
+        options = opts or ReduceOptions()
+        is_root = options.rootRank == self._rank
         return self._issue(
-            Operation.REDUCE, tensors, lambda inner: inner.reduce(tensors, opts or ReduceOptions()), None
+            Operation.REDUCE, tensors, lambda inner: inner.reduce(tensors, options), None, is_read=not is_root
         )
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -314,7 +328,12 @@ class SurvivingGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
         """See `torch.distributed.send`; echo drops the message."""
         return self._issue(
-            Operation.SEND, tensors, lambda inner: inner.send(tensors, destination, tag), None, destination
+            Operation.SEND,
+            tensors,
+            lambda inner: inner.send(tensors, destination, tag),
+            None,
+            destination,
+            is_read=True,
         )
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:

@@ -60,7 +60,7 @@ class GroupWork(dist.Work):
         operation: Operation,
         peer: int,
         outputs: Outputs,
-        on_error: Callable[[Exception], bool],
+        on_error: Callable[[Exception], Callable[[], None] | None],
         on_awaited: Callable[[], None],
         on_end: Callable[[GroupWork], None],
     ) -> None:
@@ -68,7 +68,8 @@ class GroupWork(dist.Work):
         operation: what it is.
         peer: the other side of a send or recv.
         outputs: what the future holds when it is done.
-        on_error: called with the error it ended with; True means that it has been dealt with.
+        on_error: called with the error it ended with. None: the error is raised to whoever waits. Else it has been
+            dealt with, and what it returns is called in each thread that waits, before that goes on.
         on_awaited: called once at most, when something waits for it or asks after it before it has ended.
         on_end: called once, after these, from any thread.
         """
@@ -82,6 +83,7 @@ class GroupWork(dist.Work):
         self._on_end = on_end
         self._issued: dist.Work | None = None
         self._error: Exception | None = None
+        self._before_going_on: Callable[[], None] | None = None
         self._ending = self._ended = False
         self._claimed = threading.Lock()
         self._running = threading.Lock()
@@ -129,8 +131,9 @@ class GroupWork(dist.Work):
         if not self._claimed.acquire(blocking=False):
             return
         try:
-            if error is not None and not self._on_error(error):
-                self._error = error
+            if error is not None:
+                self._before_going_on = self._on_error(error)
+                self._error = error if self._before_going_on is None else None
         finally:
             with self._changing:
                 self._ending = True
@@ -162,6 +165,8 @@ class GroupWork(dist.Work):
         self._running.release()
         if self._error is not None:
             raise self._error
+        if self._before_going_on is not None:
+            self._before_going_on()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
