@@ -79,6 +79,11 @@ def rank_environment(rank: int, local_rank: int, local_world_size: int) -> dict[
     }
 
 
+def has_no_rank() -> bool:
+    """Whether this process is a spare that holds no rank yet."""
+    return VARIABLE in os.environ and "RANK" not in os.environ
+
+
 def adopt_rank(rank: int, local_rank: int, local_world_size: int) -> None:
     """This process, a spare until now, has the environment of its rank from now on."""
     os.environ.update(rank_environment(rank, local_rank, local_world_size))

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.jobs import SCRIPTS, run
+
+from keepstep.protocol.recovery.ending import NOT_PROTECTED
 
 
 def lines_of(out: str) -> dict[int, dict[str, Any]]:
@@ -31,3 +34,19 @@ def test_a_replacement_has_the_environment_of_the_lost_rank_and_begins_nothing_a
     assert log[0] == "begun"
     assert set(log[1:]) == {f"step {step}" for step in range(8)}
     assert (tmp_path / "data.txt").read_text() == "fetched\n"
+
+
+def test_an_unmodified_script_trains_and_is_told_that_it_is_not_protected() -> None:
+    code, out, err = run("run", "--nproc-per-node", 2, "--spares", 2, SCRIPTS / "unmodified.py")
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 of 2 through", "rank 1 of 2 through"]
+    assert err == f"keepstep: all scripts have ended; {NOT_PROTECTED}\n"  # and no spare has run it
+
+
+@pytest.mark.parametrize(("ending", "detail"), [("kill", "killed by SIGKILL"), ("exit", "exit code 3")])
+def test_a_lost_rank_ends_an_unmodified_script_as_under_torchrun(ending: str, detail: str) -> None:
+    """The other rank would wait for ever."""
+    code, out, err = run("run", "--nproc-per-node", 2, SCRIPTS / "unmodified.py", ending)
+    assert code == 1
+    assert out == ""
+    assert err == f"keepstep: rank 1 ended: {detail}; {NOT_PROTECTED}\n"

@@ -99,10 +99,15 @@ class SimulatedJob(SimulatedNodes):
         return self.machine.stage, self.machine.generation
 
     def join(self) -> SimulatedJob:
-        """All offers of nodes arrive, and nothing else happens."""
+        """All offers of nodes arrive, and rank 0 calls `keepstep.init()`; nothing else happens."""
         for source in [source for source in self.reports if isinstance(source, tuple) and source[0] == "agent"]:
             while self.reports[source]:
                 self.say(self.reports[source].popleft())
+        first = self.workers.get(0)
+        if first is not None and first.doing is Doing.LAUNCHING:
+            self._join(first)
+            while self.reports[0]:
+                self.say(self.reports[0].popleft())
         return self
 
     def withhold(self, who: SimulatedWorker | str, *kinds: type) -> None:

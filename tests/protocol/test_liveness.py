@@ -28,6 +28,7 @@ class Node:
 
     def __init__(self, num_ranks: int = 2, num_spares: int = 0, blind_s: float = math.inf) -> None:
         self.machine = LivenessMachine("node-a", dataclasses.replace(SETTINGS, blind_s=blind_s))
+        self.machine.is_initialised = True
         self.now_s = 100.0
         for worker in range(num_ranks + num_spares):
             self.machine.watch(worker, worker if worker < num_ranks else None, self.now_s)
@@ -131,6 +132,16 @@ def test_between_two_steps_a_script_has_its_own_deadline(phase: Phase) -> None:
     node.look(0, phase, 1)
     assert node.judge_after(BETWEEN_S - BIT_S) == []
     assert blamed(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
+
+
+def test_before_any_has_called_init_nothing_is_known_of_what_scripts_do() -> None:
+    """One that never does trains for days, and shows nothing of it."""
+    node = Node(num_ranks=1)
+    node.machine.is_initialised = False
+    node.look(0, Phase.STARTING, -1)
+    assert node.judge_after(1000 * BETWEEN_S) == []
+    node.machine.is_initialised = True
+    assert blamed(node.judge_after(BIT_S)) == [(0, Cause.HANG)]
 
 
 # ---- Waiting for others ---------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Job:
         self.effects: list[Effect] = []
         for index in range(self.num_nodes):
             self.say(f"n{index}", NodeJoined(f"n{index}", SLOTS, "", 0, 0))
+        self.say("n0", WorkerJoined(0, 4000))  # which has the spares started
 
     def say(self, node: str, report: Report) -> None:
         self.effects += self.machine.receive(node, report, 1.0)

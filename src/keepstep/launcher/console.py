@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 
 from rich.console import Console
 
 from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.protocol.recovery.ending import NOT_PROTECTED
 from keepstep.trace.timeline.events import quarantine_text, recovery_text
 
 REFRESH_S = 0.2
+UNPROTECTED_S = 30.0
+"""Imports may take so long. A script that has not called `keepstep.init()` by then probably never does."""
 Places = Callable[[], list[dict[str, object]]]
 
 
@@ -24,6 +29,7 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     told = len(job.records)  # those of a controller's former life have been told
     held = set(job.quarantine.held)
+    unprotected_s = time.monotonic() + UNPROTECTED_S
     while job.stage not in (Stage.FINISHED, Stage.ENDED):
         records = job.records
         while told < len(records) and (records[told].resumed_s is not None or records[told].superseded):
@@ -32,6 +38,9 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
         for place in job.quarantine.held.keys() - held:
             console.print(f"[yellow]keepstep:[/yellow] {quarantine_text(place, job.quarantine.held[place])}")
         held = set(job.quarantine.held)
+        if not job.progress.is_initialised and job.roster.num_holders and time.monotonic() > unprotected_s:
+            console.print(f"[yellow]keepstep:[/yellow] {NOT_PROTECTED}")
+            unprotected_s = math.inf
         if places is not None and console.is_terminal:
             _print_places(console, places())
         await asyncio.sleep(REFRESH_S)

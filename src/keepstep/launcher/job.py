@@ -174,9 +174,9 @@ def check_memory(options: JobOptions, worker_bytes: int) -> None:
 
 
 def announce(result: dict[str, Any], options: JobOptions) -> int:
-    """Prints where the logs are and why a job ended, if not well; returns its exit code."""
+    """Prints where the logs are and why a job ended, if not well or not protected; returns its exit code."""
     if options.agent.output.writes_files:
         print(f"keepstep: logs of the workers: {options.log_dir}", file=sys.stderr)
-    if result["exit_code"] != 0:
+    if result["exit_code"] != 0 or not result["initialised"]:
         print(f"keepstep: {result['reason']}", file=sys.stderr, flush=True)
     return int(result["exit_code"])

@@ -319,6 +319,8 @@ class AgentMachine:
             raise RemoteProtocolError(f"worker {number} sent {type(report).__name__}, which is not for it to send")
         if self._evicted:
             return
+        if isinstance(report, msg.WorkerJoined):
+            self.liveness.is_initialised = True
         if isinstance(report, msg.SafePointReached):
             self.liveness.safe(number)
         if isinstance(report, msg.GroupAnswer):

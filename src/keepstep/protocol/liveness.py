@@ -9,6 +9,7 @@ stalled; the survivors are then stopped, and who cannot even stop is the one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 
 from keepstep.protocol.messages import Cause, JobStalled, Tag, WorkerLost
@@ -70,6 +71,8 @@ class LivenessMachine:
         self._durations: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW) for phase in Phase}
         self._stalled_generation = -1
         self._looked_s: float | None = None
+        self.is_initialised = False
+        """Whether a worker has called `keepstep.init()`: only from then on is anything to be seen of what it does."""
 
     def watch(self, worker: int, rank: int | None, now_s: float) -> None:
         """A worker was started, or a spare was given a rank."""
@@ -133,6 +136,8 @@ class LivenessMachine:
         phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
         if watched.stopping and watched.safe:
             return self.settings.recovery_s
+        if phase is Phase.STARTING and not self.is_initialised:
+            return math.inf
         if phase in (Phase.STARTING, Phase.UPDATED):
             return self.settings.between_steps_s
         known = self._durations[phase]

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from keepstep.protocol.messages import Abandon, Complete, EndJob, Rescue
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
+from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.records import Failure
 from keepstep.protocol.recovery.stages import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS, Course, Stage
+
+NOT_PROTECTED = "no rank has called keepstep.init(), so the job is not protected: a lost rank ends it"
 
 # ---- The script's own failure ---------------------------------------------------------------------------------------
 
@@ -22,11 +25,6 @@ def failed(worker: Worker, error: str) -> EndJob:
 def failed_everywhere(detail: str) -> EndJob:
     """Every rank ended with an exception."""
     return EndJob(EXIT_FAILED, detail)
-
-
-def exited_in_start_up(worker: Worker, detail: str) -> EndJob:
-    """A rank ended with an exit code of its own before the job had ever trained."""
-    return EndJob(EXIT_FAILED, f"rank {worker.rank} ended before its first step: {detail}")
 
 
 def start_overdue(waiting: Sequence[int | None], limit_s: float) -> EndJob:
@@ -119,13 +117,29 @@ def rescued(roster: Roster, reason: str | None) -> EndJob:
 class Ending:
     """The last stages of a job: from its last step, or from where it cannot go on, to its end."""
 
-    def __init__(self, course: Course, roster: Roster, orders: Orders, end_deadline_s: float) -> None:
+    def __init__(
+        self, course: Course, roster: Roster, orders: Orders, progress: Progress, end_deadline_s: float
+    ) -> None:
         self._course = course
+        self._progress = progress
         self._roster = roster
         self._orders = orders
         self._end_deadline_s = end_deadline_s
         self._why: str | None = None
         """Why the job does not end well, as soon as it is known."""
+
+    def is_in_start_up(self, worker: Worker) -> bool:
+        """Whether a failing script ends the job: started anew it would fail again, and nothing is lost yet."""
+        if worker.rank is None or worker.lost or self._progress.has_trained:
+            return False
+        return self._course.stage in (Stage.STARTING, Stage.STOPPING, Stage.RECOVERING)
+
+    def exited_in_start_up(self, worker: Worker, detail: str) -> None:
+        """A rank ended by itself before the job had ever trained, or in any way where its script is not protected."""
+        if self._progress.is_initialised:
+            self.end(EndJob(EXIT_FAILED, f"rank {worker.rank} ended before its first step: {detail}"))
+        else:
+            self.end(EndJob(EXIT_FAILED, f"rank {worker.rank} ended: {detail}; {NOT_PROTECTED}"))
 
     def complete(self) -> None:
         """All ranks have completed the last step: what their scripts do after it may take as long as it likes."""
@@ -158,6 +172,9 @@ class Ending:
     def through(self, last_detail: str) -> None:
         """No script runs any more, be it before the last step or after it."""
         is_complete = self._course.stage is Stage.FINISHED
+        if not self._progress.is_initialised:
+            self.end(EndJob(0, f"all scripts have ended; {NOT_PROTECTED}"))
+            return
         self.end(scripts_through(self._roster, self._why, last_detail, is_complete=is_complete))
 
     def overdue(self) -> None:

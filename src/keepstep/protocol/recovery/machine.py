@@ -51,7 +51,7 @@ class RecoveryMachine(Course):
         self._processes = Processes(settings, self.roster, self._orders)
         self._claims = Claims(self.roster, self._orders)
         self._gathering = Gathering(settings, self, self._processes)
-        self._ending = ending.Ending(self, self.roster, self._orders, settings.end_deadline_s)
+        self._ending = ending.Ending(self, self.roster, self._orders, self.progress, settings.end_deadline_s)
 
     # ---- the entrances ----------------------------------------------------------------------------------------------
 
@@ -73,6 +73,9 @@ class RecoveryMachine(Course):
             self.quarantine.failed(Place(node), why, now_s)
         lost = self.roster.remove_node(node)
         self._gathering.lost(now_s)
+        if not self.progress.is_initialised and lost:  # before that there are no spares
+            self._ending.exited_in_start_up(lost[0], why)
+            return self._orders.take()
         self._mourn(
             [(worker, msg.WorkerLost(worker.worker, msg.Cause.NODE, why, True, None, since_s)) for worker in lost],
             now_s,
@@ -157,7 +160,7 @@ class RecoveryMachine(Course):
             case msg.WorkerStarted():
                 worker.pid = message.pid
             case msg.WorkerJoined():
-                self._joined(worker)
+                self._joined(worker, now_s)
             case msg.WorkerFailed():
                 self._failed(worker, message)
             case msg.WorkerLost():
@@ -197,21 +200,24 @@ class RecoveryMachine(Course):
 
     def _there_is_room(self, reason: str) -> None:
         """In a recovery, ranks come first: what they need is started as it goes on, and spares when all train again."""
-        if self.stage in (Stage.STARTING, Stage.TRAINING):
+        if self.stage in (Stage.STARTING, Stage.TRAINING) and self.progress.is_initialised:
             self._processes.top_up_spares(reason)
 
     def _start_job(self, now_s: float) -> None:
         self._gathering.is_over = True
         self._start_ranks(now_s, "the job starts")
-        self._processes.top_up_spares("the job starts")
 
     def _start_ranks(self, now_s: float, reason: str) -> None:
         self.progress.is_fresh = True
         self._processes.start_ranks(reason)
         self._connected.clear()
-        self.enter(Stage.STARTING, self.roster.holder_numbers(), now_s + self.settings.start_deadline_s)
+        deadline_s = now_s + self.settings.start_deadline_s if self.progress.is_initialised else None
+        self.enter(Stage.STARTING, self.roster.holder_numbers(), deadline_s)
 
-    def _joined(self, worker: Worker) -> None:
+    def _joined(self, worker: Worker, now_s: float) -> None:
+        if not self.progress.is_initialised:  # a spare that runs a script which never joins would meet its ranks
+            self.progress.is_initialised, self.deadline_s = True, now_s + self.settings.start_deadline_s
+            self._processes.top_up_spares("the job starts")
         if worker.rank is not None and not worker.lost and self.stage is Stage.STARTING:
             self._orders.assign(worker, self.generation, f"rank {worker.rank} was started as such")
 
@@ -237,14 +243,8 @@ class RecoveryMachine(Course):
 
     def _failed(self, worker: Worker, message: msg.WorkerFailed) -> None:
         worker.error = message.error
-        if message.fatal or self._fails_in_start_up(worker):
+        if message.fatal or self._ending.is_in_start_up(worker):
             self._ending.end(ending.failed(worker, message.error))
-
-    def _fails_in_start_up(self, worker: Worker) -> bool:
-        """Whether a failing script ends the job: started anew it would fail again, and nothing is lost yet."""
-        if worker.rank is None or worker.lost or self.progress.has_trained:
-            return False
-        return self.stage in (Stage.STARTING, Stage.STOPPING, Stage.RECOVERING)
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.rank is not None and message.tag:
@@ -252,10 +252,11 @@ class RecoveryMachine(Course):
         if worker.lost or worker.done:
             self.roster.mark_lost(worker, gone=message.gone)
             return
-        in_start_up = message.cause is msg.Cause.EXIT and self._fails_in_start_up(worker)
+        ends_job = message.cause is msg.Cause.EXIT or not self.progress.is_initialised
+        in_start_up = ends_job and self._ending.is_in_start_up(worker)
         self.roster.mark_lost(worker, gone=message.gone)
         if in_start_up:
-            self._ending.end(ending.exited_in_start_up(worker, worker.explain(message.detail)))
+            self._ending.exited_in_start_up(worker, worker.explain(message.detail))
         else:
             self._mourn([(worker, message)], now_s)
 

@@ -13,6 +13,9 @@ class Progress:
         """Where the present or the last recovery takes it."""
         self.has_trained = False
         """Whether all ranks ever stood at a step together: before that, a script that fails is at fault itself."""
+        self.is_initialised = False
+        """Whether a rank has called `keepstep.init()`. Until then it may be a script that never does: nothing is known
+        of what it does, none of its ranks can be replaced, and a spare that ran it would meet the ranks."""
         self.is_fresh = True
         """Whether no live rank has trained yet: all were started since the job last did, if it ever did."""
         self.last_generation = 1

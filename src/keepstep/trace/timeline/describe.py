@@ -14,6 +14,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
     """The report as plain data; the same shape for ``--report``, ``keepstep status`` and the drill."""
     report: dict[str, Any] = {
         "stage": str(machine.stage),
+        "initialised": machine.progress.is_initialised,
         "generation": machine.generation,
         "world_size": machine.settings.world_size,
         "spares": machine.roster.num_ready_spares,

@@ -7,6 +7,7 @@ import runpy
 import sys
 import traceback
 
+from keepstep.config import has_no_rank, rank_environment
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.worker.coordination import StepInterrupted
@@ -48,6 +49,7 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         return EXIT_EXCEPTION
     except BaseException as error:  # whatever ends the script is reported, then the process ends
         _report(error)
+        _explain(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_EXCEPTION
     return 0
@@ -70,6 +72,17 @@ def _report(error: BaseException) -> None:
     fatal = isinstance(error, (ConfigurationError, UsageError))
     trace = "".join(traceback.format_exception(error))[-16000:]
     link.send(WorkerFailed(link.worker, text(f"{type(error).__name__}: {error}"), text(trace, 16000), fatal))
+
+
+def _explain(error: BaseException) -> None:
+    """What a script cannot know that asks a spare's environment for its rank: there is none yet."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if name in rank_environment(0, 0, 1) and has_no_rank():
+        print(
+            f"keepstep: this is a spare, which has no {name} yet: ask session.rank or session.local_rank "
+            "inside the loop",
+            file=sys.stderr,
+        )
 
 
 def main() -> None:
