@@ -99,10 +99,10 @@ def _rank(end: Connection, function: Callable[..., Any], rank: int, num_ranks: i
 
 
 class Watcher:
-    """A group's observer that counts. ``echoes`` says what `failed` answers."""
+    """A group's observer that counts. ``echoes``: what `failed` answers; ``knows``: what `knows_failure` answers."""
 
-    def __init__(self, echoes: bool = True) -> None:
-        self.echoes = echoes
+    def __init__(self, echoes: bool = True, knows: bool = False) -> None:
+        self.echoes, self.knows = echoes, knows
         self.num_entered = self.num_left = self.num_echoed = self.num_missing = 0
         self.num_awaited = self.num_came = 0
         self.operations: list[tuple[str, Operation, int]] = []
@@ -122,6 +122,9 @@ class Watcher:
     def failed(self, group: str, error: Exception) -> bool:
         self.errors.append(f"{group}: {error}")
         return self.echoes
+
+    def knows_failure(self, within_s: float) -> bool:
+        return self.knows
 
     def echoed(self, group: str) -> None:
         self.num_echoed += 1

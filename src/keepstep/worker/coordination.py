@@ -144,6 +144,12 @@ class Coordination:
             self.link.send(hint)
         return True
 
+    def knows_failure(self, within_s: float) -> bool:
+        """Whether a failure is known by which this rank is interrupted, now or ``within_s`` seconds."""
+        with self._news:
+            self._news.wait_for(lambda: self.interrupted or self.completed, within_s)
+        return self.interrupted
+
     def echoed(self, group: str) -> None:
         """A collective was answered by echo."""
         self.machine.echoed()

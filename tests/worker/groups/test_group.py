@@ -449,3 +449,60 @@ def new_group_of_a_generation_that_ends(rank: int, size: int) -> str:
 
 def test_a_new_group_in_a_generation_that_ends_echoes() -> None:
     assert run_ranks(1, new_group_of_a_generation_that_ends) == ["down"]
+
+
+# ---- whose error it is ----------------------------------------------------------------------------------------------
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "none"
+
+
+def calling_wrongly(rank: int, size: int, path: Path, knows: bool) -> Any:
+    """What only gloo's own thread finds out: a bitwise reduction of floats; asked for by wait, future and at once."""
+    watcher = Watcher(knows=knows)
+    join(path, rank, size, watcher)
+    works = [dist.all_reduce(own(rank, 3), op=dist.ReduceOp.BAND, async_op=True) for _ in range(2)]
+    errors = [
+        error_of(lambda: dist.all_reduce(own(rank, 3), op=dist.ReduceOp.BAND)),
+        error_of(works[0].wait),
+        error_of(works[1].get_future().wait),
+    ]
+    after = own(rank, 2)
+    dist.all_reduce(after)
+    return errors, watcher.errors, watcher.num_echoed, after.tolist()
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["no-failure", "a-failure-is-known"])
+def test_an_error_of_the_call_is_raised_and_no_failure(knows: bool, tmp_path: Path) -> None:
+    total = (own(0, 2) + own(1, 2)).tolist()
+    for errors, reported, num_echoed, after in run_ranks(2, calling_wrongly, tmp_path, knows):
+        assert [("Cannot use ReduceOp.BAND" in error) for error in errors] == [not knows] * 3
+        assert (reported, num_echoed, after) == ([], 3 if knows else 0, total)
+
+
+def alone_in_a_barrier(rank: int, size: int, path: Path, knows: bool) -> Any:
+    watcher = Watcher(knows=knows)
+    join(path, rank, size, watcher)
+    group = dist.new_group(timeout=timedelta(milliseconds=50))
+    errors = [error_of(lambda: dist.barrier(group)) for _ in range(2)] if rank == 0 else []
+    meet(path, size, "tried")
+    after = own(rank, 2)
+    dist.all_reduce(after)
+    return errors, watcher.errors, watcher.num_echoed, after.tolist()
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["no-failure", "a-failure-is-known"])
+def test_a_timeout_of_the_group_is_the_callers_unless_a_failure_is_known(knows: bool, tmp_path: Path) -> None:
+    (errors, reported, num_echoed, after), other = run_ranks(2, alone_in_a_barrier, tmp_path, knows)
+    if knows:
+        assert errors == ["none", "none"]
+    else:
+        assert "Timed out waiting 50ms" in errors[0]
+        assert "Application timeout caused pair closure" in errors[1]
+    assert (reported, num_echoed) == ([], 2 if knows else 0)
+    assert after == other[3] == (own(0, 2) + own(1, 2)).tolist()

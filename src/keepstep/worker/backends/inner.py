@@ -8,6 +8,7 @@ through it (``Pair::signalException`` passes over unbound buffers in ``tx_`` and
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +29,9 @@ FREED_S = 0.003
 """Within so much gloo frees what it does not forget, measured on 2 cores; what takes longer is freed a little later."""
 LOOK_S = 0.01
 """Between two looks at gloo's threads. Longer than the 5 ms in which a thread that waits for Python's lock stirs."""
+
+PEEK_S = 0.001
+"""Between two looks at operations that nobody waits for, while one waits for all of them to end."""
 
 _NOBODY_SENDS = 0x7FFF_FFFF
 """A tag that no message carries."""
@@ -67,7 +71,8 @@ class Inner:
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
         self._is_down = False
-        self._under_way: set[GroupWork] = set()
+        self._under_way: dict[GroupWork, None] = {}
+        """In the order in which they were begun. What nobody waits for is looked at when the next one begins."""
         self._changed = threading.Condition()
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -116,17 +121,13 @@ class Inner:
 
         Nothing can wake them then but their deadline, so what they hold is not written any more.
         """
-        with self._changed:
-            if self._changed.wait_for(lambda: not self._under_way, FREED_S):
-                return
+        if self._is_clear_within(FREED_S):
+            return
         self._close_pairs(communicator)
         self._threads.have_rested()  # the first look
-        with self._changed:
-            while self._under_way:
-                if not self._changed.wait(LOOK_S) and self._threads.have_rested():
-                    break
-            forgotten = list(self._under_way)
-        for work in forgotten:
+        while not self._is_clear_within(LOOK_S) and not self._threads.have_rested():
+            pass
+        for work in list(self._under_way):
             work.forget(TakenDown(f"group {self._name} was taken down"), communicator)
 
     def _close_pairs(self, communicator: Communicator) -> None:
@@ -147,8 +148,23 @@ class Inner:
         Returns:
             False: something did not end in time.
         """
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._under_way, deadline_s)
+        return self._is_clear_within(deadline_s)
+
+    def _is_clear_within(self, deadline_s: float) -> bool:
+        """Whether nothing is under way any more, now or soon."""
+        until = time.monotonic() + deadline_s
+        while True:
+            with self._changed:
+                under_way = list(self._under_way)
+            ended = [work.look() for work in under_way]  # not under the lock: what has ended is told to others
+            left = until - time.monotonic()
+            with self._changed:
+                if not self._under_way:
+                    return True
+                if left <= 0.0:
+                    return False
+                if not any(ended):
+                    self._changed.wait(min(left, PEEK_S))
 
     def release(self) -> None:
         """Gives up the broken communicator, when nothing is under way."""
@@ -178,12 +194,13 @@ class Inner:
             TakenDown: the communicator is broken already.
             RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
         """
+        self._look_at_the_oldest()
         work = GroupWork(operation, peer, outputs, on_error, self._observer.awaited, self._ended)
         with self._changed:
             communicator = self._communicator
             if self._is_down or communicator is None:
                 raise TakenDown(f"group {self._name} is down")
-            self._under_way.add(work)
+            self._under_way[work] = None
         self._observer.entered(self._name, operation, peer)
         try:
             issued = call(communicator)
@@ -193,10 +210,18 @@ class Inner:
         work.follow(issued, communicator)
         return work
 
+    def _look_at_the_oldest(self) -> None:
+        """Notices what has ended that nobody waits for. They end in order, but for one or two."""
+        while self._under_way:
+            with self._changed:
+                work = next(iter(self._under_way), None)
+            if work is None or not work.look():
+                return
+
     def _ended(self, work: GroupWork) -> None:
         self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
         with self._changed:
-            self._under_way.discard(work)
+            self._under_way.pop(work, None)
             self._changed.notify_all()
 
     # ---- keepstep's own traffic: it does not echo, its errors are raised --------------------------------------------

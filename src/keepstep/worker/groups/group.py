@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
+from keepstep.worker.backends.causes import Cause, cause_of
 from keepstep.worker.backends.communicator import Communicator
 from keepstep.worker.backends.connections import LOOPBACK
 from keepstep.worker.backends.inner import Inner, OperationObserver, TakenDown
@@ -37,12 +38,18 @@ from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
 Tensors = list[Tensor]
 
+DETECTION_S = 5.0
+"""After a group's own timeout, until its error is raised. A lost node is given up after 3 s (`protocol.controller`)."""
+
 
 class GroupObserver(OperationObserver, Protocol):
     """What a group tells its session. All calls may come from any thread."""
 
     def failed(self, group: str, error: Exception) -> bool:
-        """A collective ended in an error. True: the group shall echo; False: the error is the caller's."""
+        """A connection of the group has ended. True: the group shall echo; False: the error is raised."""
+
+    def knows_failure(self, within_s: float) -> bool:
+        """Whether a failure of this generation is known, now or ``within_s`` seconds, for which the caller waits."""
 
     def echoed(self, group: str) -> None:
         """A collective was answered by echo."""
@@ -185,7 +192,7 @@ class SurvivingGroup(dist.ProcessGroup):
             return lambda: self._observer.missing(self.keepstep_name, [] if is_read else outputs)
 
         def on_error(error: Exception) -> Callable[[], None] | None:
-            if inner.is_up and not self._observer.failed(self.keepstep_name, error):
+            if inner.is_up and not self._is_of_a_failure(error):
                 return None
             return echo_it()
 
@@ -194,10 +201,26 @@ class SurvivingGroup(dist.ProcessGroup):
         except TakenDown:
             echo_it()()
         except RuntimeError as error:
-            if not _is_from_the_network(error) or (tell := on_error(error)) is None:
+            if cause_of(error) is Cause.CALL or (tell := on_error(error)) is None:
                 raise
             tell()
         return EchoedWork(outputs, self._rank, self._size)
+
+    def _is_of_a_failure(self, error: Exception) -> bool:
+        """Whether an operation's error comes from the failure of a peer, so that it is echoed and not raised.
+
+        A connection that ended is taken for a failure and reported. An error of the call itself is the caller's, and so
+        is a deadline that has passed: a peer that is dead closes its connections, so nothing waits for it, and one that
+        hangs or whose node is lost is known within `DETECTION_S`. Where a failure is known, which is what the group
+        waits for after a deadline, both are echoed: what was computed is thrown away anyway.
+        """
+        match cause_of(error):
+            case Cause.CONNECTION:
+                return self._observer.failed(self.keepstep_name, error)
+            case Cause.DEADLINE:
+                return self._observer.knows_failure(DETECTION_S)
+            case Cause.CALL:
+                return self._observer.knows_failure(0.0)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_reduce`; echo leaves the tensors."""
@@ -343,8 +366,3 @@ class SurvivingGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """See `torch.distributed.recv` without a source; echo leaves the tensors."""
         return self._issue(Operation.RECV, tensors, lambda inner: inner.recv_anysource(tensors, tag), None, ANY_MEMBER)
-
-
-def _is_from_the_network(error: RuntimeError) -> bool:
-    """Whether gloo failed on a connection; it shows the place in its sources, and a wrong call has another one."""
-    return "gloo/transport" in str(error)

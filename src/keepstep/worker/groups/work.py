@@ -13,9 +13,18 @@ from torch import Tensor
 from torch import distributed as dist
 
 from keepstep.protocol.waiting.operations import Operation
+from keepstep.worker.backends.background import in_background
+from keepstep.worker.backends.causes import RAISED_BY_GLOO
 from keepstep.worker.backends.communicator import Communicator
 
 Outputs = list[Tensor] | list[list[Tensor]]
+
+SHORT = timedelta(milliseconds=10)
+"""How long a thread waits in gloo itself, where only gloo can wake it. The end of that wait is an exception in C++ and
+takes a tenth of a millisecond."""
+
+_SILENT = frozenset({Operation.SEND, Operation.RECV, Operation.REDUCE_SCATTER})
+"""Gloo has no future for them: only a thread that waits learns of their end."""
 
 
 class EchoedWork(dist.Work):
@@ -53,7 +62,11 @@ class EchoedWork(dist.Work):
 
 
 class GroupWork(dist.Work):
-    """An operation on its way in the inner group. It ends once: with gloo's answer, or because it was forgotten."""
+    """An operation on its way in the inner group. It ends once: with gloo's answer, or because it was forgotten.
+
+    Whoever waits for it waits in gloo itself at first, since a small collective ends within microseconds. What takes
+    longer is left to gloo's own thread, so that `forget` can free the waiting one.
+    """
 
     def __init__(
         self,
@@ -85,6 +98,10 @@ class GroupWork(dist.Work):
         self._error: Exception | None = None
         self._before_going_on: Callable[[], None] | None = None
         self._ending = self._ended = False
+        self._is_silent = operation in _SILENT
+        self._is_followed = False
+        self._answered = False
+        """Gloo's future is done, and its handle will be at once."""
         self._claimed = threading.Lock()
         self._running = threading.Lock()
         """Held until it has ended. Waiting for a lock costs a fraction of waiting for a future."""
@@ -97,18 +114,36 @@ class GroupWork(dist.Work):
     def follow(self, issued: dist.Work, communicator: Communicator) -> None:
         """Takes on gloo's handle, which may be done already."""
         self._issued = issued
-        try:
-            future = issued.get_future()
-        except RuntimeError:
-            # Send, receive and reduce_scatter have none: only a thread that waits learns of their end.
-            _in_background(self._wait_for_gloo, issued, communicator)
-            return
-        future.add_done_callback(self._done)
-        if self._ended and not future.done():  # it was forgotten while it was being issued
-            _in_background(_outlive, issued, communicator)
+        if self._is_silent:
+            in_background(self._wait_for_gloo, issued, communicator)
+        elif self._ended and not issued.is_completed():  # it was forgotten while it was being issued
+            in_background(_outlive, issued, communicator)
 
-    def _done(self, future: torch.futures.Future[Any]) -> None:
-        self._conclude(future.value)
+    def look(self) -> bool:
+        """Whether it has ended, gloo's handle being asked; without waiting."""
+        issued = self._issued
+        if not self._ended and not self._is_silent and issued is not None and issued.is_completed():
+            self._conclude(issued.wait)
+        return self._ended
+
+    def _have_gloo_tell(self) -> None:
+        """Has gloo's thread tell of the end, once: from here on something depends on it that does not wait in gloo."""
+        if self._is_silent or self._issued is None:
+            return
+        with self._changing:
+            if self._is_followed:
+                return
+            self._is_followed = True
+        self._issued.get_future().add_done_callback(self._told)
+
+    def _told(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except RAISED_BY_GLOO as error:
+            self._finish(error)
+        else:
+            self._answered = True
+            self._finish(None)
 
     def _wait_for_gloo(self, issued: dist.Work, _kept_alive: Communicator) -> None:
         self._conclude(issued.wait)
@@ -116,7 +151,7 @@ class GroupWork(dist.Work):
     def _conclude(self, ask: Callable[[], object]) -> None:
         try:
             ask()
-        except RuntimeError as error:
+        except RAISED_BY_GLOO as error:
             self._finish(error)
         else:
             self._finish(None)
@@ -124,7 +159,7 @@ class GroupWork(dist.Work):
     def forget(self, error: Exception, communicator: Communicator) -> None:
         """Ends it although gloo does not, whose threads sleep; the communicator lives on until they end."""
         if self._issued is not None:
-            _in_background(_outlive, self._issued, communicator)
+            in_background(_outlive, self._issued, communicator)
         self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
@@ -159,15 +194,39 @@ class GroupWork(dist.Work):
         Raises:
             RuntimeError: the error it ended with, where the group does not echo; or ``timeout`` has passed.
         """
-        self._await()
-        if not self._running.acquire(timeout=timeout.total_seconds() if timeout else -1):
-            raise RuntimeError(f"the operation did not end within {timeout}")
-        self._running.release()
+        if not self._ended:
+            self._await()
+            if not timeout:
+                self._wait_in_gloo()
+            if not self._ended:
+                self._wait_for_end(timeout)
         if self._error is not None:
             raise self._error
         if self._before_going_on is not None:
             self._before_going_on()
         return True
+
+    def _wait_in_gloo(self) -> None:
+        """Waits a little where gloo itself wakes the thread."""
+        issued = self._issued
+        if self._is_silent or issued is None:
+            return
+        try:
+            issued.wait(SHORT)
+        except RAISED_BY_GLOO:
+            self.look()  # not `error`: it may be the end of this wait
+        else:
+            self._finish(None)
+
+    def _wait_for_end(self, timeout: timedelta | None) -> None:
+        self._have_gloo_tell()
+        if not self._running.acquire(timeout=timeout.total_seconds() if timeout else -1):
+            raise RuntimeError(f"the operation did not end within {timeout}")
+        self._running.release()
+        if self._answered and self._issued is not None:
+            # Gloo's future is done a little before its handle: torch's profiler is told in between, and must not be
+            # told of an operation of a profile that has ended.
+            self._issued.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs, which C++ may wait for unseen."""
@@ -178,7 +237,9 @@ class GroupWork(dist.Work):
                 self._future = self._end.then(self._result)
                 if self._ended:
                     self._end.set_result(None)
-            return self._future
+            future = self._future
+        self._have_gloo_tell()
+        return future
 
     def _result(self, _end: torch.futures.Future[None]) -> Outputs:
         if self._error is not None:
@@ -187,12 +248,26 @@ class GroupWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended; a program that asks may go on asking until it has."""
-        self._await()
+        if not self._ended:
+            self._await()
+            self.look()
         return self._ended
 
     def is_success(self) -> bool:
         """Whether waiting would end without an error."""
-        return self._ended and self._error is None
+        return self.look() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """The error that waiting raises, if it has ended in one."""
+        return self._error
+
+    def result(self) -> Outputs:
+        """The outputs, which are complete when the operation has ended."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """As `wait`, as on gloo: there is no stream."""
+        self.wait()
 
     def _source_rank(self) -> int:
         assert self._issued is not None
@@ -205,14 +280,8 @@ class JoinedWork(dist.Work):
     def __init__(self, outputs: Outputs, works: Sequence[dist.Work]) -> None:
         super().__init__()
         self._works = works
-        futures = [work.get_future() for work in works]
-
-        def joined(all_done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> Outputs:
-            for future in all_done.value():
-                future.value()  # raises what it ended with
-            return outputs
-
-        self._future: torch.futures.Future[Any] = torch.futures.collect_all(futures).then(joined)
+        self._outputs = outputs
+        self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until all have ended; raises what the first that failed raises."""
@@ -222,7 +291,18 @@ class JoinedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs."""
+        if self._future is None:
+            self._future = torch.futures.collect_all([work.get_future() for work in self._works]).then(self._joined)
         return self._future
+
+    def _joined(self, all_done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> Outputs:
+        for future in all_done.value():
+            future.value()  # raises what it ended with
+        return self._outputs
+
+    def result(self) -> Outputs:
+        """The outputs."""
+        return self._outputs
 
     def is_completed(self) -> bool:
         """Whether all have ended."""
@@ -233,12 +313,7 @@ class JoinedWork(dist.Work):
         return all(work.is_success() for work in self._works)
 
 
-def _in_background(function: Callable[..., None], *arguments: object) -> None:
-    """Runs it in a thread that does not keep the process from ending."""
-    threading.Thread(target=function, args=arguments, name="keepstep-gloo", daemon=True).start()
-
-
 def _outlive(issued: dist.Work, _kept_alive: Communicator) -> None:
     """Waits for gloo's own deadline. To destroy the communicator before would be to wait for it there."""
-    with suppress(RuntimeError):
+    with suppress(*RAISED_BY_GLOO):
         issued.wait()

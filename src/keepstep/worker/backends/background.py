@@ -1,0 +1,35 @@
+"""Threads that wait for gloo where it gives no other sign of an operation's end. They are kept for the next one.
+
+To start a thread takes longer than a small message does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+MAX_IDLE = 16
+"""Threads that are kept: more than a pipeline stage has messages under way with its neighbours."""
+
+Task = tuple[Callable[..., None], tuple[object, ...]]
+
+_idle: list[queue.SimpleQueue[Task]] = []
+
+
+def in_background(function: Callable[..., None], *arguments: object) -> None:
+    """Runs it in a thread that does not keep the process from ending."""
+    try:
+        tasks = _idle.pop()
+    except IndexError:
+        tasks = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=[tasks], name="keepstep-gloo", daemon=True).start()
+    tasks.put((function, arguments))
+
+
+def _serve(tasks: queue.SimpleQueue[Task]) -> None:
+    while len(_idle) < MAX_IDLE:
+        function, arguments = tasks.get()
+        function(*arguments)
+        del function, arguments  # nothing is kept alive by a thread that rests
+        _idle.append(tasks)
