@@ -503,6 +503,9 @@ def test_a_timeout_of_the_group_is_the_callers_unless_a_failure_is_known(knows: 
         assert errors == ["none", "none"]
     else:
         assert "Timed out waiting 50ms" in errors[0]
-        assert "Application timeout caused pair closure" in errors[1]
+        # Gloo closes the connections a moment later, and then says so.
+        assert any(
+            words in errors[1] for words in ("Timed out waiting 50ms", "Application timeout caused pair closure")
+        )
     assert (reported, num_echoed) == ([], 2 if knows else 0)
     assert after == other[3] == (own(0, 2) + own(1, 2)).tolist()
