@@ -184,7 +184,7 @@ Counted = tuple[str, Operation, int, int, int]
 
 
 def counted(reader: TagReader) -> list[Counted]:
-    return [astuple(count)[:5] for count in reader.operation_counts()]
+    return [astuple(count) for count in reader.operation_counts()]
 
 
 def test_the_collectives_of_each_group_and_the_messages_of_each_peer_are_counted(
@@ -202,15 +202,12 @@ def test_the_collectives_of_each_group_and_the_messages_of_each_peer_are_counted
     writer.operation_left("world", Operation.SEND, 2)
     writer.operation_entered("world", Operation.RECV, ANY_MEMBER)
     assert counted(reader) == [
-        ("world", Operation.ALL_GATHER, ALL_MEMBERS, 4, 3),
-        ("0-1.0", Operation.BARRIER, ALL_MEMBERS, 1, 0),
-        ("world", Operation.SEND, 2, 1, 1),
-        ("world", Operation.RECV, 2, 1, 0),
         ("world", Operation.RECV, ANY_MEMBER, 1, 0),
+        ("world", Operation.RECV, 2, 1, 0),
+        ("world", Operation.SEND, 2, 1, 1),
+        ("0-1.0", Operation.BARRIER, ALL_MEMBERS, 1, 0),
+        ("world", Operation.ALL_GATHER, ALL_MEMBERS, 4, 3),
     ]
-    times = [count.entered_s for count in reader.operation_counts()]
-    assert times == sorted(times)
-    assert times[0] > 0
 
 
 def test_several_operations_of_a_group_may_be_in_flight(both: tuple[TagWriter, TagReader]) -> None:
@@ -250,7 +247,7 @@ def test_a_long_name_is_cut_and_remains_different_from_another(both: tuple[TagWr
     names = ["-".join(map(str, range(500))) + end for end in (".0", ".1")] + ["é" * 40, "x" * NAME_BYTES]
     for name in names:
         writer.operation_entered(name, Operation.BARRIER)
-    shown = [count.group for count in reader.operation_counts()]
+    shown = [count.group for count in reversed(reader.operation_counts())]
     assert len(set(shown)) == len(names)
     assert all(len(name.encode()) <= NAME_BYTES for name in shown)
     assert shown[3] == names[3]
@@ -416,7 +413,7 @@ def test_a_page_is_readable_after_its_writer_was_killed() -> None:
     assert done.returncode == -signal.SIGKILL
     view = reader.read()
     assert (view.tag, view.entered, view.left) == (Tag(2, 4999, Phase.BACKWARD), 1, 0)
-    assert [astuple(count)[:5] for count in reader.operation_counts()] == [("0-1.0", Operation.RECV, 1, 1, 0)]
+    assert [astuple(count) for count in reader.operation_counts()] == [("0-1.0", Operation.RECV, 1, 1, 0)]
     ring = reader.events_since(0)
     assert (ring[-1].step, ring[-1].phase, len(ring)) == (4999, Phase.BACKWARD, RING_EVENTS - 1)
     reader.close()

@@ -282,7 +282,7 @@ class TagReader:
         return TagView(tag, words[_SINCE], words[_PROGRESS], waiting, *counts, words[_WRITTEN])
 
     def operation_counts(self) -> list[OperationCount]:
-        """The counts on the page, in no order. One that its writer is just changing, or died in, may be left out."""
+        """The counts on the page, the one used last in front. One that its writer was killed in is left out."""
         found = []
         for place in range(NUM_COUNTS):
             at = _COUNTS + place * _WORDS_PER_COUNT
@@ -292,10 +292,9 @@ class TagReader:
                 if sequence % 2 == 0 and sequence == self._words[at]:
                     if name[0]:
                         group = name.rstrip(b"\0").decode(errors="replace")
-                        counted = (OPERATIONS[operation], peer, entered, left, entered_ns / 1e9)
-                        found.append(OperationCount(group, *counted))
+                        found.append((entered_ns, OperationCount(group, OPERATIONS[operation], peer, entered, left)))
                     break
-        return found
+        return [count for _, count in sorted(found, key=lambda each: each[0], reverse=True)]
 
     @property
     def num_counts(self) -> int:

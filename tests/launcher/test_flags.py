@@ -54,13 +54,15 @@ def test_what_is_not_said(script: str, tmp_path: Path) -> None:
 def test_what_is_said(script: str, tmp_path: Path) -> None:
     found = options(
         "--nproc-per-node", 3, "--spares", 2, "--run-dir", tmp_path / "run", "--report", tmp_path / "r.json",
-        "--hang-floor", 2.5, "--hang-factor", 4, "--between-steps", 7, "--max-restarts", 9, "--role", "trainer",
+        "--hang-floor", 2.5, "--hang-factor", 4, "--between-steps", 7, "--explain-after", 8,
+        "--max-restarts", 9, "--role", "trainer",
         "--start-method", "spawn", "--rdzv-id", "name", script, "--lr", "0.1", "--nproc-per-node", "8",
     )  # fmt: skip
     agent = found.agent
     assert (agent.place.world_size, agent.place.slots, agent.fork) == (3, 5, False)
     assert agent.command == (script, "--lr", "0.1", "--nproc-per-node", "8"), "what follows the script is the script's"
     assert (agent.liveness.floor_s, agent.liveness.factor, agent.liveness.between_steps_s) == (2.5, 4.0, 7.0)
+    assert agent.liveness.explain_s == 8.0
     assert agent.run_dir == tmp_path / "run"
     assert agent.run_dir.stat().st_mode & 0o777 == 0o700
     assert (found.outputs.report, found.keep_run_dir) == (tmp_path / "r.json", True)
@@ -92,6 +94,7 @@ def test_a_module_or_any_program_may_stand_for_the_script() -> None:
         (["--hang-factor", "0"], "--hang-factor 0.0: must be positive"),
         (["--hang-factor", "nan"], "--hang-factor nan: must be positive"),
         (["--between-steps", "-0.5"], "--between-steps -0.5: must be positive"),
+        (["--explain-after", "0"], "--explain-after 0.0: must be positive"),
         (["--between-steps", "nan"], "--between-steps nan: must be positive"),
         (["--nnodes", "2"], "--nnodes 2: a drill runs on one node"),
         (["--nnodes", "1:4"], "--nnodes 1:4: a drill runs on one node"),

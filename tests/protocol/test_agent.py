@@ -16,12 +16,14 @@ from keepstep.protocol.agent import (
     HandOver,
     Kill,
     Leave,
+    LookCloser,
     Spawn,
 )
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessSettings, Observation
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, WaitsFor
 
 NODE, LIFE = "node-a", 5
 JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0)
@@ -329,6 +331,73 @@ def test_a_worker_at_its_safe_point_is_not_judged_by_its_phase() -> None:
     (report,) = node.wait(LivenessSettings().recovery_s)
     assert isinstance(report, msg.WorkerLost)
     assert report.cause is Cause.HANG
+
+
+# ---- Ranks that stand still -----------------------------------------------------------------------------------------
+
+EXPLAIN_S = LivenessSettings().explain_s
+COUNT = OperationCount("world", Operation.BARRIER, ALL_MEMBERS, 5, 4)
+
+
+def look(node: Node, number: int, tag: Tag = BETWEEN, *, progress: int = 1, waits: bool = False) -> None:
+    node.agent.observe(number, Observation(tag, progress, False, waits, False), node.now_s)
+
+
+def answered(node: Node, *counts: OperationCount) -> list[object]:
+    """Pages are read as the machine asks; returns what reaches the controller."""
+    for effect in node.agent.take():
+        assert isinstance(effect, LookCloser)
+        node.agent.looked_closer(dict.fromkeys(effect.workers, counts), node.now_s)
+    return node.heard()
+
+
+def test_where_ranks_stand_still_is_told_after_a_while_and_taken_back_when_they_move() -> None:
+    node = Node(ranks=3, spares=1)
+    look(node, 0, waits=True)
+    look(node, 1)
+    assert node.wait(EXPLAIN_S - 1) == []
+    look(node, 2, progress=1)
+    assert node.agent.take() == []
+    node.wait(1)
+    (report,) = answered(node, COUNT)
+    assert isinstance(report, msg.RanksStand)
+    assert (report.node, report.generation) == (NODE, 1)
+    assert [(each.worker, each.waits_for, each.step, each.phase, each.counts) for each in report.standing] == [
+        (0, WaitsFor.RANKS, 3, Phase.UPDATED, (COUNT,)),
+        (1, WaitsFor.NOTHING, 3, Phase.UPDATED, (COUNT,)),
+    ]
+    assert report.standing[0].still_s == pytest.approx(EXPLAIN_S)
+    node.wait(EXPLAIN_S / 4)
+    assert answered(node, COUNT) == [], "nothing has changed"
+    for number in (0, 1, 2):
+        look(node, number, progress=2)
+    node.wait(LOOK_S)
+    assert answered(node) == [msg.RanksStand(NODE, 1, ())]
+    node.wait(EXPLAIN_S / 2)
+    assert node.agent.take() == []
+
+
+def test_a_stalled_node_tells_where_its_ranks_stand_before_it_says_so() -> None:
+    node = Node(ranks=2)
+    for number in (0, 1):
+        look(node, number, Tag(1, 3, Phase.SYNCED), waits=True)
+    assert node.wait(LivenessSettings().unknown_s - EXPLAIN_S / 2) == []
+    node.agent.take()
+    node.wait(EXPLAIN_S)
+    stands, stalled = [
+        report for report in answered(node, COUNT) if isinstance(report, msg.RanksStand | msg.JobStalled)
+    ]
+    assert isinstance(stands, msg.RanksStand)
+    assert [each.worker for each in stands.standing] == [0, 1]
+    assert isinstance(stalled, msg.JobStalled)
+
+
+def test_ranks_that_are_being_stopped_stand_still_for_a_known_reason() -> None:
+    node = Node(ranks=1)
+    look(node, 0, IN_A_STEP, waits=True)
+    node.order(msg.Stop(2, "rank 1 lost", None))
+    node.wait(LivenessSettings().unknown_s / 2)
+    assert node.agent.take() == []
 
 
 # ---- A new life -----------------------------------------------------------------------------------------------------

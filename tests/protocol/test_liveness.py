@@ -233,6 +233,19 @@ def test_all_inside_a_collective_is_a_stalled_job_once_a_generation() -> None:
     assert node.judge_after(10.0) == []
 
 
+def test_a_stall_that_has_passed_may_come_again() -> None:
+    """The ranks of another node were slow. That all of this one waited once says nothing of the next time."""
+    node = Node(num_ranks=2)
+    node.train(0)
+    for progress in (1, 2):
+        for worker in range(2):
+            node.look(worker, Phase.BACKWARD, 9, progress=progress, collective=True)
+        assert node.judge_after(FLOOR_S + BIT_S) == [stalled(2)]
+        assert node.judge_after(10.0) == []
+        node.look(0, Phase.BACKWARD, 9, progress=progress + 10)
+        assert node.judge_after(BIT_S) == []
+
+
 def test_one_rank_outside_the_collective_is_blamed_instead_of_the_job() -> None:
     node = Node(num_ranks=3)
     node.train(0)

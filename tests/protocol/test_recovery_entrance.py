@@ -14,6 +14,7 @@ from keepstep.protocol.messages import (
     JobStalled,
     NodeJoined,
     RankAwaited,
+    RanksStand,
     Report,
     SafePointReached,
     StateRecovered,
@@ -31,6 +32,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
+from keepstep.protocol.waiting.operations import Standing, WaitsFor
 
 # ---- The entrance ---------------------------------------------------------------------------------------------------
 
@@ -82,6 +84,7 @@ def of_generation(generation: int) -> list[messages.Report]:
         StepsFinished((0,), generation, 20, "0f0f"),
         StepObserved(NODE, generation, 30, 5.0, 0.5),
         JobStalled(NODE, generation, "all 3 ranks wait"),
+        RanksStand(NODE, generation, (Standing(0, 9, Phase.SYNCED, WaitsFor.RANKS, 30.0, ()),)),
     ]
     return reports
 
@@ -115,6 +118,7 @@ MEANINGFUL_IN = {
     StepsFinished: Stage.TRAINING,
     StepObserved: Stage.TRAINING,
     JobStalled: Stage.TRAINING,
+    RanksStand: Stage.TRAINING,
 }
 
 

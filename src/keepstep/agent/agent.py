@@ -18,7 +18,7 @@ from keepstep.agent.phases import PhaseReporter
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerClient
 from keepstep.errors import ProtocolError, RemoteProtocolError
-from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Spawn
 from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -179,6 +179,8 @@ class Agent:
                     self._hand_over(effect.workers, effect.order)
                 case Depart():
                     self._line.send(effect.message)
+                case LookCloser():
+                    self._look_closer(effect.workers)
                 case Leave():
                     self.left = effect
                     self._ending.set()
@@ -378,6 +380,11 @@ class Agent:
         look = Observation(view.tag, view.progress, view.waiting, view.awaited > 0, worker.stopped)
         self._machine.observe(worker.worker, look, now_s)
         self._watch_first_step(worker)
+
+    def _look_closer(self, workers: tuple[int, ...]) -> None:
+        pages = {number: self.workers[number].page for number in workers if number in self.workers}
+        counts = {number: page.operation_counts() for number, page in pages.items()}
+        self._machine.looked_closer(counts, time.monotonic())
 
     def _watch_first_step(self, worker: AgentWorker) -> None:
         """Tells of the first step that the worker completes after a recovery, with its times from the ring."""

@@ -33,4 +33,6 @@ def main(arguments: list[str]) -> int:
     console.print(table)
     for place, why in status["quarantine"].items():
         console.print(f"in quarantine: {place} {why}", highlight=False)
+    if status["standstill"] is not None:
+        console.print(status["standstill"], highlight=False, markup=False)
     return 0

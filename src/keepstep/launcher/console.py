@@ -1,4 +1,4 @@
-"""What a running job tells its user: one line for each recovery, and for each place that is in quarantine since."""
+"""What a running job tells its user: a line for each recovery, for each place in quarantine, for ranks that wait."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.markup import escape
 
 from keepstep.protocol.recovery import RecoveryMachine, Stage
 from keepstep.protocol.recovery.ending import NOT_PROTECTED
@@ -30,7 +31,8 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
     told = len(job.records)  # those of a controller's former life have been told
     held = set(job.quarantine.held)
     unprotected_s = time.monotonic() + UNPROTECTED_S
-    while job.stage not in (Stage.FINISHED, Stage.ENDED):
+    num_standstills = job.standstill.num_told
+    while job.stage is not Stage.ENDED:
         records = job.records
         while told < len(records) and (records[told].resumed_s is not None or records[told].superseded):
             console.print(f"[yellow]keepstep:[/yellow] {recovery_text(records[told])}")
@@ -41,6 +43,9 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
         if not job.progress.is_initialised and job.roster.num_holders and time.monotonic() > unprotected_s:
             console.print(f"[yellow]keepstep:[/yellow] {NOT_PROTECTED}")
             unprotected_s = math.inf
+        if job.standstill.num_told > num_standstills:
+            num_standstills = job.standstill.num_told
+            console.print(f"[yellow]keepstep:[/yellow] {escape(job.standstill.told)}")
         if places is not None and console.is_terminal:
             _print_places(console, places())
         await asyncio.sleep(REFRESH_S)

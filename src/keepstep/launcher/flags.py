@@ -59,6 +59,10 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         "--between-steps", type=float, default=DEADLINES.between_steps_s, metavar="SECONDS",
         help="how long a script may evaluate or save between two steps (default: %(default)s)",
     )  # fmt: skip
+    own.add_argument(
+        "--explain-after", type=float, default=DEADLINES.explain_s, metavar="SECONDS",
+        help="ranks that have waited for others for this long are told of, and where they wait (default: %(default)s)",
+    )  # fmt: skip
     add_node_flags(parser)
     return parser
 
@@ -142,7 +146,10 @@ def agent_settings(arguments: argparse.Namespace, place: Place, run_dir: Path | 
         environment=environment,
         devices=names_of(visible_devices(), torch.cuda.device_count()),
         liveness=LivenessSettings(
-            floor_s=arguments.hang_floor, factor=arguments.hang_factor, between_steps_s=arguments.between_steps
+            floor_s=arguments.hang_floor,
+            factor=arguments.hang_factor,
+            between_steps_s=arguments.between_steps,
+            explain_s=arguments.explain_after,
         ),
         output=output,
     )
@@ -153,7 +160,7 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"--spares {arguments.spares}: allowed are 0 and more")
     if arguments.max_restarts is not None and arguments.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {arguments.max_restarts}: allowed are 0 and more")
-    for name in ("hang_floor", "hang_factor", "between_steps"):
+    for name in ("hang_floor", "hang_factor", "between_steps", "explain_after"):
         value = getattr(arguments, name)
         if not value > 0:  # nan is not, either
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: must be positive")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -18,6 +19,8 @@ from keepstep.protocol.liveness import LivenessMachine, LivenessSettings, Observ
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
+from keepstep.protocol.waiting.operations import MAX_TOLD, OperationCount, Standing, WaitsFor
+from keepstep.protocol.waiting.watch import StandingWatch
 
 HEARTBEAT_S = 1.0
 """A third of the default lease: two may be lost before the node is."""
@@ -69,7 +72,14 @@ class Depart:
     message: msg.NodeLeft
 
 
-AgentEffect = Spawn | Kill | HandOver | Leave | Depart
+@dataclasses.dataclass(frozen=True, slots=True)
+class LookCloser:
+    """Read the operation counts on the pages of these workers; then call `looked_closer`."""
+
+    workers: tuple[int, ...]
+
+
+AgentEffect = Spawn | Kill | HandOver | Leave | Depart | LookCloser
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,6 +116,9 @@ class AgentMachine:
         self._answered: dict[tuple[type, int], set[int]] = {}
         """Who has given each answer since the last `Stop`, be it held or gone up."""
         self._first_steps: dict[int, _FirstSteps] = {}
+        self._watch = StandingWatch(liveness.explain_s)
+        self._stall: msg.JobStalled | None = None
+        """Goes up behind where the ranks stand."""
         self._evicted = False
         self._departing: msg.NodeLeft | None = None
         self._heartbeat_s = 0.0
@@ -158,7 +171,13 @@ class AgentMachine:
         if self._evicted:
             return
         for verdict in self.liveness.judge(now_s):
-            self._say(verdict)
+            if isinstance(verdict, msg.JobStalled):
+                self._stall = verdict
+            else:
+                self._say(verdict)
+        still_s = {number: duration_s for number, _, duration_s in self.liveness.standing(0.0, now_s)}
+        if self._stall is not None or self._watch.is_due(still_s, now_s):
+            self._effects.append(LookCloser(tuple(still_s)))
         if self._held and now_s >= self._held_since_s + HOLD_S:
             self._release()
 
@@ -246,6 +265,7 @@ class AgentMachine:
         self._evicted = False
         self.life += 1
         self.liveness = LivenessMachine(self.node, self._liveness_settings)
+        self._watch, self._stall = StandingWatch(self._liveness_settings.explain_s), None
         self._first_steps.clear()
         self.conversation = Conversation(self.node, self.life)
         self.conversation.say([self._joined])
@@ -336,6 +356,19 @@ class AgentMachine:
         """One look at a worker's page and process."""
         self.liveness.observe(number, look, now_s)
 
+    def looked_closer(self, counts: Mapping[int, Sequence[OperationCount]], now_s: float) -> None:
+        """What the pages of workers show of their groups, by worker, as `LookCloser` asked."""
+        still = self.liveness.standing(0.0, now_s)
+        least_s = self._watch.least_s(max((each[2] for each in still), default=0.0), is_stalled=self._stall is not None)
+        found = (_standing(*each, counts.get(each[0], ())) for each in still if each[2] >= least_s)
+        news = self._watch.news(found, now_s)
+        if news is not None:
+            generation = max((look.tag.generation for _, look, _ in still), default=0)
+            self._say(msg.RanksStand(self.node, generation, news))
+        if self._stall is not None:
+            self._say(self._stall)
+            self._stall = None
+
     def step_completed(self, number: int, generation: int, step: int, at_s: float, step_s: float) -> None:
         """A worker has completed its first step of a generation."""
         first = self._first_steps.get(generation)
@@ -393,3 +426,11 @@ class AgentMachine:
                 pass
         if not self._evicted:
             self.conversation.say([report])
+
+
+def _standing(worker: int, look: Observation, still_s: float, counts: Sequence[OperationCount]) -> Standing:
+    if look.waiting:
+        waits_for = WaitsFor.CONTROLLER
+    else:
+        waits_for = WaitsFor.RANKS if look.in_collective else WaitsFor.NOTHING
+    return Standing(worker, look.tag.step, look.tag.phase, waits_for, max(0.0, still_s), tuple(counts[:MAX_TOLD]))

@@ -333,7 +333,7 @@ class ControllerMachine:
 def _check(packet: msg.Packet) -> None:
     """Before anything of it counts: a packet is refused as a whole, so that no part of it goes unnoticed."""
     for number, report in enumerate(packet.messages, start=packet.first):
-        named = report.node if isinstance(report, msg.NodeJoined | msg.JobStalled | msg.StepObserved) else packet.node
+        named = report.node if isinstance(report, msg.NodeReport) else packet.node
         is_report = isinstance(report, msg.Report) and not isinstance(report, msg.StoreRequested)
         if not is_report or named != packet.node or isinstance(report, msg.NodeJoined) != (number == 0):
             raise RemoteProtocolError(

@@ -45,6 +45,9 @@ class LivenessSettings:
     """Between two steps a script evaluates and saves, for as long as it likes."""
     recovery_s: float = 30.0
     """For connecting groups and moving state; each message moves it on."""
+    explain_s: float = 30.0
+    """Where ranks have not moved for so long, it is said which of them waits for what. Longer than most evaluations
+    that one rank does alone; shorter than a person waits who looks at a job that does not go on."""
     blind_s: float = 0.5
     """An agent that did not look for longer was itself held up, and cannot tell who stood still meanwhile."""
 
@@ -157,9 +160,20 @@ class LivenessMachine:
                 verdicts.append(self._blame(number, Cause.STOPPED, "its process is stopped (SIGSTOP)", now_s))
             elif number in overdue and self._at_fault(watched):
                 verdicts.append(self._blame(number, Cause.HANG, "no progress, and it waits for nobody", now_s))
-        if not verdicts and holders and len(overdue) == len(holders):
+        if len(overdue) < len(holders):
+            self._stalled_generation = -1
+        elif not verdicts and holders:
             verdicts += self._stalled(holders)
         return verdicts
+
+    def standing(self, least_s: float, now_s: float) -> list[tuple[int, Observation, float]]:
+        """The workers with ranks that have stood still for so long outside of recoveries, where, and for how long."""
+        return [
+            (number, watched.seen, still_s)
+            for number, watched in self._workers.items()
+            if watched.rank is not None and watched.seen is not None and not (watched.stopping or watched.lost)
+            if (still_s := self._still_s(number, now_s)) >= least_s
+        ]
 
     def _forgive_blindness(self, now_s: float) -> None:
         """A suspended machine, a stopped agent, a clock that jumped: that time counts against nobody."""

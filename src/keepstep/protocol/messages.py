@@ -22,6 +22,7 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.waiting.operations import Standing
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger frames are refused before they are decoded. State never travels in messages, so only error texts and
@@ -244,6 +245,14 @@ class JobStalled(Message, frozen=True):
     detail: str
 
 
+class RanksStand(Message, frozen=True):
+    """All ranks of the node that have stood still for long, and where. The others have moved lately."""
+
+    node: str
+    generation: int
+    standing: tuple[Standing, ...]
+
+
 class StepObserved(Message, frozen=True):
     """A node's ranks have completed their first step in a generation, as their tag pages show.
 
@@ -402,29 +411,19 @@ class EndJob(Message, frozen=True):
     reason: str
 
 
+GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished
+"""What every rank answers to the same order; see `AgentMachine`."""
+Question: TypeAlias = StoreRequested | OnceRequested
+"""What a worker asks and waits for."""
 WorkerReport: TypeAlias = (
-    WorkerJoined
-    | RankAwaited
-    | WorkerReady
-    | CollectiveFailed
-    | SafePointReached
-    | GroupsReset
-    | StateRecovered
-    | StepsFinished
-    | WorkerFailed
-    | StateRescued
-    | StoreRequested
-    | OnceRequested
+    GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
 )
-AgentReport: TypeAlias = (
-    NodeJoined | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced | JobStalled | StepObserved
-)
+NodeReport: TypeAlias = NodeJoined | JobStalled | RanksStand | StepObserved
+AgentReport: TypeAlias = NodeReport | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
 WorkerOrder: TypeAlias = Assign | Stop | Recover | Resume | Complete | Abandon | Rescue | StoreAnswered | OnceAnswered
 AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
 
 Report: TypeAlias = WorkerReport | AgentReport
-GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished
-"""What every rank answers to the same order; see `AgentMachine`."""
 
 
 class Packet(Message, frozen=True):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from keepstep.protocol import resume
 from keepstep.protocol.messages import Transfer
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
+from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.resume import Action
 
 MAX_SOURCES = 16
@@ -24,6 +25,12 @@ class Decision:
     actions: dict[int, Action]
     """rank -> what it does."""
     transfers: tuple[Transfer, ...]
+
+
+def begins_again(progress: Progress, roster: Roster, step: int) -> bool:
+    """Whether fresh ranks would begin at step 0 what has trained before."""
+    is_checkpoint = any(step in snapshots_of(worker) for worker in roster.holders())
+    return progress.would_begin_again(step) and not is_checkpoint
 
 
 def ready_now(worker: Worker, generation: int) -> bool:

@@ -45,6 +45,11 @@ def ended_early(roster: Roster) -> EndJob | None:
     return EndJob(EXIT_FAILED, f"ranks {done} ended their script while the others still train")
 
 
+def uneven_steps(why: str) -> EndJob:
+    """A rank has ended its loop before others, which can complete no further step without it."""
+    return EndJob(EXIT_FAILED, why)
+
+
 # ---- After the last step --------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol import resume
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import ending, invariants
-from keepstep.protocol.recovery.decision import decide, movable, reachable_step, ready_now, snapshots_of
+from keepstep.protocol.recovery.decision import begins_again, decide, movable, reachable_step, ready_now
 from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.gathering import Gathering
@@ -24,6 +24,7 @@ from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.records import Failure, RecoveryRecord
 from keepstep.protocol.recovery.stages import Course, Effect, RecoverySettings, Stage
+from keepstep.protocol.recovery.standstill import Standstill
 
 
 class RecoveryMachine(Course):
@@ -38,12 +39,11 @@ class RecoveryMachine(Course):
         self.records: list[RecoveryRecord] = []
         self.digests: dict[int, str] = {}
         self.progress = Progress()
+        self.standstill = Standstill(self, self.roster)
         self._waited_in = 0
         """The last generation in which processes or nodes were waited for."""
         self._connected: set[int] = set()
         """The rank holders whose groups are connected in this generation."""
-        self._moving: set[str] = set()
-        """The nodes with ranks of which not all are known to wait in a collective past its deadline."""
         self._checkpointing = False
         self._record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
         """What happens in this generation. That of the first is in no list: nothing is recovered from there."""
@@ -92,11 +92,17 @@ class RecoveryMachine(Course):
 
     def tick(self, now_s: float) -> list[Effect]:
         """Acts on a deadline that has come; harmless when none has."""
+        self.standstill.tick(now_s)
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
         self.deadline_s = None
         self._overdue(now_s)
         return self._proceed(now_s)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is next due; None while nothing is waited for."""
+        dues = (self.deadline_s, None if self.stage is Stage.ENDED else self.standstill.due_s)
+        return min((due for due in dues if due is not None), default=None)
 
     def called_off(self, order: msg.EndJob) -> list[Effect]:
         """Whoever runs the job wants it ended."""
@@ -114,7 +120,10 @@ class RecoveryMachine(Course):
             case msg.NodeJoined():
                 self._node_joined(message, now_s)
             case msg.JobStalled():
-                self._job_stalled(message, now_s)
+                if self.stage is Stage.TRAINING and self.standstill.stalled(message.node):
+                    self._interrupt(msg.Cause.STUCK, self.standstill.explained(message.detail, now_s), [], now_s)
+            case msg.RanksStand():
+                self.standstill.stands(message, now_s)
             case msg.StepObserved():
                 self._step_observed(message, now_s)
             case msg.StoreRequested():
@@ -147,6 +156,7 @@ class RecoveryMachine(Course):
                 self._answered_in(Stage.RECOVERING, numbers)
             case msg.StepsFinished():
                 self._answered_in(Stage.TRAINING, numbers)
+                self.standstill.finished(numbers, message.step)
                 self.progress.reached(message.step)
                 if message.digest is not None:
                     self.digests |= {worker.rank: message.digest for worker in speakers if worker.rank is not None}
@@ -291,13 +301,6 @@ class RecoveryMachine(Course):
         if self._processes.keep_failing and self.stage is Stage.STOPPING:
             self._ending.rescue(f"fresh processes are lost one after the other: {detail}", now_s)
 
-    def _job_stalled(self, message: msg.JobStalled, now_s: float) -> None:
-        """Where another node still moves, the one to blame is there, and its agent finds it."""
-        if self.stage is Stage.TRAINING:
-            self._moving.discard(message.node)
-            if not self._moving:
-                self._interrupt(msg.Cause.STUCK, message.detail, [], now_s)
-
     def _interrupt(self, cause: str, detail: str, failures: list[Failure], now_s: float) -> None:
         """A failure: begins a new generation, or adds to the one whose survivors are just being stopped."""
         if self.stage not in (Stage.STARTING, Stage.TRAINING, Stage.STOPPING, Stage.RECOVERING):
@@ -308,6 +311,7 @@ class RecoveryMachine(Course):
             self._record = RecoveryRecord(self.generation, cause, detail, now_s)
             self.records.append(self._record)
             self._connected.clear()
+            self.standstill.clear()
             for worker in self.roster.holders():
                 worker.safe = None
             self.enter(Stage.STOPPING, self.roster.holder_numbers(), now_s + self.settings.stop_deadline_s)
@@ -338,6 +342,8 @@ class RecoveryMachine(Course):
             case Stage.TRAINING:
                 if not self.awaited and self.roster.num_holders:
                     self._ending.complete()
+                elif uneven := self.standstill.uneven():
+                    self._ending.end(ending.uneven_steps(uneven))
             case Stage.FINISHED | Stage.RESCUING:
                 self._ending.proceed(self._record.detail)
             case Stage.ENDED:
@@ -355,7 +361,7 @@ class RecoveryMachine(Course):
             self._ending.end(ending.failed_everywhere(record.detail))
         elif (step := reachable_step(self.roster, self.shard_of, self.generation)) is None:
             self._nobody_reaches(now_s)
-        elif self._begins_again(step):
+        elif begins_again(self.progress, self.roster, step):
             self._ending.end(ending.no_checkpoint_found(self.progress.trained_to))
         elif self._fill_ranks(now_s):
             self._decide(step, now_s)
@@ -365,9 +371,7 @@ class RecoveryMachine(Course):
             self._ending.end(ending.nothing_to_recover(self.generation, self._record.detail))
             return
         reason = "no live rank reaches a step: all ranks start anew"
-        for worker in list(self.roster.holders()):
-            self.roster.mark_lost(worker, gone=False)
-            self._orders.fence(worker, reason)
+        self._processes.fence_ranks(reason)
         if self.roster.unfenced():
             return
         if not self.roster.may_start(self.settings.world_size):
@@ -410,7 +414,7 @@ class RecoveryMachine(Course):
             if worker.rank is not None and worker.ready is not None:
                 self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
-        if step is None or self._begins_again(step):
+        if step is None or begins_again(self.progress, self.roster, step):
             self._ending.end(ending.no_checkpoint_found(self.progress.trained_to))
         else:
             self._decide(step, now_s)
@@ -427,15 +431,10 @@ class RecoveryMachine(Course):
         reason = f"resume at step {step}, where every shard can be"
         self._orders.to_all(msg.Recover(self.generation, step, decision.transfers), reason)
 
-    def _begins_again(self, step: int) -> bool:
-        """Whether fresh ranks would begin at step 0 what has trained before."""
-        is_checkpoint = any(step in snapshots_of(worker) for worker in self.roster.holders())
-        return self.progress.would_begin_again(step) and not is_checkpoint
-
     def _recovered(self, now_s: float) -> None:
         self._record.restored_s = now_s
         self.progress.stands()
-        self._moving = {worker.node for worker in self.roster.holders()}
+        self.standstill.all_move()
         self.enter(Stage.TRAINING, self.roster.holder_numbers(), None)
         self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self.progress.resume_at}")
 
@@ -461,6 +460,7 @@ class RecoveryMachine(Course):
             self.deadline_s = self.deadline_s or now_s + self.settings.end_deadline_s
 
     def _overdue(self, now_s: float) -> None:
+        late = self.roster.ranks_of(self.awaited)
         match self.stage:
             case Stage.STARTING if not self._gathering.is_over:
                 if self._processes.room_for_ranks() >= self.settings.world_size:
@@ -469,13 +469,13 @@ class RecoveryMachine(Course):
                     order = ending.too_few_nodes(self.settings.world_size, self._processes.room_for_ranks())
                     self._ending.end(order)
             case Stage.STARTING if not self.progress.has_trained:
-                self._ending.end(ending.start_overdue(self._late_ranks(), self.settings.start_deadline_s))
+                self._ending.end(ending.start_overdue(late, self.settings.start_deadline_s))
             case Stage.STOPPING:
                 self._give_up([self.roster.workers[number] for number in sorted(self.awaited)], now_s)
             case Stage.STARTING | Stage.RECOVERING:
                 # Who waits for a rank that hangs is late as well: all are stopped, and who cannot stop is the one.
                 what = "come to their first step" if self.stage is Stage.STARTING else "recover"
-                self._interrupt(msg.Cause.HANG, f"ranks {self._late_ranks()} did not {what} in time", [], now_s)
+                self._interrupt(msg.Cause.HANG, f"ranks {late} did not {what} in time", [], now_s)
             case Stage.TRAINING:
                 if ended_early := ending.ended_early(self.roster):
                     self._ending.end(ended_early)
@@ -483,9 +483,6 @@ class RecoveryMachine(Course):
                 self._ending.overdue()
             case Stage.ENDED:
                 pass
-
-    def _late_ranks(self) -> list[int | None]:
-        return [self.roster.workers[number].rank for number in sorted(self.awaited)]
 
     def _give_up(self, overdue: list[Worker], now_s: float) -> None:
         """A survivor that does not answer in time is itself treated as failed."""

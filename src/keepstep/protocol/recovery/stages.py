@@ -35,7 +35,7 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     Stage.TRAINING: {
         Stage.STOPPING: "rank lost, collective failed, or job stalled",
         Stage.FINISHED: "all steps completed",
-        Stage.ENDED: "scripts ended",
+        Stage.ENDED: "scripts ended, or their loops unevenly",
     },
     Stage.STOPPING: {
         Stage.RECOVERING: "survivors safe, losses fenced, ranks filled",

@@ -1,4 +1,5 @@
-"""The operations of process groups by their names in `torch.distributed`, and how many of each a rank has begun.
+"""What ranks wait in: the operations of process groups by their names in `torch.distributed`, and how many of each a
+rank has begun.
 
 Ranks run the same program, so all members of a group enter the same collectives in the same order. Where the counts of
 two members differ, one is behind, or the two have taken different ways through the script.
@@ -7,8 +8,12 @@ two members differ, one is behind, or the two have taken different ways through 
 from __future__ import annotations
 
 import enum
+import sys
+from typing import Annotated
 
 import msgspec
+
+from keepstep.protocol.phases import Phase
 
 
 class Operation(enum.StrEnum):
@@ -48,10 +53,35 @@ class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     """Rank in the group of the other side of a send or recv, or `ANY_MEMBER`; of a collective `ALL_MEMBERS`."""
     entered: int
     left: int
-    entered_s: float
-    """When the last one was begun, in seconds on the node's monotonic clock."""
 
     @property
     def in_flight(self) -> bool:
         """Whether one was begun and has not ended."""
         return self.entered > self.left
+
+
+class WaitsFor(enum.StrEnum):
+    """What a rank that stands still waits for."""
+
+    RANKS = "other ranks"
+    """It is in a collective, a send or a recv."""
+    CONTROLLER = "the controller"
+    NOTHING = "nothing"
+    """It is in code of its own: it computes, reads, or hangs."""
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rank that has stood still for long, and where."""
+
+    worker: int
+    step: int
+    phase: Phase
+    waits_for: WaitsFor
+    still_s: Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+    """How long it had stood still when this was said. Finite, as all that goes into the journal."""
+    counts: tuple[OperationCount, ...]
+    """Of its groups and peers, the one used last in front; `MAX_TOLD` of them at most."""
+
+
+MAX_TOLD = 16
+"""Counts of a rank that are told: those of the groups used last, in which it waits, are among them."""

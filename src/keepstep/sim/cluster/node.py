@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Spawn
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause
 from keepstep.sim.cluster.layout import NodeLayout
@@ -127,6 +127,9 @@ class SimulatedNode:
                 case HandOver():
                     for number in effect.workers:
                         self._hand_over(number, effect.order)
+                case LookCloser():
+                    counts = {number: self.workers[number].counts() for number in effect.workers}
+                    self._machine.looked_closer(counts, self.clock_s)
                 case Leave():
                     self._leave()
                 case Depart():

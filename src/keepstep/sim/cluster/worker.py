@@ -16,6 +16,7 @@ from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.resume import Action
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
 from keepstep.protocol.worker import (
     Build,
     Connect,
@@ -106,6 +107,13 @@ class SimulatedWorker:
         """What its agent sees of it."""
         in_collective = self.in_collective is not None
         return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped)
+
+    def counts(self) -> tuple[OperationCount, ...]:
+        """What its page shows of its only group, of which the barriers of its steps are counted."""
+        if self.in_collective is None:
+            return ()
+        step = max(0, self.in_collective[1])
+        return (OperationCount("world", Operation.BARRIER, ALL_MEMBERS, step + 1, step),)
 
     def order(self, order: msg.WorkerOrder) -> None:
         """An order of the controller comes out of its socket."""

@@ -24,6 +24,14 @@ _IGNORED = _KEPT | {
     # Of conversations.
     *("_received", "_acknowledged", "_transmitted", "_patient_since_s", "_owes_news", "_owes_answer"),
     *("records", "_record", "_connected"),  # what a report is made from
+    *(
+        "_by_node",
+        "_finished_at",
+        "_situation",
+        "num_told",
+        "_told_s",
+        "_looked_s",
+    ),  # of what is told of ranks that wait
 }
 """Fields in which two worlds may differ that behave alike from now on."""
 _UNORDERED = frozenset({"given", "inside", "there", "members", "_waiting", "_open", "_finished", "digests"})

@@ -20,6 +20,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "spares": machine.roster.num_ready_spares,
         "steps": machine.progress.trained_to,
         "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
+        "standstill": machine.standstill.text,
         "digests": {str(rank): digest for rank, digest in sorted(machine.digests.items())},
         "recoveries": [describe_recovery(record) for record in machine.records],
     }

@@ -53,10 +53,11 @@ class Teller:
         self._num_failures = 0
         self._has_resumed = True
         self._held: set[Place] = set()
+        self._num_standstills = 0
 
     def tell(self, entry: JournalEntry) -> list[ControlEvent]:
         """What came with one entry, in the order of cause and effect."""
-        told = [self._seen, self._failed, self._kept_apart, self._decided, self._recovered]
+        told = [self._seen, self._failed, self._kept_apart, self._stood, self._decided, self._recovered]
         return [event for tell in told for event in tell(entry)]
 
     def _seen(self, entry: JournalEntry) -> Iterator[ControlEvent]:
@@ -112,6 +113,13 @@ class Teller:
                 node=place.node,
             )  # fmt: skip
         self._held = set(held)
+
+    def _stood(self, entry: JournalEntry) -> Iterator[ControlEvent]:
+        """Ranks that wait for others for long, and where all of them are."""
+        standstill = self._job.standstill
+        if standstill.num_told > self._num_standstills:
+            self._num_standstills = standstill.num_told
+            yield ControlEvent(entry.at_s, "ranks wait", "warning", standstill.told, entry.generation)
 
     def _decided(self, entry: JournalEntry) -> Iterator[ControlEvent]:
         """Orders; those of one kind that were given for one reason are one event."""

@@ -59,6 +59,12 @@ class Processes:
             worker.local_world_size = self._roster.local_world_size(worker.node)
             self._orders.start(worker, reason)
 
+    def fence_ranks(self, reason: str) -> None:
+        """Ends the process of every rank."""
+        for worker in list(self._roster.holders()):
+            self._roster.mark_lost(worker, gone=False)
+            self._orders.fence(worker, reason)
+
     def top_up_spares(self, reason: str) -> None:
         """Brings the number of spares back to what was asked for: of sound ones where they can be had.
 

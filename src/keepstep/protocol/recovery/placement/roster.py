@@ -6,7 +6,7 @@ What is asked at every report is kept up to date instead of counted anew: a job 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from keepstep.protocol.messages import NodeJoined, SafePointReached, WorkerReady
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
@@ -255,6 +255,10 @@ class Roster:
     def holder_numbers(self) -> set[int]:
         """The numbers of the live workers that hold a rank."""
         return {worker.worker for worker in self._holders.values()}
+
+    def ranks_of(self, numbers: Iterable[int]) -> list[int | None]:
+        """The ranks of workers, by their numbers."""
+        return [self.workers[number].rank for number in sorted(numbers)]
 
     def spares(self) -> Collection[Worker]:
         """The live workers without a rank, warm or still starting; a view that changes with the roster."""

@@ -1,0 +1,109 @@
+"""What the controller knows of ranks that stand still: what it says of them, and when the job can go no further."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep.protocol.messages import RanksStand
+from keepstep.protocol.recovery.placement.roster import Roster
+from keepstep.protocol.recovery.stages import Course, Stage
+from keepstep.protocol.waiting.explanation import RankState, explain, uneven
+from keepstep.protocol.waiting.operations import Standing
+
+GRACE_S = 1.0
+"""What the agents of several nodes tell at one moment is waited for, so that one sentence holds all of it."""
+LEAST_S = 10.0
+"""Between two sentences, however often the situation changes."""
+REPEAT_S = 290.0
+"""The same sentence is told again after so long; agents report anew a little later (`watch.REPEAT_S`)."""
+
+
+class Standstill:
+    """Of one job, in its present generation."""
+
+    def __init__(self, course: Course, roster: Roster) -> None:
+        self._course = course
+        self._roster = roster
+        self.text: str | None = None
+        """Which ranks wait where, in one sentence; None while none waits for long."""
+        self.told = ""
+        """What was told last."""
+        self.num_told = 0
+        """How often there was something new to tell, so that a log knows."""
+        self.due_s: float | None = None
+        """When `tick` is due."""
+        self._moving: set[str] = set()
+        """The nodes with ranks of which not all are known to wait in a collective past its deadline."""
+        self._by_node: dict[str, dict[int, tuple[Standing, float]]] = {}
+        """By node and worker, with the time since which it has stood still."""
+        self._finished_at: dict[int, int] = {}
+        self._situation = ""
+        """What was told last, without durations."""
+        self._told_s = float("-inf")
+
+    def clear(self) -> None:
+        """A new generation begins: what stood still is stopped."""
+        self.text, self.due_s, self._situation = None, None, ""
+        self._by_node.clear()
+        self._finished_at.clear()
+
+    def all_move(self) -> None:
+        """Every rank trains."""
+        self._moving = {worker.node for worker in self._roster.holders()}
+
+    def stalled(self, node: str) -> bool:
+        """All ranks of a node wait past their deadlines; says whether all ranks of all nodes do.
+
+        Where another node still moves, the rank to blame is there, and its agent finds it.
+        """
+        self._moving.discard(node)
+        return not self._moving
+
+    def finished(self, workers: Iterable[int], step: int) -> None:
+        """The loops of workers have ended after so many steps."""
+        self._finished_at |= dict.fromkeys(workers, step)
+
+    def stands(self, message: RanksStand, now_s: float) -> None:
+        """An agent tells which of its ranks stand still. In a recovery that is no news: all are being stopped."""
+        if self._course.stage not in (Stage.STARTING, Stage.TRAINING, Stage.FINISHED):
+            return
+        known = self._roster.workers
+        found = {each.worker: (each, now_s - each.still_s) for each in message.standing if each.worker in known}
+        self._by_node[message.node] = {n: each for n, each in found.items() if known[n].node == message.node}
+        if not message.standing and any(worker.node == message.node for worker in self._roster.holders()):
+            self._moving.add(message.node)
+        if not any(self._by_node.values()):
+            self.text, self.due_s, self._situation = None, None, ""
+            return
+        is_one_node = len(self._roster.nodes) == 1
+        self.due_s = max(now_s if is_one_node else now_s + GRACE_S, self._told_s + LEAST_S)
+        self.tick(now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Tells what is due, if it is new; harmless when nothing is."""
+        if self.due_s is None or now_s < self.due_s:
+            return
+        self.due_s = None
+        self.text = explain(self._states(), now_s)
+        situation = explain(self._states(), None) or ""
+        if self.text is not None and (situation != self._situation or now_s >= self._told_s + REPEAT_S):
+            self.told, self._situation, self._told_s = self.text, situation, now_s
+            self.num_told += 1
+
+    def explained(self, detail: str, now_s: float) -> str:
+        """Why the job was stopped, and where all ranks are as far as the agents have told."""
+        where = explain(self._states(), now_s)
+        return f"{detail}: {where}" if where else detail
+
+    def uneven(self) -> str | None:
+        """Why no rank can complete a further step, where that is certain."""
+        return uneven(self._states()) if self._finished_at and self._by_node else None
+
+    def _states(self) -> list[RankState]:
+        standing = {number: each for node in self._by_node.values() for number, each in node.items()}
+        states = []
+        for worker in sorted(self._roster.holders(), key=lambda worker: worker.rank or 0):
+            assert worker.rank is not None
+            where, since_s = standing.get(worker.worker, (None, 0.0))
+            states.append(RankState(worker.rank, where, since_s, self._finished_at.get(worker.worker)))
+        return states

@@ -1,0 +1,205 @@
+"""One sentence on a job in which ranks stand still: which of them wait where, and where they do not fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation, OperationCount, Standing, WaitsFor
+
+Key = TypeVar("Key")
+
+WORLD = "world"
+MAX_PARTS = 6
+"""A sentence that names more places than this explains nothing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankState:
+    """What the controller knows of one rank."""
+
+    rank: int
+    standing: Standing | None = None
+    """None: it has moved lately."""
+    since_s: float = 0.0
+    """When it began to stand still."""
+    finished_at: int | None = None
+    """The number of steps after which its loop ended."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it stands still in a collective, a send or a recv."""
+        return self.standing is not None and self.standing.waits_for is WaitsFor.RANKS
+
+    def has_begun(self, step: int) -> bool:
+        """Whether it stands still inside that step, or a later one."""
+        standing = self.standing
+        return standing is not None and standing.step >= step and standing.phase not in (Phase.STARTING, Phase.UPDATED)
+
+
+def explain(ranks: Sequence[RankState], now_s: float | None) -> str | None:
+    """The sentence, or None where no rank waits for another one.
+
+    Args:
+        ranks: all ranks of the job.
+        now_s: the time; None leaves durations out, so that equal situations get equal sentences.
+    """
+    if not any(state.waits for state in ranks):
+        return None
+    alike: dict[str, list[RankState]] = {}
+    for state in ranks:
+        alike.setdefault(_where(state), []).append(state)
+    parts = [_part(where, states, now_s) for where, states in alike.items()]
+    more = [f"{len(parts) - MAX_PARTS} other places are left out"] if len(parts) > MAX_PARTS else []
+    return "; ".join(parts[:MAX_PARTS] + more + _mismatches(ranks))
+
+
+def uneven(ranks: Sequence[RankState]) -> str | None:
+    """Why the job can never complete a step: a rank has ended its loop, and another one is in a step behind that end.
+
+    That step needs the gradients of all ranks, and the rank that has ended its loop takes part in no further step of
+    this generation. In the next one it would end its loop at the same place.
+    """
+    ended = [state for state in ranks if state.finished_at is not None]
+    if not ended:
+        return None
+    last = min(state.finished_at for state in ended if state.finished_at is not None)
+    short = [state.rank for state in ended if state.finished_at == last]
+    beyond = [state for state in ranks if state.has_begun(last)]
+    if not beyond:
+        return None
+    step = min(state.standing.step for state in beyond if state.standing is not None)
+    return (
+        f"{_who(short)} ended {_its(short)} loop after {last} steps, and {_who([state.rank for state in beyond])} "
+        f"{_is([state.rank for state in beyond])} in step {step}, which all ranks have to take part in: give "
+        "session.steps() the same number on every rank, and leave the loop at the same step"
+    )
+
+
+# ---- where a rank is ------------------------------------------------------------------------------------------------
+
+
+def _where(state: RankState) -> str:
+    """What a rank does, in words that are the same for all ranks that do the same."""
+    standing = state.standing
+    if state.finished_at is not None:
+        return f"HAS ended ITS loop after {state.finished_at} steps"
+    if standing is None:
+        return "HAS moved lately"
+    place = _place(standing)
+    if standing.waits_for is WaitsFor.CONTROLLER:
+        return f"HAS waited for the controllerTIME ({place})"
+    if standing.waits_for is WaitsFor.NOTHING:
+        return f"HAS computedTIME ({place}, in no collective)"
+    if standing.phase is Phase.SYNCED:
+        return f"HAS been in the gradient barrier of step {standing.step}TIME"
+    waiting = [count for count in standing.counts if count.in_flight]
+    return f"HAS been in {' and '.join(map(_operation, waiting[:3])) or 'a collective'}TIME ({place})"
+
+
+def _place(standing: Standing) -> str:
+    if standing.phase is Phase.STARTING or standing.step < 0:
+        return "before the first step"
+    if standing.phase is Phase.UPDATED:
+        return f"after step {standing.step}"
+    return f"{standing.phase} of step {standing.step}"
+
+
+def _operation(count: OperationCount) -> str:
+    name = WORLD if count.group == WORLD else f"group {count.group}"
+    if count.peer == ALL_MEMBERS:
+        first, last = count.left + 1, count.entered
+        return f"{count.operation} {f'#{last}' if first >= last else f'#{first} to #{last}'} of {name}"
+    preposition = "to" if count.operation is Operation.SEND else "from"
+    peer = "any rank" if count.peer == ANY_MEMBER else f"rank {_global_rank(count.group, count.peer)}"
+    return f"{count.operation} #{count.entered} {preposition} {peer} in {name}"
+
+
+def _global_rank(group: str, peer: int) -> int | str:
+    """The rank in the job of a member of a group, whose name lists its members unless it was too long."""
+    members = group.rpartition(".")[0].split("-")
+    if group == WORLD:
+        return peer
+    return members[peer] if "~" not in group and peer < len(members) else f"{peer} of its members"
+
+
+def _part(where: str, states: list[RankState], now_s: float | None) -> str:
+    ranks = [state.rank for state in states]
+    time = ""
+    if now_s is not None:
+        still_s = max(0.0, now_s - max(state.since_s for state in states))
+        time = f" for {still_s:.0f} s" if still_s >= 10 else f" for {still_s:.1f} s"
+    words = where.replace("HAS", _has(ranks), 1).replace("ITS", _its(ranks), 1).replace("TIME", time, 1)
+    return f"{_who(ranks)} {words}"
+
+
+# ---- what does not fit together -------------------------------------------------------------------------------------
+
+
+def _mismatches(ranks: Sequence[RankState]) -> list[str]:
+    """Of each group in which a rank waits: members that have entered another number of collectives, or another kind."""
+    groups: dict[str, dict[int, OperationCount]] = {}
+    for state in ranks:
+        for count in state.standing.counts if state.standing is not None else ():
+            if count.peer == ALL_MEMBERS:
+                groups.setdefault(count.group, {})[state.rank] = count
+    found = []
+    for group, counts in groups.items():
+        if any(count.in_flight for count in counts.values()):
+            found += _mismatch(WORLD if group == WORLD else f"group {group}", counts)
+    return found[:MAX_PARTS]
+
+
+def _mismatch(group: str, counts: dict[int, OperationCount]) -> list[str]:
+    by_number = _by(counts, lambda count: count.entered)
+    if len(by_number) > 1:
+        most, *others = sorted(by_number.items(), reverse=True)
+        first = f"{_who(most[1])} {_has(most[1])} entered {most[0]} collectives of {group}"
+        rest = [f"{_who(members)} {_has(members)} entered {num}" for num, members in others[:MAX_PARTS]]
+        return [", ".join([first, *rest, *(["others fewer"] if len(others) > MAX_PARTS else [])])]
+    by_kind = _by(counts, lambda count: count.operation)
+    if len(by_kind) > 1:
+        number = next(iter(by_number))
+        kinds = ", ".join(f"{_who(members)} in {kind}" for kind, members in by_kind.items())
+        return [f"collective #{number} of {group} is not the same everywhere: {kinds}"]
+    return []
+
+
+def _by(counts: dict[int, OperationCount], key: Callable[[OperationCount], Key]) -> dict[Key, list[int]]:
+    found: dict[Key, list[int]] = {}
+    for rank, count in counts.items():
+        found.setdefault(key(count), []).append(rank)
+    return found
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def _who(ranks: Iterable[int]) -> str:
+    """Ranks in words: rank 0; ranks 1 and 2; ranks 0 to 5 and 7."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    if len(runs) == 1 and len(runs[0]) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {words[0] if len(words) == 1 else ', '.join(words[:-1]) + ' and ' + words[-1]}"
+
+
+def _has(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _is(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _its(ranks: list[int]) -> str:
+    return "its" if len(ranks) == 1 else "their"
