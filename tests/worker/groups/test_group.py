@@ -96,6 +96,7 @@ def named_and_awaited(rank: int, size: int, path: Path) -> tuple[list[tuple[str,
     pending = dist.irecv(torch.ones(2), other, tag=1)
     assert not pending.is_completed()
     look()
+    meet(path, size, "looked")
     dist.send(tensor, other, tag=1)
     pending.wait()
     look()
