@@ -37,11 +37,11 @@ def decide_by(
 
 
 def resume_too_early(patch: pytest.MonkeyPatch) -> None:
-    decide_by(patch, common_step=lambda reaches: (resume.common_step(reaches) or 1) - 1)
+    decide_by(patch, common_step=lambda reaches, **_: (resume.common_step(reaches) or 1) - 1)
 
 
 def resume_too_late(patch: pytest.MonkeyPatch) -> None:
-    decide_by(patch, common_step=lambda reaches: (resume.common_step(reaches) or 0) + 1)
+    decide_by(patch, common_step=lambda reaches, **_: (resume.common_step(reaches) or 0) + 1)
 
 
 def everybody_stays(patch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_machine_that_decides_wrongly_is_caught(
 def test_a_machine_that_gives_up_a_good_copy_is_caught(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone is synced: the greatest step that the shard can reach is not one that rank 1 can."""
     if not is_right:
-        decide_by(monkeypatch, common_step=lambda reaches: None)
+        decide_by(monkeypatch, common_step=lambda reaches, **_: None)
     job = SimulatedJob().bring_all(3, Phase.BACKWARD).bring(rank0=(3, Phase.SYNCED))
     job.kill(job.holder(2))
     if is_right:

@@ -265,14 +265,14 @@ def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
     assert machine.torn
 
 
-def test_a_synced_rank_whose_update_would_hold_a_collective_does_not_offer_it() -> None:
+def test_a_synced_rank_tells_that_its_update_would_hold_a_collective() -> None:
     machine = training(Phase.OPTIMIZER, 4)
     machine.communicates_in_update = True
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     for event in (StepEvent.STEP_ENTERED, StepEvent.BACKWARD_BEGUN, StepEvent.GRADIENTS_SYNCED):
         machine.steps.advance(event)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5,), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), True), Wait()]
     machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),)))
     assert moves(machine) == [Undo()]
 

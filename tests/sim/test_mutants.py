@@ -149,11 +149,15 @@ def a_synced_rank_cannot_advance(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_common_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
-    def common_step(reaches: Iterable[frozenset[int]]) -> int | None:
+    def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool) -> int | None:
         live = list(reaches)
         return min(frozenset.intersection(*live), default=None) if live else None
 
     patch.setattr(resume, "common_step", common_step)
+
+
+def a_missing_value_does_no_harm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerMachine, "found_torn", WorkerMachine.found_whole)
 
 
 def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
@@ -407,6 +411,7 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_that_has_completed_a_step_can_go_back: Check.RAISED,
     the_resume_step_is_one_too_great: Check.RAISED,
     a_half_restored_copy_is_whole: Check.WRONG_SOURCE,
+    a_missing_value_does_no_harm: Check.UPDATES,
     checkpoints_are_ignored: Check.ENDED,
     what_was_trained_is_not_remembered: Check.RECOMPUTED,
     an_undone_step_counts: Check.WRONG_SOURCE,

@@ -101,7 +101,8 @@ class CollectiveFailed(Message, frozen=True):
 
 
 class SafePointReached(Message, frozen=True):
-    """The workers stand still and can say what their shards can be at. ``generation`` is the one named by `Stop`."""
+    """The workers stand still and can say what their shards can be at. ``generation`` is the one named by `Stop`.
+    ``would_communicate``: the update that they were synced for holds a collective, which would be cut off."""
 
     workers: tuple[int, ...]
     generation: int
@@ -110,6 +111,7 @@ class SafePointReached(Message, frozen=True):
     reach: tuple[int, ...]
     current_step: int | None
     snapshots: tuple[int, ...]
+    would_communicate: bool = False
 
 
 class GroupsReset(Message, frozen=True):

@@ -68,12 +68,16 @@ def resume_step(shards: Mapping[str, Iterable[frozenset[int]]]) -> int | None:
     return max(frozenset.intersection(*reachable), default=None)
 
 
-def common_step(reaches: Iterable[frozenset[int]]) -> int | None:
+def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool = False) -> int | None:
     """The greatest step that every live copy can be brought to by its own rank, or None if there is none.
 
     Args:
         reaches: for each live copy the steps it can be at, and those of the checkpoints that its rank can load; copies
             that reach nothing left away.
+        would_communicate: a rank that would have to run its update, while the groups are broken, knows that the update
+            holds a collective. Its value would be missing, and the copy might be of no use. So the least common step is
+            taken: where no rank has left the gradient barrier, or only some whose copies are torn, the step is
+            computed again.
 
     Where it exists it is taken, although `resume_step` may be greater by one: nobody then gives up a good copy for one
     that is still to come. Simulated jobs were lost otherwise: ranks that were synced ran the update, the only rank that
@@ -83,7 +87,10 @@ def common_step(reaches: Iterable[frozenset[int]]) -> int | None:
     i, every other one has at least complete gradients of it, and all can be at i+1; if none has, all can be at i.
     """
     live = list(reaches)
-    return max(frozenset.intersection(*live), default=None) if live else None
+    if not live:
+        return None
+    choose = min if would_communicate else max
+    return choose(frozenset.intersection(*live), default=None)
 
 
 def action(step: int, own_reach: frozenset[int], current_step: int | None, snapshots: frozenset[int]) -> Action:

@@ -328,7 +328,8 @@ class WorkerMachine:
             self._reported = self._stop_generation
             step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
             current = None if self.torn else self.steps.parameters_at
-            report = (self._stop_generation, step, phase, self.own_reach(), current, self._snapshots)
+            would_communicate = self.communicates_in_update and self.steps.phase is Phase.SYNCED
+            report = (self._stop_generation, step, phase, self.own_reach(), current, self._snapshots, would_communicate)
             return Say(msg.SafePointReached((self.worker,), *report))
         order = self._order
         if order is None or not order.generation == self._stop_generation == self._reported:
@@ -380,15 +381,9 @@ class WorkerMachine:
         return action
 
     def own_reach(self) -> tuple[int, ...]:
-        """The steps this rank's copy can be at.
-
-        A synced rank could run its update while the groups are broken. Where the update holds a collective, that would
-        be cut off. So such a rank offers to compute the step again only, as long as no rank has left the barrier.
-        """
+        """The steps this rank's copy can be at."""
         if self.torn:
             return ()
-        if self.steps.phase is Phase.SYNCED and self.communicates_in_update:
-            return (self.steps.step,)
         return tuple(sorted(resume.reach(self.steps.step, self.steps.phase)))
 
     # ---- the training thread: how it went ---------------------------------------------------------------------------

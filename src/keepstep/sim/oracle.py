@@ -105,6 +105,8 @@ class Oracle:
         """(node, second) -> packets."""
         self._finished: dict[int, History] = {}
         self._state_lost = False
+        self._harmed: set[int] = set()
+        """Processes whose copy a missing value has got into, since training went on last."""
         self._excuses: set[str] = set()
         """Faults that may end the job whatever it does."""
         self._recoveries_at_last_step = 0
@@ -167,6 +169,7 @@ class Oracle:
         if cohort.resumed_at is None:
             self._check_resume_step(cohort, step)
             cohort.resumed_at = self.furthest = step
+            self._harmed.clear()
             self._state_lost = False
         elif cohort.resumed_at != step:
             raise ViolationError(
@@ -182,6 +185,8 @@ class Oracle:
         for newer in self.cohorts[cohort.number :]:
             if newer.resumed_at is None or newer.resumed_at > step:
                 continue
+            if self._world.layout.reduces_after_update and newer.resumed_at == step:
+                continue  # the step counts when its last collective is through, which needs all ranks
             # A whole cohort that is cut off may go on for itself until it is told, but not one with members in both.
             if both := [str(other) for rank, other in newer.members.items() if cohort.members[rank] is other]:
                 raise ViolationError(
@@ -215,6 +220,10 @@ class Oracle:
         """It is done, unless nobody hears of it."""
         if self._fetching is worker:
             self._fetching = None
+
+    def harmed(self, worker: SimulatedWorker) -> None:
+        """A missing value has got into the copy of a process, which is of no use any more."""
+        self._harmed.add(worker.process)
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
         """A process has received the state of the resume step, or read it."""
@@ -373,7 +382,8 @@ class Oracle:
     def _check_resume_step(self, cohort: Cohort, step: int) -> None:
         if self._trained is None or step >= self.furthest:
             return
-        kept = {worker.shard for worker in cohort.members.values() if worker in self._trained.members.values()}
+        stayed = [worker for worker in cohort.members.values() if worker in self._trained.members.values()]
+        kept = {worker.shard for worker in stayed if worker.process not in self._harmed}
         if kept == set(self._world.layout.shards):
             raise ViolationError(
                 Check.RECOMPUTED,

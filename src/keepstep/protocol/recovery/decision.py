@@ -79,7 +79,9 @@ def reachable_step(roster: Roster, shard_of: Mapping[int, str], generation: int)
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
     if greatest is None or greatest != resume.resume_step(live):
         return greatest  # a checkpoint leads further than what is alive
-    common = resume.common_step(reach for reaches in live.values() for reach in reaches)
+    would_communicate = any(worker.safe is not None and worker.safe.would_communicate for worker in roster.holders())
+    reaches = (reach for of_shard in live.values() for reach in of_shard)
+    common = resume.common_step(reaches, would_communicate=would_communicate)
     return greatest if common is None else common
 
 

@@ -70,6 +70,8 @@ class Layout:
     checkpoint_every: int | None = None
     needs_rank: bool = False
     """Whether the script of a spare comes to a line that needs its rank, before its first step."""
+    reduces_after_update: bool = False
+    """Whether the script runs a collective behind each update. Where it is cut off, the copy may be of no use."""
 
     asks_once: bool = False
     """Whether scripts have something to do that is done once in the job's life."""
@@ -126,6 +128,7 @@ def draw_layout(rng: random.Random) -> Layout:
         num_steps=rng.choice((4, 8, 8, 12, 20)),
         checkpoint_every=checkpoint_every,
         needs_rank=rng.random() < 0.2,
+        reduces_after_update=rng.random() < 0.2,
         asks_once=True,
     )
 

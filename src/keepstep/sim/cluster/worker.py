@@ -292,17 +292,12 @@ class SimulatedWorker:
 
     def groups_connected(self, generation: int, cohort: int) -> None:
         """All members of the generation came, and this one is connected with them."""
-        machine = self.machine
-        if (
-            not self._can_move("groups_connected", generation, cohort)
-            or machine.doing is not Doing.CONNECTING
-            or self.is_stuck
-        ):
+        if not self._can_move("groups_connected", generation, cohort) or self.is_stuck:
             return
-        if generation == self._connecting and not self.is_idle:
+        if self.machine.doing is Doing.CONNECTING and generation == self._connecting and not self.is_idle:
             self._activity += 1
             self.cohort = self.world.oracle.cohorts[cohort - 1]
-            machine.connected()
+            self.machine.connected()
             self.go()
 
     def _fall_out(self, why: str) -> None:
@@ -384,11 +379,10 @@ class SimulatedWorker:
         self._begin(self._drawn("backward_s"), "backward")
 
     def _backward(self) -> None:
-        machine = self.machine
-        if machine.interrupted:
+        if self.machine.interrupted:
             self._reach_stop_point()
         else:
-            self._enter(machine.steps.step, "gradients")
+            self._enter(self.machine.steps.step, "gradients")
 
     def _reach_stop_point(self) -> None:
         """The step is left early."""
@@ -415,6 +409,8 @@ class SimulatedWorker:
             self._built()
         elif what == "barrier":
             self.go() if machine.interrupted else self._update()
+        elif what == "reduce":
+            self._complete()
         elif machine.interrupted or machine.tainted:
             self._reach_stop_point()
         else:
@@ -437,9 +433,13 @@ class SimulatedWorker:
             machine.echoed()
             self._built()
             return
-        if machine.steps.phase is Phase.BACKWARD:
+        if machine.steps.phase in (Phase.BACKWARD, Phase.OPTIMIZER):
             machine.echoed()
-        self.go()
+        if machine.steps.phase is Phase.OPTIMIZER:
+            machine.lost_value()
+            self._complete(is_harmed=self.world.coin())
+        else:
+            self.go()
 
     def peer_reset(self, key: Key) -> None:
         """The connection to a peer ends in the middle of a collective."""
@@ -455,19 +455,31 @@ class SimulatedWorker:
 
     def _update(self) -> None:
         """The rank has left the gradient barrier."""
-        machine = self.machine
-        self.world.oracle.commits(self, machine.steps.step)
-        machine.steps.advance(StepEvent.BARRIER_LEFT)
+        self.world.oracle.commits(self, self.machine.steps.step)
+        self.machine.steps.advance(StepEvent.BARRIER_LEFT)
         self._show()
-        self._begin(self._drawn("optimizer_s"), "complete")
+        self._begin(self._drawn("optimizer_s"), "reduce" if self.world.layout.reduces_after_update else "complete")
 
-    def _complete(self) -> None:
+    def _reduce(self) -> None:
+        """A collective behind the update, for a log line or for the state: which of the two, the seed decides."""
+        self.machine.communicates_in_update = True
+        if self.machine.interrupted:
+            self._cut_off()
+        else:
+            self._enter(self.machine.steps.step, "reduce")
+
+    def _complete(self, *, is_harmed: bool = False) -> None:
         machine, step = self.machine, self.machine.steps.step
-        self.parameters += (step if self._gradients == step else INCOMPLETE,)
+        self.parameters += (step if self._gradients == step and not is_harmed else INCOMPLETE,)
         self._gradients = None
         machine.steps.advance(StepEvent.STEP_COMPLETED)
         self._show()
-        self.world.step_completed(self, step)
+        if is_harmed:
+            machine.found_torn()
+            self.world.oracle.harmed(self)
+        else:
+            machine.found_whole()
+            self.world.step_completed(self, step)
         self.go()
 
     def _end(self) -> None:
