@@ -133,7 +133,7 @@ class Agent:
                 at = self.step - 1
                 self.machine.said(
                     self.worker,
-                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, self.step, ()),
+                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, self.step, (), False),
                     now_s,
                 )
             case msg.Recover():

@@ -365,7 +365,9 @@ class SimulatedJob(SimulatedNodes):
         step, phase = worker.stopped_in or (worker.step, worker.phase)
         snapshots = tuple(sorted(self.checkpoints))
         reach, at, _ = worker.said = (worker.reach(), worker.parameters_at, snapshots)
-        self._queue(worker.number, SafePointReached((worker.number,), worker.told, step, phase, reach, at, snapshots))
+        self._queue(
+            worker.number, SafePointReached((worker.number,), worker.told, step, phase, reach, at, snapshots, False)
+        )
 
     def _carry_out(self, worker: SimulatedWorker, order: Recover) -> None:
         if worker.phase is Phase.SYNCED and worker.action is Action.ADVANCE:

@@ -174,7 +174,7 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
     ready = WorkerReady(NUMBER, 0, (), (), False, "0")
     assert moves(machine) == [
         ready,
-        SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, ()),
+        SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, (), False),
         Wait(),
     ]
 
@@ -227,7 +227,7 @@ def test_a_rank_says_where_it_was_stopped_and_where_it_can_be(
         assert moves(machine) == [Undo()]
         machine.undone()
         assert (machine.steps.phase, machine.steps.step) == (Phase.UPDATED, 4)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, phase, reach, current, (3,)), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, phase, reach, current, (3,), False), Wait()]
     assert not machine.owes_safe_point
 
 
@@ -235,7 +235,7 @@ def test_an_update_is_completed_before_the_safe_point() -> None:
     machine = training(Phase.OPTIMIZER, 5)
     machine.receive(stop(2))
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
 
 
 def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
@@ -244,7 +244,7 @@ def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
     machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     machine.found_torn()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False), Wait()]
 
 
 def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
@@ -255,7 +255,7 @@ def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     assert machine.own_reach() == ()  # until it is known
     machine.found_whole()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
 
 
 def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
@@ -281,7 +281,7 @@ def test_a_step_that_is_undone_before_the_machine_is_asked_is_reported_as_stoppe
     machine = training(Phase.BACKWARD, 5)
     machine.receive(stop(2))
     machine.undone()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
 
 
 def test_the_same_stop_again_is_no_news() -> None:
@@ -299,7 +299,7 @@ def test_a_failed_collective_is_told_once_and_stops_the_rank() -> None:
     machine.undone()
     assert moves(machine) == [Wait()]
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
 
 
 def test_a_collective_that_fails_after_the_stop_is_not_told() -> None:
@@ -324,7 +324,7 @@ def test_the_backward_of_a_step_whose_lost_rank_was_synced_comes_to_its_end() ->
     assert machine.settled() is Urgency.BREAK
     assert machine.interrupted
     assert machine.settled(2) is Urgency.NONE
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), False), Wait()]
 
 
 def test_a_backward_has_its_time_to_settle_and_no_more() -> None:
@@ -392,7 +392,7 @@ def test_a_synced_rank_undoes_its_step_when_the_job_resumes_before_it() -> None:
 def test_a_failure_while_a_synced_rank_waits_finds_it_synced_still() -> None:
     machine = stopped(Phase.SYNCED)
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.SYNCED, (5, 6), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.SYNCED, (5, 6), 5, (), False), Wait()]
 
 
 def test_a_failure_while_a_rank_advances_finds_it_after_the_step() -> None:
@@ -402,7 +402,7 @@ def test_a_failure_while_a_rank_advances_finds_it_after_the_step() -> None:
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.receive(stop(3))
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
 
 
 def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None:
@@ -417,7 +417,7 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
     assert isinstance(hint, CollectiveFailed)
     assert (hint.generation, hint.group, wait) == (2, "update", Wait())
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False), Wait()]
 
 
 # ---- recover ---------------------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def test_a_broken_transfer_tears_the_receiver_and_not_the_source(receives: bool)
     assert moves(machine) == [CollectiveFailed(NUMBER, 2, "restore", "connection reset"), Wait()]
     machine.receive(stop(3))
     reach, current = ((), None) if receives else ((6,), 6)
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False), Wait()]
 
 
 def test_a_torn_rank_that_is_restored_is_whole_again() -> None:
@@ -499,7 +499,7 @@ def test_a_rank_that_falls_out_of_a_generation_that_is_over_tells_nobody() -> No
     moves(machine)
     machine.receive(stop(3))
     machine.fell_out("connect", "taken down")
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
 
 
 def test_a_recover_that_leaves_a_rank_with_nothing_breaks_the_protocol() -> None:
@@ -515,7 +515,7 @@ def test_a_recover_that_leaves_a_rank_with_nothing_breaks_the_protocol() -> None
 def test_a_stop_while_standing_is_answered() -> None:
     machine = stopped(Phase.BACKWARD)
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
 
 
 def test_a_recover_of_a_generation_that_is_over_is_ignored() -> None:
@@ -531,7 +531,7 @@ def test_a_recover_that_a_stop_overtakes_is_not_carried_out() -> None:
     machine = stopped(Phase.UPDATED, 6)
     machine.receive(Recover(2, 6, ()))
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
 
 
 def test_a_stop_while_connecting_finds_the_rank_where_it_was_stopped() -> None:
@@ -539,7 +539,7 @@ def test_a_stop_while_connecting_finds_the_rank_where_it_was_stopped() -> None:
     machine.receive(Recover(2, 5, ()))
     assert moves(machine) == [Connect(2)]
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
 
 
 def test_a_stop_that_comes_as_the_groups_are_connected_ends_that_generation() -> None:
@@ -549,14 +549,14 @@ def test_a_stop_that_comes_as_the_groups_are_connected_ends_that_generation() ->
     machine.receive(stop(3))
     machine.connected()
     assert machine.generation == 2
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
 
 
 def test_a_stop_before_the_state_is_loaded_leaves_it_whole() -> None:
     machine = stopped(Phase.UPDATED, 6)
     reconnect(machine, Recover(2, 7, (Transfer((0,), (RANK,)),)))
     machine.receive(stop(3))
-    report = SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, ())
+    report = SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False)
     assert moves(machine) == [GroupsReset((NUMBER,), 2), report, Wait()]
 
 
@@ -568,7 +568,7 @@ def test_a_stop_while_all_recover_is_answered_from_the_resume_step() -> None:
     moves(machine)
     machine.receive(stop(3))
     machine.receive(Resume(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 4, Phase.UPDATED, (5,), 5, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 4, Phase.UPDATED, (5,), 5, (), False), Wait()]
 
 
 def test_a_spare_that_is_stopped_before_it_stands_ready_reports_that_it_reaches_nothing() -> None:
@@ -577,7 +577,7 @@ def test_a_spare_that_is_stopped_before_it_stands_ready_reports_that_it_reaches_
     machine.receive(Assign(NUMBER, 2, RANK, 3, 0, 3))
     machine.receive(stop(3))
     machine.built("0", (), False)
-    report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, ())
+    report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False)
     assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0"), report, Wait()]
 
 
@@ -599,7 +599,7 @@ def test_a_failure_before_all_have_finished_is_recovered_from() -> None:
     machine.finished(None)
     moves(machine)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, ()), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
     machine.receive(Complete(1))
     assert moves(machine) == [Wait()]
 

@@ -95,7 +95,9 @@ class ToyNode:
             case msg.Stop():
                 reach = () if worker.step is None else (worker.step,)
                 at = (worker.step or 0) - 1
-                self._say(msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, worker.step, ()), now_s)
+                self._say(
+                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, worker.step, (), False), now_s
+                )
             case msg.Recover():
                 worker.step = order.resume_step
                 self._say(msg.GroupsReset(me, order.generation), now_s)

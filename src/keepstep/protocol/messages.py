@@ -111,7 +111,7 @@ class SafePointReached(Message, frozen=True):
     reach: tuple[int, ...]
     current_step: int | None
     snapshots: tuple[int, ...]
-    would_communicate: bool = False
+    would_communicate: bool
 
 
 class GroupsReset(Message, frozen=True):

@@ -184,7 +184,7 @@ class Copier:
                 if type(part) in shared:
                     parts.append(part)
                     continue
-                if name in _UNORDERED:
+                if name in _UNORDERED and isinstance(part, dict):
                     part = dict(sorted(part.items(), key=lambda entry: repr(entry[0])))
                 self._describe(part, seen, parts)
 
