@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from keepstep.devices import order_for
 from keepstep.errors import ConfigurationError
 
 VARIABLE = "KEEPSTEP_WORKER"
@@ -43,6 +44,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The tag page."""
     lifeline_fd: int
     """The lock that tells the agent of this process's death."""
+    parks: bool = False
+    """As a spare, wait for a rank in front of the script's first line."""
+    preload: tuple[str, ...] = ()
+    """Modules to be imported before that."""
+    devices: tuple[str, ...] = ()
+    """Those of the node, as CUDA_VISIBLE_DEVICES names them."""
+    slot: int = 0
+    """The process's own place among them."""
     digest: bool = False
     """Report a digest of all protected state after the last step."""
     observer: str | None = None
@@ -82,6 +91,21 @@ def rank_environment(rank: int, local_rank: int, local_world_size: int) -> dict[
 def has_no_rank() -> bool:
     """Whether this process is a spare that holds no rank yet."""
     return VARIABLE in os.environ and "RANK" not in os.environ
+
+
+def spare_to_park() -> WorkerConfig | None:
+    """This process's settings where it is a spare that is to wait in front of its script; else None."""
+    settings = worker_config() if VARIABLE in os.environ else None
+    return settings if settings is not None and settings.parks and settings.rank is None else None
+
+
+def leave_park(settings: WorkerConfig, rank: int, local_rank: int, local_world_size: int) -> None:
+    """A parked spare has a rank and its script begins, with everything set as if it had been started with that rank."""
+    adopt_rank(rank, local_rank, local_world_size)
+    if settings.devices:
+        os.environ[VISIBLE_DEVICES] = ",".join(order_for(settings.devices, settings.slot, local_rank))
+        own = local_rank % len(settings.devices)
+        os.environ[VARIABLE] = msgspec.json.encode(msgspec.structs.replace(settings, device=own)).decode()
 
 
 def adopt_rank(rank: int, local_rank: int, local_world_size: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.jobs import SCRIPTS, run
+from tests.support.jobs import SCRIPTS, drill, run
 
 from keepstep.protocol.recovery.ending import NOT_PROTECTED
 
@@ -50,3 +50,13 @@ def test_a_lost_rank_ends_an_unmodified_script_as_under_torchrun(ending: str, de
     assert code == 1
     assert out == ""
     assert err == f"keepstep: rank 1 ended: {detail}; {NOT_PROTECTED}\n"
+
+
+def test_a_parked_spare_takes_over_a_script_that_reads_its_rank_at_import(tmp_path: Path) -> None:
+    faults = "kill@step=4,phase=backward,rank=1; kill@step=9,phase=synced,rank=0"
+    arguments = ["--nproc-per-node", 2, "--park-spares", "--preload", "colorsys"]
+    code, result, output = drill(tmp_path, *arguments, "--faults", faults, SCRIPTS / "parked.py", 14)
+    assert code == 0, output
+    assert result["identical"]
+    assert [each["failed_ranks"] for each in result["recoveries"]] == [[1], [0]]
+    assert "Traceback" not in output

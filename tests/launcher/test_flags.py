@@ -171,6 +171,8 @@ def test_a_refused_job_leaves_no_folder(
 
 
 def test_a_module_is_run_by_python() -> None:
+    with pytest.raises(ConfigurationError, match="--park-spares: keepstep cannot wait inside of another command"):
+        options("--no-python", "--park-spares", "prog")
     with pytest.raises(ConfigurationError, match="--no-python and --module cannot go together"):
         options("--no-python", "-m", "package.train")
 

@@ -388,6 +388,18 @@ def test_the_order_to_recover_gives_the_whole_deadline_anew() -> None:
     assert blamed(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
 
 
+def test_a_spare_that_was_parked_has_the_time_of_a_start() -> None:
+    """It has its rank, and the order to recover, before the script's first line."""
+    node = Node(num_ranks=0, num_spares=1)
+    node.machine.builds(0, is_building=True)
+    node.machine.watch(0, 1, node.now_s)
+    node.machine.recovering(0, node.now_s)
+    node.look(0, Phase.STARTING, -1)
+    assert node.judge_after(RECOVERY_S + BIT_S) == []
+    node.machine.builds(0, is_building=False)
+    assert blamed(node.judge_after(BIT_S)) == [(0, Cause.HANG)]
+
+
 def test_the_order_to_resume_gives_the_whole_deadline_anew() -> None:
     node = Node(num_ranks=1)
     node.look(0, Phase.UPDATED)

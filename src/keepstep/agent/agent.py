@@ -113,7 +113,8 @@ class Agent:
             PeerLost: it did not come up.
         """
         settings = self.settings
-        return await self._spawner.start(settings.fork, settings.environment, settings.working_dir)
+        place = (settings.environment, settings.working_dir)
+        return await self._spawner.start(settings.fork, *place, settings.preload)
 
     async def run(self) -> None:
         """Serves until the job has ended and no process of it is left."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keepstep.agent.devices import order_for
 from keepstep.agent.settings import AgentSettings
 from keepstep.config import VISIBLE_DEVICES, WorkerConfig, worker_environment
+from keepstep.devices import order_for
 from keepstep.protocol.agent import Spawn
 from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD
 
@@ -27,6 +27,10 @@ def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
         link_fd=LINK_FD,
         page_fd=PAGE_FD,
         lifeline_fd=LIFELINE_FD,
+        parks=settings.parks_spares,
+        preload=settings.preload,
+        devices=settings.devices,
+        slot=worker.device,
         digest=settings.digest,
         observer=settings.observer,
         checkpoint_root=settings.checkpoint_root,

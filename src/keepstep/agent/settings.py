@@ -64,6 +64,10 @@ class AgentSettings:
     place: Place
     run_dir: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    parks_spares: bool = False
+    """Spares wait in front of the script's first line."""
+    preload: tuple[str, ...] = ()
+    """Modules that are imported before the script's first line."""
     devices: tuple[str, ...] = ()
     """The node's devices as CUDA_VISIBLE_DEVICES names them; empty: it has none."""
     liveness: LivenessSettings = dataclasses.field(default_factory=LivenessSettings)

@@ -42,12 +42,19 @@ class SpawnerClient:
         self._unsent: deque[tuple[SpawnWorker, list[int]]] = deque()
         self._answered = True
 
-    async def start(self, fork: bool, environment: dict[str, str], working_dir: Path | None = None) -> SpawnerReady:
+    async def start(
+        self,
+        fork: bool,
+        environment: dict[str, str],
+        working_dir: Path | None = None,
+        preload: tuple[str, ...] = (),
+    ) -> SpawnerReady:
         """Starts the process and waits until it can make workers.
 
         Args:
             fork: make workers by forking a process that has imported torch.
             environment: all variables that the spawner and its workers see.
+            preload: modules that it imports besides torch, where it forks.
             working_dir: of the spawner and its workers, None for that of this process.
 
         Raises:
@@ -59,7 +66,7 @@ class SpawnerClient:
         command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - exec alone does not block; reports come by the socket
-                [*command, "--fork"] if fork else command,
+                [*command, "--fork", *(f"--preload={module}" for module in preload)] if fork else command,
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 cwd=working_dir,

@@ -17,9 +17,9 @@ import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
-from keepstep.agent.devices import names_of
 from keepstep.agent.settings import AgentSettings, OutputSettings, Place
 from keepstep.config import job_environment, script_environment, visible_devices
+from keepstep.devices import names_of
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags, split
 from keepstep.launcher.job import JobOptions, fresh_run_dir
@@ -40,6 +40,14 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.set_defaults(max_restarts=None, start_method="forkserver")
     own = parser.add_argument_group("keepstep")
     own.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
+    own.add_argument(
+        "--park-spares", action="store_true",
+        help="spares wait in front of the script's first line: for scripts that read their rank while they start",
+    )  # fmt: skip
+    own.add_argument(
+        "--preload", action="append", default=[], metavar="MODULE",
+        help="import a module before the script, with torch; may come several times",
+    )  # fmt: skip
     add_placement_flags(own)
     own.add_argument("--run-dir", help="folder for the journal and the status socket (default: a fresh temporary one)")
     add_output_flags(own)
@@ -144,6 +152,8 @@ def agent_settings(arguments: argparse.Namespace, place: Place, run_dir: Path | 
         place=place,
         run_dir=run_dir,
         environment=environment,
+        parks_spares=arguments.park_spares,
+        preload=tuple(arguments.preload),
         devices=names_of(visible_devices(), torch.cuda.device_count()),
         liveness=LivenessSettings(
             floor_s=arguments.hang_floor,
@@ -166,6 +176,8 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: must be positive")
     if arguments.module and arguments.no_python:
         raise ConfigurationError("--no-python and --module cannot go together: leave one of them out")
+    if arguments.park_spares and arguments.no_python:
+        raise ConfigurationError("--park-spares: keepstep cannot wait inside of another command; leave --no-python out")
     script = arguments.training_script
     if not arguments.module and not arguments.no_python and not Path(script).is_file():
         raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")

@@ -339,6 +339,8 @@ class AgentMachine:
             raise RemoteProtocolError(f"worker {number} sent {type(report).__name__}, which is not for it to send")
         if self._evicted:
             return
+        if isinstance(report, msg.RankAwaited | msg.WorkerReady):
+            self.liveness.builds(number, is_building=isinstance(report, msg.RankAwaited))
         if isinstance(report, msg.WorkerJoined):
             self.liveness.is_initialised = True
         if isinstance(report, msg.SafePointReached):

@@ -62,6 +62,8 @@ class _Watched:
     stopping: bool = False
     safe: bool = False
     lost: bool = False
+    builds: bool = False
+    """A spare was given its rank before it stood at its first step: its script's start is no recovery yet."""
 
 
 class LivenessMachine:
@@ -92,6 +94,11 @@ class LivenessMachine:
             if number in self._workers:
                 watched = self._workers[number]
                 watched.stopping, watched.safe, watched.changed_s = True, False, now_s
+
+    def builds(self, worker: int, *, is_building: bool) -> None:
+        """A spare's script waits for a rank in its start, or has come to its first step."""
+        if worker in self._workers:
+            self._workers[worker].builds = is_building
 
     def safe(self, worker: int) -> None:
         """The worker stands at its safe point and waits for orders."""
@@ -137,10 +144,10 @@ class LivenessMachine:
         """How long this worker may stand still where it is now."""
         watched = self._workers[worker]
         phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
-        if watched.stopping and watched.safe:
-            return self.settings.recovery_s
         if phase is Phase.STARTING and not self.is_initialised:
             return math.inf
+        if watched.stopping and watched.safe and not watched.builds:
+            return self.settings.recovery_s
         if phase in (Phase.STARTING, Phase.UPDATED):
             return self.settings.between_steps_s
         known = self._durations[phase]

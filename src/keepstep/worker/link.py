@@ -33,8 +33,14 @@ _RECEIVE_BYTES = 1 << 16
 class Link:
     """Sends reports, receives orders. Reports may be sent from any thread."""
 
-    def __init__(self, connection: socket.socket, worker: int) -> None:
+    def __init__(self, connection: socket.socket, worker: int, decoder: FrameDecoder | None = None) -> None:
+        """Args:
+        connection: the socket.
+        worker: number of this worker.
+        decoder: has read from the socket before, and may hold the beginning of a message.
+        """
         self.worker = worker
+        self._decoder = decoder or FrameDecoder()
         self._connection = connection
         self._send_lock = threading.Lock()
         self._on_order: Callable[[WorkerOrder], None] | None = None
@@ -108,9 +114,8 @@ class Link:
                 future.set_result(None)
 
     def _listen(self) -> None:
-        decoder = FrameDecoder()
         while data := self._receive():
-            for message in decoder.feed(data):
+            for message in self._decoder.feed(data):
                 if isinstance(message, StoreAnswered):
                     future = self._requests.get(message.request)
                     if future is not None and not future.done():

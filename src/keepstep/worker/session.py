@@ -30,6 +30,7 @@ from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.ddp import find_ddp, settle_buckets
+from keepstep.worker.process.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
@@ -88,14 +89,15 @@ class Session:
         self._coordination = self._connect()
 
     def _connect(self) -> Coordination:
-        settings = self._settings
+        settings, parked = self._settings, take_parked()
         if settings is None:
             link: Link = LinkToNobody()
             page = tagpage.TagWriter(tagpage.create("alone"))
             rank: int | None = 0
             world_size = 1
         else:
-            link = Link(socket.socket(fileno=settings.link_fd), settings.worker)
+            decoder = parked.decoder if parked is not None else None
+            link = Link(socket.socket(fileno=settings.link_fd), settings.worker, decoder)
             page = tagpage.TagWriter(settings.page_fd)
             line = lifeline.Lifeline(settings.lifeline_fd)
             line.hold()
@@ -112,8 +114,14 @@ class Session:
         )
         coordination.groups = groups
         groups.join_world(rank or 0, world_size, coordination.await_rank)
-        link.listen(coordination.on_order)
-        coordination.join()
+        if parked is not None:  # it joins as the spare that it was: its rank and what followed came before the script
+            coordination.join()
+            for order in parked.orders:
+                coordination.on_order(order)  # type: ignore[arg-type]  # the agent sends orders only
+            link.listen(coordination.on_order)
+        else:
+            link.listen(coordination.on_order)
+            coordination.join()
         return coordination
 
     # ---- who am I -------------------------------------------------------------------------------------------------

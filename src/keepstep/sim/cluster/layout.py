@@ -73,6 +73,8 @@ class Layout:
     reduces_after_update: bool = False
     """Whether the script runs a collective behind each update. Where it is cut off, the copy may be of no use."""
 
+    parks_spares: bool = False
+    """Whether that line is the script's first, so that everything is built while the job waits."""
     asks_once: bool = False
     """Whether scripts have something to do that is done once in the job's life."""
 
@@ -129,6 +131,7 @@ def draw_layout(rng: random.Random) -> Layout:
         checkpoint_every=checkpoint_every,
         needs_rank=rng.random() < 0.2,
         reduces_after_update=rng.random() < 0.2,
+        parks_spares=num_spares == 1,
         asks_once=True,
     )
 

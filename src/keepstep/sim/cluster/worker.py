@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
+from keepstep.protocol import worker as moves
 from keepstep.protocol.agent import Spawn
 from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import Cause, Tag
@@ -17,21 +18,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
-from keepstep.protocol.worker import (
-    Build,
-    Connect,
-    Doing,
-    End,
-    Load,
-    SaveAndEnd,
-    Say,
-    Train,
-    Undo,
-    Update,
-    Urgency,
-    Wait,
-    WorkerMachine,
-)
+from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.transfers import INCOMPLETE
@@ -204,26 +191,26 @@ class SimulatedWorker:
             if machine.doing in (Doing.TRAINING, Doing.FINISHED, Doing.READY, Doing.RECOVERED, Doing.STANDING):
                 machine.can_load(self.world.checkpoints_of(self))
             match move := machine.next_move():
-                case Say():
+                case moves.Say():
                     self._say(move.report)
-                case Wait():
+                case moves.Wait():
                     self._is_waiting = self.is_idle = True
                     return
-                case Undo():
+                case moves.Undo():
                     machine.undone()
-                case Train():
+                case moves.Train():
                     return self._train()
-                case Build():
+                case moves.Build():
                     return self._begin(self._drawn("build_s"), "build")
-                case Connect():
+                case moves.Connect():
                     return self._connect(move.generation)
-                case Update():
+                case moves.Update():
                     return self._update()
-                case Load():
+                case moves.Load():
                     return self._load(move)
-                case End():
+                case moves.End():
                     return self._begin(self._drawn("optimizer_s"), "end")
-                case SaveAndEnd():
+                case moves.SaveAndEnd():
                     return self._save_and_end()
         raise InternalError(f"{self} goes round in circles: {machine.doing}, {machine.steps}")
 
@@ -269,8 +256,11 @@ class SimulatedWorker:
             self._progress -= 1
         else:
             self._is_waiting = False
-            self.machine.echoed()
-            self._built()
+            self._begin(self._drawn("build_s") if self.world.layout.parks_spares else 0.0, "build_in_echo")
+
+    def _build_in_echo(self) -> None:
+        self.machine.echoed()
+        self._built()
 
     def _built(self) -> None:
         machine = self.machine
@@ -306,7 +296,7 @@ class SimulatedWorker:
         self.machine.fell_out("recovery", why)
         self.go()
 
-    def _load(self, move: Load) -> None:
+    def _load(self, move: moves.Load) -> None:
         step = self._loading_step = move.order.resume_step
         if move.action is Action.RESTORE:
             self.parameters += (INCOMPLETE,)  # half overwritten, until all has come

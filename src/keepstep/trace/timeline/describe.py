@@ -17,7 +17,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "initialised": machine.progress.is_initialised,
         "generation": machine.generation,
         "world_size": machine.settings.world_size,
-        "spares": machine.roster.num_ready_spares,
+        "spares": machine.roster.num_warm_spares,
         "steps": machine.progress.trained_to,
         "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
         "standstill": machine.standstill.text,

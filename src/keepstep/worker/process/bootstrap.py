@@ -7,10 +7,11 @@ import runpy
 import sys
 import traceback
 
-from keepstep.config import has_no_rank, rank_environment
+from keepstep.config import has_no_rank, rank_environment, spare_to_park
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.worker.coordination import StepInterrupted
+from keepstep.worker.process.parking import park
 from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1
@@ -23,6 +24,8 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         command: the script's path or the module's name, then its arguments.
         module: whether the first is a module, as for ``python -m``.
     """
+    if (spare := spare_to_park()) is not None:
+        park(spare)
     sys.argv = list(command)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on a terminal: a line is out before its rank is killed, and in one piece between those of other ranks.
@@ -80,7 +83,7 @@ def _explain(error: BaseException) -> None:
     if name in rank_environment(0, 0, 1) and has_no_rank():
         print(
             f"keepstep: this is a spare, which has no {name} yet: ask session.rank or session.local_rank "
-            "inside the loop",
+            "inside the loop, or start the job with --park-spares",
             file=sys.stderr,
         )
 

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import os
 import resource
 import select
@@ -201,21 +202,24 @@ def private_bytes() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) * 1024
 
 
-def preload() -> RunScript:
+def preload(modules: list[str]) -> RunScript:
     """Imports what every worker needs, so that a fork has it, and returns what a worker runs."""
     import torch._dynamo  # noqa: F401 - optimizers import it at their first use, which takes about a second
 
     from keepstep.worker.process.bootstrap import run_script
 
+    for module in modules:
+        importlib.import_module(module)
     return run_script
 
 
 def main() -> None:
-    """Entry: ``python -m keepstep.worker.process.spawner --fd N --parent PID [--fork]``."""
+    """Entry: ``python -m keepstep.worker.process.spawner --fd N --parent PID [--fork] [--preload MODULE]``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--fork", action="store_true")
+    parser.add_argument("--preload", action="append", default=[])
     arguments = parser.parse_args()
     os.setsid()
     end_with_parent(arguments.parent)
@@ -223,7 +227,7 @@ def main() -> None:
     sweeper = Sweeper()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    run_script = preload() if arguments.fork else None
+    run_script = preload(arguments.preload) if arguments.fork else None
     gc.freeze()  # forked workers then share the interpreter's objects instead of copying them
     Spawner(socket.socket(fileno=arguments.fd), sweeper, run_script).serve()
 

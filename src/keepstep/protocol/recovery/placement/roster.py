@@ -274,6 +274,11 @@ class Roster:
         return sum(not self._quarantine.doubt(spare.node, spare.device) for spare in self._spares.values())
 
     @property
+    def num_warm_spares(self) -> int:
+        """How many spares can take a rank: they stand at their first step, or can go no further without one."""
+        return sum(spare.ready is not None or spare.awaits_rank for spare in self._spares.values())
+
+    @property
     def num_ready_spares(self) -> int:
         """How many spares stand at their first step."""
         return sum(spare.ready is not None for spare in self._spares.values())

@@ -1,14 +1,15 @@
 """Each process finds its own device at LOCAL_RANK."""
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
 
-from keepstep.agent.devices import names_of, order_for
 from keepstep.agent.environment import environment_of
 from keepstep.agent.settings import AgentSettings, Place
-from keepstep.config import worker_config
+from keepstep.config import leave_park, worker_config
+from keepstep.devices import names_of, order_for
 from keepstep.protocol.agent import Spawn
 
 DEVICES = ("4", "5", "6", "7")
@@ -51,6 +52,22 @@ def test_only_who_is_elsewhere_is_told_of_devices() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in environment(Spawn(3, None, 3, None, 3))
     assert "CUDA_VISIBLE_DEVICES" not in environment(Spawn(4, 1, 3, 1, 3), devices=())
     assert environment(Spawn(4, 1, 3, 1, 3))["CUDA_VISIBLE_DEVICES"] == "6,7,4,5"
+
+
+def test_a_parked_spare_gets_the_order_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment(Spawn(4, None, 3, None, 3))
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "ROLE_RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # so that they are put back at the end
+    config = worker_config(before)
+    assert config is not None
+    leave_park(config, rank=5, local_rank=1, local_world_size=3)
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["5", "1", "3"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7,4,5"
+    after = worker_config()
+    assert after is not None
+    assert (after.device, after.rank) == (1, None)
 
 
 @pytest.mark.parametrize(("worker", "expected"), [(Spawn(4, 1, 3, 1, 3), 1), (Spawn(3, None, 3, None, 3), 3)])

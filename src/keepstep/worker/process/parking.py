@@ -1,0 +1,59 @@
+"""A spare that waits in front of its script's first line, for scripts that read their rank while they are imported.
+
+It has joined nothing and built nothing: for the controller it is a spare whose script can go no further without a rank.
+Once it has one, the script runs from its beginning with everything set, as that of a rank that was started as such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import socket
+
+from keepstep.config import WorkerConfig, leave_park
+from keepstep.protocol.messages import AnyMessage, Assign, RankAwaited
+from keepstep.tagpage import TagWriter
+from keepstep.transports.framing import FrameDecoder, frame
+from keepstep.worker.link import EXIT_ORPHANED
+
+_RECEIVE_BYTES = 1 << 16
+
+
+@dataclasses.dataclass(slots=True)
+class Parked:
+    """What came over the link while the spare was parked, for the session that takes the link over."""
+
+    decoder: FrameDecoder = dataclasses.field(default_factory=FrameDecoder)
+    """Holds the beginning of a message that has not come as a whole."""
+    orders: list[AnyMessage] = dataclasses.field(default_factory=list)
+    """The assignment, and what came right behind it."""
+
+
+_parked: Parked | None = None
+
+
+def park(settings: WorkerConfig) -> None:
+    """Waits until this spare is given a rank; ends the process where its agent is gone."""
+    global _parked
+    for module in settings.preload:
+        importlib.import_module(module)
+    page, parked = TagWriter(settings.page_fd), Parked()
+    page.set_waiting(True)
+    with socket.socket(fileno=os.dup(settings.link_fd)) as link:
+        link.sendall(frame(RankAwaited(settings.worker)))
+        while (mine := next((order for order in parked.orders if isinstance(order, Assign)), None)) is None:
+            data = link.recv(_RECEIVE_BYTES)
+            if not data:
+                os._exit(EXIT_ORPHANED)
+            parked.orders += parked.decoder.feed(data)
+    page.set_waiting(False)
+    leave_park(settings, mine.rank, mine.local_rank, mine.local_world_size)
+    _parked = parked
+
+
+def take_parked() -> Parked | None:
+    """What this process was told while it was parked, once; None where it was not."""
+    global _parked
+    parked, _parked = _parked, None
+    return parked
