@@ -144,6 +144,19 @@ def all_gather_into_tensor(rank: int, size: int) -> Any:
 
 
 @collective
+def all_gather_coalesced(rank: int, size: int) -> Any:
+    outputs = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    dist.all_gather_coalesced(outputs, [own(rank, 2), own(rank, 3)])
+    return outputs
+
+
+@collective
+def monitored_barrier(rank: int, size: int) -> Any:
+    dist.monitored_barrier(dist.new_group(backend="gloo"))
+    return True
+
+
+@collective
 def gather(rank: int, size: int) -> Any:
     outputs = places(size, 3) if rank == 1 else None
     dist.gather(own(rank, 3), outputs, dst=1)

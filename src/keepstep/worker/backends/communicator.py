@@ -6,6 +6,7 @@ torch's stubs do not show these methods of its backends, so they are written dow
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -36,6 +37,16 @@ class Communicator(Carrier, Protocol):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         """See the collective of this name in `SurvivingGroup`."""
         ...
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        """See the collective of this name in `SurvivingGroup`."""
+        ...
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """See the collective of this name in `SurvivingGroup`; it ends in this call."""
+        ...
+
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
         """See the collective of this name in `SurvivingGroup`."""

@@ -71,6 +71,7 @@ class Inner:
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
         self._is_down = False
+        self.num_begun = 0
         self._under_way: dict[GroupWork, None] = {}
         """In the order in which they were begun. What nobody waits for is looked at when the next one begins."""
         self._changed = threading.Condition()
@@ -166,6 +167,11 @@ class Inner:
                 if not any(ended):
                     self._changed.wait(min(left, PEEK_S))
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For operations to come."""
+        if self._communicator is not None:
+            self._communicator._set_default_timeout(timeout)
+
     def release(self) -> None:
         """Gives up the broken communicator, when nothing is under way."""
         self._communicator = None
@@ -201,6 +207,7 @@ class Inner:
             if self._is_down or communicator is None:
                 raise TakenDown(f"group {self._name} is down")
             self._under_way[work] = None
+            self.num_begun += 1
         self._observer.entered(self._name, operation, peer)
         try:
             issued = call(communicator)

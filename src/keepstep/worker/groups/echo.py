@@ -19,6 +19,13 @@ def to_all(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Non
             _copy(place, source)
 
 
+def lists_to_all(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
+    """allgather_coalesced: every list of ``outputs`` becomes ``inputs``."""
+    for places in outputs:
+        for place, source in zip(places, inputs, strict=False):
+            _copy(place, source)
+
+
 def to_all_flat(output: Tensor, source: Tensor) -> None:
     """allgather into one tensor: ``output`` is ``source`` repeated."""
     if source.numel():

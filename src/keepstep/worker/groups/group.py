@@ -38,6 +38,8 @@ from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
 Tensors = list[Tensor]
 
+SHUTDOWN_S = 5.0
+"""For what is under way in a group that is destroyed. It ends within milliseconds, or with gloo's own deadline."""
 DETECTION_S = 5.0
 """After a group's own timeout, until its error is raised. A lost node is given up after 3 s (`protocol.controller`)."""
 
@@ -77,6 +79,9 @@ class SurvivingGroup(dist.ProcessGroup):
         self.keepstep_name = name
         self.await_rank: Callable[[], int] = lambda: self._rank
         """Where the user's code gets this process's rank; on the world group of a spare it blocks."""
+        self.make_group: Callable[[tuple[int, ...], timedelta], SurvivingGroup | None] = lambda ranks, timeout: None
+        """On the world group, how `new_group` makes one of some of its ranks."""
+        self._is_destroyed = False
         self._observer = observer
         self._rank, self._size = rank, size
         self._name = self._description = name
@@ -99,7 +104,7 @@ class SurvivingGroup(dist.ProcessGroup):
             RuntimeError: a member did not come, or `take_down` was called meanwhile.
         """
         self._inner.release()
-        self._rank = rank
+        self._rank, self._is_destroyed = rank, False
         self._inner = Inner(self.keepstep_name, self._observer, self._host)
         self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
@@ -163,6 +168,52 @@ class SurvivingGroup(dist.ProcessGroup):
         """Torch describes its groups."""
         self._description = description
 
+    def new_group(
+        self,
+        ranks: list[int],
+        *,
+        timeout: timedelta,
+        pg_options: object = None,
+        group_name: str = "",
+        group_desc: str | None = None,
+    ) -> SurvivingGroup | None:
+        """`torch.distributed.new_group` calls this on the world group, whatever backend was asked for: it survives.
+
+        Returns:
+            the group; None where this rank is not in it.
+        """
+        group = self.make_group(tuple(ranks), timeout)
+        if group is not None:
+            group._set_group_name(group_name)  # type: ignore[arg-type]  # a new type of torch's
+            group._set_group_desc(group_desc or "undefined")
+        return group
+
+    def shutdown(self) -> None:
+        """`torch.distributed.destroy_process_group` calls this: gives up connections and threads.
+
+        After a recovery the group is connected again with all others, for a replacement may not have destroyed it yet.
+        """
+        self._is_destroyed = True
+        self._inner.take_down()
+        if self._inner.drain(SHUTDOWN_S):
+            self._inner.release()
+
+    def abort(self) -> None:
+        """As `shutdown`."""
+        self.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of collectives to come."""
+        self._timeout = timeout
+        self._inner.set_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the numbers of all members begin at 0 when they are connected."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many operations this rank has begun in this generation."""
+        return self._inner.num_begun
+
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def _issue(
@@ -199,6 +250,10 @@ class SurvivingGroup(dist.ProcessGroup):
         try:
             return inner.begin(operation, call, outputs, on_error, peer)
         except TakenDown:
+            if self._is_destroyed and not self._observer.knows_failure(0.0):
+                raise RuntimeError(
+                    f"group {self.keepstep_name} was destroyed: it has no collectives any more"
+                ) from None
             echo_it()()
         except RuntimeError as error:
             if cause_of(error) is Cause.CALL or (tell := on_error(error)) is None:
@@ -254,6 +309,19 @@ class SurvivingGroup(dist.ProcessGroup):
         """See `torch.distributed.barrier`."""
         return self._issue(Operation.BARRIER, [], lambda inner: inner.barrier(opts or BarrierOptions()), None)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See `torch.distributed.monitored_barrier`, which torch allows on groups of backend "gloo" only.
+
+        Raises:
+            RuntimeError: with the ranks that did not come in time, where no failure is known.
+        """
+
+        def meet(inner: Communicator) -> dist.Work:
+            inner.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+            return EchoedWork([], self._rank, self._size)
+
+        self._issue(Operation.BARRIER, [], meet, None).wait()
+
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_gather`; echo puts this rank's tensor in every place."""
         return self._issue(
@@ -280,6 +348,15 @@ class SurvivingGroup(dist.ProcessGroup):
         return JoinedWork(outputs, [self._allgather_base(output, source, opts) for output, source in pairs])
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]  # the stub names arguments otherwise
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """See `torch.distributed.all_gather_coalesced`; echo puts this rank's tensors in every list."""
+        return self._issue(
+            Operation.ALL_GATHER,
+            outputs,
+            lambda inner: inner.allgather_coalesced(outputs, inputs, opts or AllgatherOptions()),
+            lambda: echo.lists_to_all(outputs, inputs),
+        )
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.gather`; echo as for `allgather`, on the root."""

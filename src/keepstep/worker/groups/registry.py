@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.distributed_c10d import _world as torch_world
 
 from keepstep.errors import InternalError, PeerLost
 from keepstep.worker.backends.connections import LOOPBACK
@@ -65,12 +66,25 @@ class GroupRegistry:
         return self._groups[0][0]
 
     def _create(self, options: Any, _backend_options: object) -> SurvivingGroup:
-        members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        name = WORLD if not self._groups else f"{'-'.join(map(str, members))}.{self._made[members]}"
+        """Torch asks for the default group; it has the world group make all others."""
+        world = self._make(WORLD, tuple(range(options.group_size)), options.group_rank, options.timeout)
+        world.make_group = self._make_group
+        return world
+
+    def _make_group(self, members: tuple[int, ...], timeout: timedelta) -> SurvivingGroup | None:
+        rank = self._rank if self._generation is not None else self.world.rank()
+        if rank not in members:
+            return None
+        name = f"{'-'.join(map(str, members))}.{self._made[members]}"
+        group = self._make(name, members, members.index(rank), timeout)
+        # Functional collectives name a group by its ranks, and look for it here; torch registers a group that the
+        # default group has made under its name alone.
+        torch_world.tags_to_pg.setdefault("", []).append(group)
+        return group
+
+    def _make(self, name: str, members: tuple[int, ...], rank: int, timeout: timedelta) -> SurvivingGroup:
         self._made[members] += 1
-        group = SurvivingGroup(
-            name, options.group_rank, options.group_size, options.timeout, self._observer, self._host
-        )
+        group = SurvivingGroup(name, rank, len(members), timeout, self._observer, self._host)
         self._groups.append((group, members))
         if self._generation is not None and not self.world.is_down:
             try:
