@@ -22,6 +22,10 @@ class Communicator(Carrier, Protocol):
         """See the collective of this name in `SurvivingGroup`."""
         ...
 
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """See the collective of this name in `SurvivingGroup`."""
+        ...
+
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """See the collective of this name in `SurvivingGroup`."""
         ...

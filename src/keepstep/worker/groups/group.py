@@ -285,9 +285,10 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several all_reduce in one; echo leaves the tensors."""
-        plain = AllreduceOptions()
-        plain.reduceOp = (opts or AllreduceCoalescedOptions()).reduceOp
-        return JoinedWork(tensors, [self.allreduce([tensor], plain) for tensor in tensors])
+        options = opts or AllreduceCoalescedOptions()
+        return self._issue(
+            Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce_coalesced(tensors, options), None
+        )
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.broadcast`; echo leaves the tensors."""
