@@ -318,7 +318,7 @@ class SurvivingGroup(dist.ProcessGroup):
         """
 
         def meet(inner: Communicator) -> dist.Work:
-            inner.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+            inner.monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)
             return EchoedWork([], self._rank, self._size)
 
         self._issue(Operation.BARRIER, [], meet, None).wait()
