@@ -48,7 +48,7 @@ def run_tests(rank: int, size: int, path: Path, backend: str, names: list[str]) 
     warnings.simplefilter("ignore")
     module = torchs_tests()
 
-    class Tests(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
+    class Tests(module.TestDistBackend, module.DistributedTest._DistTestBase):
         """As torch's test_distributed_spawn.py combines them."""
 
     outcomes = {}
