@@ -116,7 +116,7 @@ def test_the_board_of_a_real_recovery(real: Run) -> None:
 
 def test_many_ranks_are_not_all_drawn(simulated: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.trace.pictures.lanes.MAX_LANES", 6)
-    run = simulated(11)
+    run = simulated(6)
     assert run.info.settings.world_size == 8
     (scene,) = run.scenes
     found = board(run, scene)

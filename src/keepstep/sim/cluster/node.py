@@ -98,6 +98,7 @@ class SimulatedNode:
         if not self.is_up or life != self._life:
             return
         now_s = self.clock_s
+        self._machine.clock_offset_s = self.world.schedule.now_s - now_s  # as the controller's answers tell it
         for worker in self.workers.values():
             if worker.is_alive:
                 self._machine.observe(worker.number, worker.look(), now_s)
