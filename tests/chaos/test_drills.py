@@ -28,6 +28,16 @@ def specification(pairs: list[tuple[str, str]], world_size: int) -> tuple[str, i
     return ";".join(parts), 3 + len(pairs) * SPACING
 
 
+def changed(tmp_path: Path, *pairs: tuple[str, str]) -> Path:
+    """The smallest job with some of its lines replaced."""
+    text = (SCRIPTS / "tiny.py").read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "script.py").write_text(text)
+    return tmp_path / "script.py"
+
+
 def check_all(tmp_path: Path, example: str, world_size: int, pairs: list[tuple[str, str]]) -> None:
     faults, steps = specification(pairs, world_size)
     code, result, output = drill(
@@ -122,17 +132,22 @@ def test_ways_to_write_a_step(tmp_path: Path, flags: list[str]) -> None:
     assert len(result["faults"]) == len(IN_A_STEP)
 
 
+@pytest.mark.parametrize("flags", [[], ["--strike-cold"]], ids=["warm", "cold"])
+def test_a_fault_waits_for_a_warm_spare(tmp_path: Path, flags: list[str]) -> None:
+    """The start of this script takes a spare longer than the ranks take for their first steps."""
+    waiting = "import time\n\nif 'RANK' not in os.environ:\n    time.sleep(1.5)\nsession = keepstep.init("
+    script = changed(tmp_path, ("session = keepstep.init(", waiting))
+    faults = "kill@step=1,phase=backward,rank=1"
+    code, _result, output = drill(
+        tmp_path, "--nproc-per-node", 2, "--run-dir", tmp_path, "--faults", faults, *flags, script, "--steps", 4
+    )
+    assert code == 0, output
+    journal = (tmp_path / "with-faults" / "journal.jsonl").read_text()
+    is_warm = journal.index('["WorkerReady",2') < journal.index('["WorkerLost",1')
+    assert is_warm is not bool(flags)
+
+
 # ---- when it says NO ------------------------------------------------------------------------------------------------
-
-
-def changed(tmp_path: Path, *pairs: tuple[str, str]) -> Path:
-    """The smallest job with some of its lines replaced."""
-    text = (SCRIPTS / "tiny.py").read_text()
-    for old, new in pairs:
-        assert old in text
-        text = text.replace(old, new)
-    (tmp_path / "script.py").write_text(text)
-    return tmp_path / "script.py"
 
 
 def test_a_difference_is_noticed_and_explained(tmp_path: Path) -> None:

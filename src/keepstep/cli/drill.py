@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     options = job_options(chosen, Path(tempfile.gettempdir()))
     world_size = options.recovery.world_size
     faults = parse(chosen.faults, world_size) if chosen.faults is not None else default_faults(world_size)
-    drill = Drill(faults, check_patterns(chosen.compare))
+    drill = Drill(faults, check_patterns(chosen.compare), awaits_spares=not chosen.strike_cold)
     json = check_target("--json", Path(chosen.json)) if chosen.json else None
     html = check_target("--html", Path(chosen.html)) if chosen.html else None
     with _folder(chosen.run_dir) as folder, showing(folder, chosen.dashboard):
@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         "--faults",
         help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...', or none: does the "
         "script do the same twice? (default: one kill in each phase)",
+    )
+    own.add_argument(
+        "--strike-cold",
+        action="store_true",
+        help="do not wait for a warm spare before a fault: the recovery has to start a process, or wait for one",
     )
     own.add_argument(
         "--compare",

@@ -44,6 +44,9 @@ class Drill:
     patterns: tuple[str, ...] = ()
     """Which files are compared; with any, each run has a working directory of its own."""
 
+    awaits_spares: bool = True
+    """Whether a fault is put off until a spare is warm."""
+
     @property
     def second(self) -> str:
         """The folder of the second run."""
@@ -114,7 +117,7 @@ def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProg
     if drill.patterns:
         agent = _in_its_own_place(agent, directory / WORKING_DIR, drill.patterns)
     seen: list[Job] = []
-    injector = OutsideInjector(drill.faults)
+    injector = OutsideInjector(drill.faults, awaits_spares=drill.awaits_spares)
     title = TITLES[directory.name]
 
     async def accompany(job: Job) -> None:

@@ -25,6 +25,10 @@ PHASES = (*IN_A_STEP, "random")
 MOMENTS = ("stop", "reset", "restore")
 KEYS = ("step", "phase", "during", "rank", "count", "seed")
 PLAN_FILE = "faults.json"
+SPARES_SOCKET = "spares.sock"
+"""In a run's folder, where the faults wait for a warm spare: answers when there is one, or when none will come."""
+HOLD_FILE = "hold"
+"""In a run's folder, while no rank may begin another step before a spare is warm: a fault from outside is due."""
 NONE = "none"
 """As a whole specification: nothing fails, so that both runs of a drill are undisturbed."""
 
@@ -175,6 +179,11 @@ def claim(run_dir: Path, fault: Fault, now_s: float) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def is_fired(run_dir: Path, fault: Fault) -> bool:
+    """Whether a fault has come about."""
+    return (run_dir / f"fired-{fault.number}").exists()
 
 
 def fired_at(run_dir: Path, fault: Fault) -> float | None:

@@ -1,5 +1,7 @@
-"""Runs inside each worker of a drill: records the state of this rank at every step, and brings a fault upon it at the
-exact place that the plan names."""
+"""Runs inside each worker of a drill: records its rank's state at every step, and brings about what the plan names.
+
+A fault strikes at an exact place of a step or a recovery. Before a step with a fault all ranks wait for a warm spare.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,24 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from keepstep import config
-from keepstep.drill.faults import Fault, claim, read_plan
+from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, Fault, claim, is_fired, read_plan
 from keepstep.drill.records import StateRecorder
+from keepstep.launcher.control import connect
+from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import WorkerMachine
+from keepstep.tagpage import TagWriter
 
+SPARE_S = 300.0
+"""How long a fault is put off for a spare that starts up but does not come to its first step."""
+LOOK_S = 0.05
+"""How often a rank that waits for a spare looks whether another one has failed meanwhile."""
 HOLD_S = 20.0
 """How long ranks wait for one another at a staged moment before the drill goes on without."""
 EXIT_CODE = 7
@@ -28,6 +38,7 @@ class Observed(Protocol):
     observe: Callable[[str], None]
     digests: Callable[[], dict[str, str]]
     machine: WorkerMachine
+    page: TagWriter
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
         """Blocks until a failure is known."""
@@ -60,6 +71,8 @@ class Injector:
         self._run_dir = run_dir
         self._world_size = world_size
         self._faults = [fault for fault in read_plan(run_dir) if fault.in_worker]
+        self._completes = False
+        """Whether the rank is in an update, so that the next `Phase.UPDATED` is the end of a step."""
         self._meetings = {fault.number: self._open_meeting(fault) for fault in self._faults if fault.phase == "barrier"}
 
     def _open_meeting(self, fault: Fault) -> int:
@@ -73,6 +86,8 @@ class Injector:
         """A moment of this rank's step or recovery has come."""
         machine = self._coordination.machine
         rank, step = machine.rank, machine.steps.step
+        if moment == Phase.FORWARD and step == 0 and self._is_start():
+            self._await_spare_before(0)
         for fault in self._faults:
             if fault.during is not None:
                 if rank == fault.rank and _is_moment(fault.during, moment) and not self._is_start():
@@ -81,6 +96,20 @@ class Injector:
                 self._stage_barrier(fault, moment, rank, step)
             elif (fault.phase, fault.step, fault.rank) == (moment, step, rank):
                 self._fire(fault)
+
+        if moment == Phase.UPDATED and self._completes:
+            self._await_spare_before(step + 1)
+        if moment in list(Phase):
+            self._completes = moment == Phase.OPTIMIZER
+
+    def _await_spare_before(self, step: int) -> None:
+        """All ranks wait between two steps, where nothing is measured, until the fault of the next finds a warm spare.
+
+        In the first step after a recovery no spare is started yet: a fault in it finds none.
+        """
+        is_due = any(fault.step == step and not is_fired(self._run_dir, fault) for fault in self._faults)
+        if is_due or (self._run_dir / HOLD_FILE).exists():
+            await_spare(self._coordination, self._run_dir)
 
     def _is_start(self) -> bool:
         """The first generation is connected and restored, too, but that is no recovery."""
@@ -94,7 +123,7 @@ class Injector:
         leaver = others[0] if len(others) > 1 else None
         if moment == "optimizer" and rank == leaver:
             os.write(self._meetings[fault.number], b"x")
-        if moment != "barrier" or (self._run_dir / f"fired-{fault.number}").exists():
+        if moment != "barrier" or is_fired(self._run_dir, fault):
             return
         if rank == fault.rank:
             if leaver is not None:
@@ -118,6 +147,25 @@ class Injector:
                 os._exit(EXIT_CODE)
             case _:
                 raise FaultRaisedError(f"raised by the drill: {fault}")
+
+
+def await_spare(coordination: Observed, run_dir: Path) -> None:
+    """Waits until the launcher says that a spare is warm or that none will come, or until another rank has failed."""
+    try:
+        connection = connect(run_dir, SPARES_SOCKET)
+    except OSError:
+        return  # the drill was told to strike without a spare, or the job has none
+    deadline_s = time.monotonic() + SPARE_S
+    coordination.page.set_waiting(True)
+    with connection:
+        while not coordination.machine.interrupted and time.monotonic() < deadline_s:
+            if select.select([connection], [], [], LOOK_S)[0]:
+                break
+            coordination.page.progress()
+        else:
+            if not coordination.machine.interrupted:
+                print(f"keepstep drill: no spare is warm after {SPARE_S:g} s: the fault comes without", file=sys.stderr)
+    coordination.page.set_waiting(False)
 
 
 def _is_moment(during: str, moment: str) -> bool:

@@ -1,4 +1,4 @@
-"""Accompanies a job from outside: faults at random instants, and faults of spares."""
+"""Accompanies a job from outside: faults at random instants, faults of spares, and whether a spare is warm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from keepstep.drill.faults import Fault, claim
+from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, Fault, claim
+from keepstep.launcher import control
 from keepstep.launcher.job import Job
 from keepstep.protocol.recovery import Stage
 
@@ -19,15 +20,46 @@ SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "segv": signal.SIGSEG
 
 
 class OutsideInjector:
-    """Brings about the faults that no rank can bring upon itself. ``fired`` lists each with its time and rank."""
+    """Brings about the faults that no rank can bring upon itself. ``fired`` lists each with its time and rank.
 
-    def __init__(self, faults: list[Fault]) -> None:
+    It also tells the ranks, which wait before a step with a fault, when a spare is warm.
+    """
+
+    def __init__(self, faults: list[Fault], *, awaits_spares: bool) -> None:
         self._faults = [fault for fault in faults if not fault.in_worker]
+        self._awaits_spares = awaits_spares
+        self._is_over = False
         self.fired: list[tuple[Fault, float, int | None]] = []
 
     async def accompany(self, job: Job) -> None:
-        """Runs beside the job until all faults have come about or the job has ended."""
-        await asyncio.gather(*(self._bring_about(fault, job) for fault in self._faults))
+        """Runs beside the job until it has ended, or all faults have come about and no rank may ask for a spare."""
+        everything = asyncio.gather(*(self._bring_about(fault, job) for fault in self._faults))
+        if not self._awaits_spares or not job.controller.job.settings.num_spares:
+            await everything
+            return
+        answer = functools.partial(self._warm_spare, job)
+        async with control.serve(job.agent.settings.run_dir, answer, SPARES_SOCKET):
+            try:
+                await everything
+                await self._until(job, lambda: False)
+            finally:
+                self._is_over = True
+
+    async def _warm_spare(self, job: Job) -> bool:
+        """Waits until a spare is warm; False when none will be, as things are."""
+        await self._until(job, lambda: self._is_over or has_warm_spare(job) or not spare_will_come(job))
+        return has_warm_spare(job)
+
+    async def _hold_for_a_spare(self, job: Job) -> None:
+        """Lets no rank begin another step before a spare is warm; nothing where none is waited for."""
+        if not self._awaits_spares or not job.controller.job.settings.num_spares or has_warm_spare(job):
+            return
+        hold = job.agent.settings.run_dir / HOLD_FILE
+        hold.touch()
+        try:
+            await self._warm_spare(job)
+        finally:
+            hold.unlink()
 
     async def _bring_about(self, fault: Fault, job: Job) -> None:
         if fault.kind == "spare-kill":
@@ -37,6 +69,7 @@ class OutsideInjector:
         for _ in range(fault.count):
             if not await self._until(job, lambda: self._is_training(job)):
                 return
+            await self._hold_for_a_spare(job)
             await asyncio.sleep(generator.uniform(0.0, 3.0 * self._step_s(job)))
             rank = generator.randrange(job.controller.job.settings.world_size) if fault.rank is None else fault.rank
             known = len(job.controller.job.records)
@@ -50,6 +83,8 @@ class OutsideInjector:
             workers = job.agent.status()
             steps = [worker["step"] for worker in workers if worker["rank"] is not None]
             has_spare = any(worker["rank"] is None and worker["pid"] is not None for worker in workers)
+            if self._awaits_spares:
+                has_spare = has_spare and has_warm_spare(job)
             return has_spare and any(isinstance(step, int) and step >= (fault.step or 0) for step in steps)
 
         if await self._until(job, is_there):
@@ -92,3 +127,14 @@ class OutsideInjector:
                 return True
             await asyncio.sleep(LOOK_S)
         return False
+
+
+def has_warm_spare(job: Job) -> bool:
+    """Whether a spare can take a rank at once: it stands at its first step, or goes no further without a rank."""
+    return any(spare.ready is not None or spare.awaits_rank for spare in job.controller.job.roster.spares())
+
+
+def spare_will_come(job: Job) -> bool:
+    """Whether a spare is under way, or is started as soon as a step is complete since the last recovery."""
+    machine = job.controller.job
+    return bool(machine.roster.spares()) or machine.progress.last_generation < machine.generation

@@ -1,4 +1,4 @@
-"""The socket in the run folder at which a running job answers ``keepstep status``.
+"""The sockets in the run folder at which a running job answers: ``keepstep status``, and the workers of a drill.
 
 Readable and writable by its owner only, and the peer's user id is checked on top. Paths are opened relative to the
 folder, because a Unix socket's own path may have 107 bytes only.
@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,22 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 @asynccontextmanager
-async def serve(run_dir: Path, answer: Callable[[], Any]) -> AsyncIterator[None]:
-    """Answers every connection with the JSON of ``answer()`` until the block is left."""
+async def serve(
+    run_dir: Path, answer: Callable[[], Any] | Callable[[], Awaitable[Any]], name: str = SOCKET
+) -> AsyncIterator[None]:
+    """Answers every connection with the JSON of ``answer()``, or of what that awaits, until the block is left."""
 
     async def connected(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
             if _peer_user(writer.get_extra_info("socket")) in (os.getuid(), 0):
-                writer.write(msgspec.json.encode(answer()))
+                found = answer()
+                writer.write(msgspec.json.encode(await found if isinstance(found, Awaitable) else found))
                 with contextlib.suppress(ConnectionError, TimeoutError):
                     async with asyncio.timeout(_DEADLINE_S):
                         await writer.drain()
 
     descriptor = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
-    path = f"/proc/self/fd/{descriptor}/{SOCKET}"
+    path = f"/proc/self/fd/{descriptor}/{name}"
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -65,23 +68,37 @@ def ask(run_dir: Path) -> Any:
         PeerLost: the job did not answer in time.
     """
     try:
-        descriptor = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
-    except OSError as error:
-        raise ConfigurationError(f"--run-dir {run_dir}: {error.strerror}") from error
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_DEADLINE_S)
-            connection.connect(f"/proc/self/fd/{descriptor}/{SOCKET}")
+        with connect(run_dir) as connection:
             chunks = []
             while chunk := connection.recv(1 << 16):
                 chunks.append(chunk)
         return msgspec.json.decode(b"".join(chunks))
     except TimeoutError:
         raise PeerLost(f"the job in {run_dir} did not answer within {_DEADLINE_S:g} s") from None
-    except (ConnectionError, FileNotFoundError, msgspec.DecodeError):
-        raise ConfigurationError(f"--run-dir {run_dir}: no job is running there") from None
+    except (ConnectionError, FileNotFoundError, msgspec.DecodeError) as error:
+        why = "no job is running there" if run_dir.is_dir() else str(getattr(error, "strerror", error))
+        raise ConfigurationError(f"--run-dir {run_dir}: {why}") from None
+    except OSError as error:
+        raise ConfigurationError(f"--run-dir {run_dir}: {error.strerror}") from error
+
+
+def connect(run_dir: Path, name: str = SOCKET) -> socket.socket:
+    """A connection to one of the sockets of a run; the caller closes it.
+
+    Raises:
+        OSError: nothing answers there.
+    """
+    descriptor = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(_DEADLINE_S)
+        connection.connect(f"/proc/self/fd/{descriptor}/{name}")
+    except OSError:
+        connection.close()
+        raise
     finally:
         os.close(descriptor)
+    return connection
 
 
 def _peer_user(connection: socket.socket) -> int:

@@ -1,0 +1,63 @@
+"""What a drill prints when it is over, and whether that is a yes."""
+
+from typing import Any
+
+import pytest
+
+from keepstep.drill.display import introduce, show
+from keepstep.drill.drill import Drill, is_good
+from keepstep.drill.faults import Fault
+
+EXPLANATION = {
+    "kind": "computed differently",
+    "text": ["first difference: host: optimizer.param_groups[0]['lr']", "x" * 200],
+}
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    good = {"identical": True, "reference_digest": "abc", "digest": "abc", "exit_code": 0, "reason": "", "missed": []}
+    return good | {"faults": [], "files": [], "step_ms": 1.5, "explanation": None} | changes
+
+
+def printed(capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
+    show(result(**changes))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_an_explanation_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, identical=False, digest="abd", explanation=EXPLANATION)
+    assert lines == [
+        "a step without a failure takes 1.5 ms (median).",
+        "weights identical: NO",
+        "  the first run     abc",
+        "  the second run    abd",
+        *EXPLANATION["text"],
+    ]
+
+
+def test_files_that_differ_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [{"file": "out/a.pt", "difference": None}, {"file": "out/[b].pt", "difference": "['best'] is 1 and 2"}]
+    assert printed(capsys, files=files)[-2:] == [
+        "files identical: NO (1 of 2)",
+        "  out/[b].pt: ['best'] is 1 and 2",
+    ]
+    assert printed(capsys, files=files[:1])[-1] == "files identical: yes (1 of 1)"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"identical": False}, {"missed": ["kill@step=9"]}, {"files": [{"file": "a", "difference": "differs"}]}],
+    ids=str,
+)
+def test_only_a_whole_yes_is_good(changes: dict[str, Any]) -> None:
+    assert is_good(result(files=[{"file": "a", "difference": None}]))
+    assert not is_good(result(**changes))
+
+
+def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    introduce(0)
+    assert "both times without failures" in " ".join(capsys.readouterr().err.split())
+    introduce(1)
+    assert "once with 1 fault struck" in " ".join(capsys.readouterr().err.split())
+    assert Drill([]).second == "repeated"
+    assert Drill([Fault(number=0, kind="kill")]).second == "with-faults"
