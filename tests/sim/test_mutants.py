@@ -25,6 +25,7 @@ from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.resume import Action
 from keepstep.protocol.worker import Load, Move, Update, Urgency, WorkerMachine
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NodeLayout
+from keepstep.sim.cluster.transfers import LocalValue, Rows
 from keepstep.sim.faults import Fault
 from keepstep.sim.oracle import Check
 from keepstep.sim.run import Case, case_of, run
@@ -277,6 +278,39 @@ def a_recovered_rank_does_not_wait_for_the_others(patch: pytest.MonkeyPatch) -> 
     patch.setattr(WorkerMachine, "loaded", loaded)
 
 
+# ---- Each rank's own values -----------------------------------------------------------------------------------------
+
+
+def a_replacement_takes_the_value_of_a_peer(patch: pytest.MonkeyPatch) -> None:
+    right = LocalValue.restored
+    patch.setattr(LocalValue, "restored", lambda self, rank, rows: right(self, (rank + 1) % len(rows), rows))
+
+
+def own_values_leave_a_rank_behind_the_barrier(patch: pytest.MonkeyPatch) -> None:
+    """So whoever has passed it holds what the others had when the step began."""
+    right = LocalValue.gathered
+
+    def gathered(self: LocalValue, rows: Rows) -> None:
+        right(self, self.rows or rows)
+
+    patch.setattr(LocalValue, "gathered", gathered)
+
+
+def an_undone_step_keeps_its_own_value(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LocalValue, "undo", lambda self: None)
+
+
+def an_undone_step_keeps_the_values_of_others(patch: pytest.MonkeyPatch) -> None:
+    right = LocalValue.undo
+
+    def undo(self: LocalValue) -> None:
+        rows = self.rows
+        right(self)
+        self.rows = rows
+
+    patch.setattr(LocalValue, "undo", undo)
+
+
 # ---- One holder of each rank ----------------------------------------------------------------------------------------
 
 
@@ -419,6 +453,10 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_goes_back_to_another_checkpoint_than_the_others: Check.STEPS_DIFFER,
     a_torn_copy_is_a_source: Check.RAISED,
     a_shard_is_restored_from_another: Check.WRONG_SOURCE,
+    a_replacement_takes_the_value_of_a_peer: Check.LOCAL,
+    own_values_leave_a_rank_behind_the_barrier: Check.LOCAL,
+    an_undone_step_keeps_its_own_value: Check.LOCAL,
+    an_undone_step_keeps_the_values_of_others: Check.LOCAL,
     a_fence_is_not_awaited: Check.TWO_HOLDERS,
     an_agent_says_that_it_has_fenced_and_has_not: Check.TWO_HOLDERS,
     a_spare_is_given_twice: Check.RAISED,

@@ -82,3 +82,12 @@ def test_every_step_begins_with_the_same_collective_whatever_the_forward_before_
     """An interrupted step left ranks apart here: some sent their buffers first, others did not, and all waited."""
     run = subprocess.run([sys.executable, "-c", EVALUATES], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "False True\n" * 3
+
+
+def test_values_of_the_script(tmp_path: Path) -> None:
+    """The script checks them itself; in the second run they come from the checkpoint of the first."""
+    arguments = [SCRIPTS / "bookkeeping.py", "--checkpoint-dir", tmp_path / "saved", "--steps"]
+    for steps in ("7", "12"):
+        command = [sys.executable, *map(str, arguments), steps]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert run.returncode == 0, run.stderr

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from keepstep.protocol.messages import AnyMessage, EndJob, Packet, SafePointReached, StepObserved, WorkerLost
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
-from keepstep.sim.cluster.transfers import INCOMPLETE
+from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
 
 if TYPE_CHECKING:
     from keepstep.sim.cluster.worker import History, SimulatedWorker
@@ -35,6 +35,7 @@ class Check(enum.StrEnum):
     """What can be wrong with a run."""
 
     UPDATES = "updates lost, doubled or torn"
+    LOCAL = "a rank's own value lost, doubled or another rank's"
     STEPS_DIFFER = "ranks at different steps after resume"
     TWO_HOLDERS = "two holders of one rank"
     OLD_COMMIT = "commit by an old generation"
@@ -233,6 +234,7 @@ class Oracle:
                 Check.WRONG_SOURCE,
                 f"{worker} was restored for step {step} and holds shard {worker.shard} with {worker.parameters}",
             )
+        self._check_local(worker, step)
 
     def is_fenced(self, worker: SimulatedWorker) -> None:
         """A live process is killed by its agent."""
@@ -377,6 +379,17 @@ class Oracle:
         if worker.parameters != tuple(range(step)) or worker.shard != self._world.shard_of(rank):
             raise ViolationError(
                 Check.UPDATES, f"{worker} stands at step {step} with shard {worker.shard} and {worker.parameters}"
+            )
+
+        self._check_local(worker, step)
+
+    def _check_local(self, worker: SimulatedWorker, step: int) -> None:
+        rank = worker.machine.rank
+        assert rank is not None
+        if worker.local.value != right_value(rank, step):
+            raise ViolationError(
+                Check.LOCAL,
+                f"{worker} stands at step {step} with {worker.local.value}, right is {right_value(rank, step)}",
             )
 
     def _check_resume_step(self, cohort: Cohort, step: int) -> None:

@@ -17,7 +17,7 @@ from keepstep.sim.cluster.network import CONTROLLER, Network
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.once import Once
 from keepstep.sim.cluster.schedule import Event, Schedule
-from keepstep.sim.cluster.transfers import Transfers
+from keepstep.sim.cluster.transfers import Rows, Transfers
 from keepstep.sim.cluster.worker import History, SimulatedWorker
 from keepstep.sim.oracle import Oracle
 from keepstep.sim.story import Story
@@ -51,7 +51,7 @@ class World:
         self.num_recoveries = 0
         self.waiting_for_recovery: list[tuple[int, float, Event]] = []
         """(number of the recovery, seconds after its beginning, what happens then)."""
-        self._checkpoints: dict[int, dict[str, History]] = {}
+        self._checkpoints: dict[int, dict[str, tuple[History, Rows]]] = {}
         """step -> shard -> what was written."""
         self._whole_s: dict[int, float] = {}
         """step -> since when its checkpoint is whole."""
@@ -142,7 +142,7 @@ class World:
         rank = worker.machine.rank
         if every and (step + 1) % every == 0 and self.layout.shards.index(self.shard_of(rank)) == rank:
             parts = self._checkpoints.setdefault(step + 1, {})
-            parts[self.shard_of(rank)] = worker.parameters
+            parts[self.shard_of(rank)] = worker.parameters, worker.local.rows
             if len(parts) == len(set(self.layout.shards)):
                 self._whole_s.setdefault(step + 1, self.schedule.now_s)
         worker.node.step_completed(worker, worker.machine.generation, step)
@@ -161,8 +161,8 @@ class World:
         up = [node for node in self.nodes.values() if node.is_up]
         return sum(min(node.layout.slots, limit or node.layout.slots) for node in up)
 
-    def read_checkpoint(self, shard: str, step: int) -> History:
-        """What a checkpoint holds of a shard."""
+    def read_checkpoint(self, shard: str, step: int) -> tuple[History, Rows]:
+        """What a checkpoint holds of a shard, and the table of the ranks' own values."""
         return self._checkpoints[step][shard]
 
     def tag_shown(self, worker: SimulatedWorker) -> None:

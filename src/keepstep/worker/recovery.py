@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn, assert_never
 
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError
@@ -21,6 +22,7 @@ from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, Way, receive_state, send_state
 from keepstep.worker.state.rollback import StepSnapshot
+from keepstep.worker.values.declared import DeclaredState
 
 
 class Recovery:
@@ -32,6 +34,7 @@ class Recovery:
         state: ProtectedState,
         ddp: list[DistributedDataParallel],
         checkpoints: Checkpoints | None,
+        declared: DeclaredState,
     ) -> None:
         self.snapshot = StepSnapshot(state)
         self._coordination = coordination
@@ -39,6 +42,7 @@ class Recovery:
         self._state = state
         self._ddp = ddp
         self._checkpoints = checkpoints
+        self._declared = declared
         self._resumed = False
         self._source = Source()
         self._publication: StepPublication | None = None
@@ -77,20 +81,36 @@ class Recovery:
 
     # ---- where it is called from ------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """The script stands at its first step; ranks that start together give each other their rank-local values."""
+        machine = self._machine
+        together = machine.generation > 0 and not machine.tainted and machine.rank is not None
+        self._declared.begin(dist.get_world_size(), share=together)
+
     def hand_out_step(self) -> None:
         """Takes note of what an interrupted attempt at the step must put back.
 
         The attempt begins here, and not with its ``with``: the script's lines in front of the ``with`` run again, too.
         """
+        self._declared.hand_out()
         self.snapshot.take()
         self._coordination.attempting = True
 
     def script_returns(self) -> None:
-        """The script asks for the next step: what it did to the state until now is put back, or judged."""
-        if self._coordination.attempting:
-            self.snapshot.put_back()  # what it changed behind a ``with`` that was interrupted
+        """The script asks for the next step: what it did to the state until now is put back, or judged and written."""
+        was_interrupted = self._coordination.attempting
+        if was_interrupted:
+            self.snapshot.put_back()  # what it changed behind the ``with``
             self._coordination.attempting = False
         self._coordination.judge_copy(self._state.host_state)
+        if not was_interrupted:
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
+        """Writes one where it is due. Not before the script returns: what it does behind the ``with`` belongs to it."""
+        machine = self._machine
+        if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
+            self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
 
     def begin_step(self) -> None:
         """Has all ranks begin in the same way."""
@@ -98,9 +118,13 @@ class Recovery:
             begin_alike(module)
 
     def before_barrier(self) -> None:
-        """Completes what the gradient barrier vouches for: module buffers, too, are the same on every rank."""
+        """Completes what the gradient barrier vouches for.
+
+        Module buffers, too, are the same on every rank, and every rank holds the rank-local values of all.
+        """
         for module in self._ddp:
             share_buffers(module)
+        self._declared.before_barrier(self._machine.steps.step, dist.get_world_size())
 
     def decide_at_barrier(self) -> None:
         """A failure came while this rank was synced: reports that it can be at this step or the next, and waits.
@@ -119,20 +143,20 @@ class Recovery:
                 raise InternalError(f"rank {self._machine.rank} stands in the gradient barrier and is to {move}")
 
     def after_step(self) -> None:
-        """The step is complete, for good: writes a checkpoint where one is due.
+        """The step is complete, for good: publishes its weights where that is due.
 
         A failure that came meanwhile is not recovered from here but when the next step is asked for: what the script
         does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
         """
         self._coordination.attempting = False
         machine = self._machine
-        if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
-            self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
+        self._declared.check()
         if self._publication is not None and not machine.torn and not self._coordination.interrupted:
             self._publication.after_step(machine.steps.step + 1)
 
     def after_last_step(self) -> None:
         """Waits for the checkpoint that is being written, and for the weights that are being published."""
+        self._declared.check()
         if self._checkpoints is not None:
             self._checkpoints.flush()
         if self._publication is not None:
@@ -149,6 +173,7 @@ class Recovery:
             for module in self._ddp:
                 settle_buckets(module)
         self.snapshot.put_back()
+        self._declared.undone()
         self._machine.undone()
         coordination.show()
 
@@ -163,6 +188,8 @@ class Recovery:
                 case SaveAndEnd() as move:
                     self._rescue(move.order)
                 case Train() | End() as move:
+                    if isinstance(move, End):
+                        self._declared.end()
                     return move
                 case Build() | Update() as move:
                     raise InternalError(f"rank {self._machine.rank} stands between two steps and is to {move}")

@@ -40,6 +40,8 @@ from keepstep.worker.state.rng import seed_step
 from keepstep.worker.step import stop_points
 from keepstep.worker.step.barrier import pass_gradient_barrier
 from keepstep.worker.step.step import Step
+from keepstep.worker.values.attributes import State
+from keepstep.worker.values.declared import DeclaredState
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _session: Session | None = None
@@ -87,6 +89,7 @@ class Session:
         self._last_index, self._attempts = -1, 0
         self._known_once: dict[str, bool] = {}
         self._coordination = self._connect()
+        self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
     def _connect(self) -> Coordination:
         settings, parked = self._settings, take_parked()
@@ -204,10 +207,10 @@ class Session:
         """
         if self._state is not None:
             raise UsageError("protect() was called twice: give it everything in one call")
-        self._state = ProtectedState(objects)
+        self._state = ProtectedState(objects | self._declared.objects)
         ddp = find_ddp(self._state.modules)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
-        self._recovery = Recovery(self._coordination, self._state, ddp, checkpoints)
+        self._recovery = Recovery(self._coordination, self._state, ddp, checkpoints, self._declared)
         for module in ddp:
             settle_buckets(module)
         stop_points.install(self._state.modules, self._check_stop, self._mark_phase)
@@ -223,6 +226,29 @@ class Session:
         root = self._settings.checkpoint_root if self._settings is not None else None
         path = Path(directory) if root is None else Path(root) / Path(directory).name
         return Checkpoints(self._state, path, every)
+
+    def state(self, name: str = "", /, *, per_rank: bool = False, **values: Any) -> State:
+        """Declares values of the script that must survive a failure, as the attributes of one object.
+
+        A replacement gets them, an interrupted step puts them back, and a checkpoint holds them. Call it on every rank
+        before the first step.
+
+        Args:
+            name: tells several objects apart.
+            per_rank: each rank has values of its own, and a replacement gets those of the rank that it replaces. They
+                may be set from when a step is handed out to its first ``optimizer.step()``. Else all ranks set the
+                same values, at any time.
+            values: each attribute with its first value: numbers, strings, bytes, None, tensors, and lists, tuples,
+                sets and dicts of them.
+
+        Raises:
+            ConfigurationError: a value that cannot be carried to another process, or the same name twice.
+            UsageError: called after the first step.
+        """
+        declared = self._declared.declare(name, per_rank, values)
+        if self._state is not None:
+            self._state.others |= self._declared.objects
+        return declared
 
     def publish_weights(
         self,
@@ -298,6 +324,7 @@ class Session:
             self._warm_up()
         else:
             recovery.inspect_checkpoints()
+        recovery.begin()
         machine.built("0", recovery.snapshots(), recovery.checkpointing)
 
     def _warm_up(self) -> None:

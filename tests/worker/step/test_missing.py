@@ -255,6 +255,17 @@ def test_a_decision(does: Callable[[Job, torch.Tensor], None]) -> None:
     assert __file__ in harm
 
 
+@pytest.mark.parametrize("given", [lambda host: host, copy.deepcopy], ids=["live", "copied"])
+def test_a_tensor_in_host_state(given: Callable[[Any], Any]) -> None:
+    """A running sum that a script keeps there."""
+    job = Job()
+    job.host["total"] = torch.zeros(())
+    job.lose(loss())
+    assert job.values.conclude(lambda: given(job.state_of_host())) is None
+    job.host["total"] += job.lose(loss()).sum()
+    assert job.values.conclude(lambda: given(job.state_of_host())) is not None
+
+
 def test_into_host_state() -> None:
     job = Job()
     job.host["best"] = {"loss": [job.lose(loss()).item() * 2]}

@@ -28,6 +28,10 @@ class Collective:
     """process -> node, of all that have entered and not left."""
     given: dict[int, str] = dataclasses.field(default_factory=dict)
     """rank -> node, of all whose part is on its way."""
+    parts: dict[int, int] = dataclasses.field(default_factory=dict)
+    """rank -> the value of its own that it gives to all others."""
+    rows: tuple[int, ...] = ()
+    """All of them by rank, once all are there."""
     was_left: bool = False
     """Whether a member has left it early, and so may not have been heard by all."""
     deaf: set[int] = dataclasses.field(default_factory=set)
@@ -41,11 +45,12 @@ class Collectives:
         self._world = world
         self._open: dict[Key, Collective] = {}
 
-    def enter(self, key: Key, process: int, rank: int, node: str) -> None:
+    def enter(self, key: Key, process: int, rank: int, node: str, part: int) -> None:
         """A rank gives its part and waits; `SimulatedWorker.collective_ended` is called when it has got all others."""
         collective = self._open.setdefault(key, Collective(key))
         collective.inside[process] = node
         collective.given[rank] = node
+        collective.parts[rank] = part
         self._look(collective)
 
     def leave(self, process: int) -> None:
@@ -72,7 +77,7 @@ class Collectives:
             return
         del collective.inside[process]
         self._close_if_empty(collective)
-        self._world.workers[process].collective_ended(key)
+        self._world.workers[process].collective_ended(key, collective.rows)
 
     def awaits(self, key: Key, process: int) -> bool:
         """Whether a process is still inside, and can hear what is on its way to it."""
@@ -87,6 +92,7 @@ class Collectives:
     def _look(self, collective: Collective) -> None:
         if len(collective.given) < self._world.layout.world_size:
             return
+        collective.rows = collective.rows or tuple(collective.parts[rank] for rank in sorted(collective.parts))
         sources = set(collective.given.values())
         for process, node in collective.inside.items():
             if process not in collective.deaf and self._world.network.all_reach(sources, node):

@@ -20,8 +20,8 @@ from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
 from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
 from keepstep.sim.cluster.collectives import Key
-from keepstep.sim.cluster.schedule import Event
-from keepstep.sim.cluster.transfers import INCOMPLETE
+from keepstep.sim.cluster.process import SimulatedProcess
+from keepstep.sim.cluster.transfers import INCOMPLETE, LocalValue, Rows
 
 if TYPE_CHECKING:
     from keepstep.sim.cluster.node import SimulatedNode
@@ -35,30 +35,24 @@ CONNECT_DEADLINE_S = 12.0
 History = tuple[int, ...]
 
 
-class SimulatedWorker:
+class SimulatedWorker(SimulatedProcess):
     """A process: alive until it exits, is killed, or its node is lost."""
 
     def __init__(self, world: World, node: SimulatedNode, process: int, wanted: Spawn) -> None:
-        self.world = world
-        self.node = node
-        self.number = wanted.worker
-        self.process = process
+        super().__init__(world, node, process, wanted.worker)
         self.machine = WorkerMachine(wanted.worker, process, wanted.rank)
         self.local_rank = wanted.local_rank
         self.local_world_size = wanted.local_world_size
         self.spawned_s = world.schedule.now_s
         self.parameters: History = ()
+        self.local = LocalValue()
         self.shard: str | None = None
         """The shard that the parameters are of; a spare's are of none yet."""
-        self.is_alive = True
-        self.is_stopped = False
-        """Held by SIGSTOP: nothing in it moves."""
         self.is_stuck = False
         """Its training thread hangs; its listener lives."""
         self.slowness = 1.0
         self.cohort: Cohort | None = None
         """The processes it has connected with last."""
-        self.exit: tuple[Cause, str] = (Cause.EXIT, "")
         self.tag = Tag(0, -1, Phase.STARTING)
         self.in_collective: Key | None = None
         self.entered_s = 0.0
@@ -73,8 +67,6 @@ class SimulatedWorker:
         self._activity = 0
         """Number of what the training thread is at; an event of an earlier activity is stale."""
         self.is_idle = True
-        self._missed: list[tuple[str, tuple[object, ...]]] = []
-        """What came while it was stopped."""
 
     def __str__(self) -> str:
         rank = "spare" if self.machine.rank is None else f"rank {self.machine.rank}"
@@ -115,13 +107,6 @@ class SimulatedWorker:
             self.is_idle = False
             self.go()
 
-    def go_on(self) -> None:
-        """A stopped process is continued: what came meanwhile comes now."""
-        self.is_stopped = False
-        missed, self._missed = self._missed, []
-        for what, arguments in missed:
-            getattr(self, what)(*arguments)
-
     def die(self, cause: Cause, detail: str) -> None:
         """The process ends, in whatever it was doing."""
         if not self.is_alive:
@@ -144,11 +129,6 @@ class SimulatedWorker:
         """A connection to a peer ends for no reason."""
         if self.in_collective is not None:
             self.peer_reset(self.in_collective)
-
-    def say_anew(self, report: msg.WorkerReport) -> None:
-        """Something the process says by mistake, or a second time."""
-        if self.is_alive and not self.is_stopped:
-            self._say(report)
 
     # ---- the listener -----------------------------------------------------------------------------------------------
 
@@ -197,6 +177,7 @@ class SimulatedWorker:
                     self._is_waiting = self.is_idle = True
                     return
                 case moves.Undo():
+                    self.local.undo()
                     machine.undone()
                 case moves.Train():
                     return self._train()
@@ -245,6 +226,7 @@ class SimulatedWorker:
             self._is_waiting = True
             self._begin(world.layout.durations.tick_s, "wait_for_rank")
         elif machine.generation > 0 and not machine.tainted and not machine.interrupted:
+            self.local.start(machine.rank)
             self._enter(-1, "build")
         else:
             machine.echoed()
@@ -302,8 +284,8 @@ class SimulatedWorker:
             self.parameters += (INCOMPLETE,)  # half overwritten, until all has come
         if move.action is Action.REWIND:
             self.shard = self.world.shard_of(self.machine.rank)
-            self.parameters = self.world.read_checkpoint(self.shard, step)
-            self.world.oracle.restored(self, step)
+            self.parameters, rows = self.world.read_checkpoint(self.shard, step)
+            self._take_over(rows)
         if move.transfer is None:
             self._begin(self._drawn("restore_s") if move.action is Action.REWIND else 0.0, "loaded", 0)
         else:
@@ -311,14 +293,19 @@ class SimulatedWorker:
             self._begin(CONNECT_DEADLINE_S, "fall_out", "the transfer did not end")
             self.world.transfers.come(self, move.order.generation, move.transfer)
 
-    def received(self, parameters: History, shard: str | None) -> None:
+    def received(self, parameters: History, shard: str | None, rows: Rows) -> None:
         """The last bucket has arrived."""
-        if not self._can_move("received", parameters, shard) or self.is_stuck:
+        if not self._can_move("received", parameters, shard, rows) or self.is_stuck:
             return
         if self.machine.doing is Doing.LOADING:
             self.parameters, self.shard = parameters, shard
-            self.world.oracle.restored(self, self._loading_step)
+            self._take_over(rows)
             self._loaded(1)
+
+    def _take_over(self, rows: Rows) -> None:
+        """The parameters are those of another process: its table says what this rank's own value is."""
+        self.local.restored(self.machine.rank, rows)
+        self.world.oracle.restored(self, self._loading_step)
 
     def transfer_broke(self) -> None:
         """The connection to the other side of a transfer has ended."""
@@ -356,6 +343,7 @@ class SimulatedWorker:
             self.go()
             return
         self._gradients = None
+        self.local.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)
         self._show()
         self._begin(self._drawn("forward_s"), "forward")
@@ -386,16 +374,17 @@ class SimulatedWorker:
         self._progress += 1
         self.is_idle = False
         assert self.machine.rank is not None
-        self.world.collectives.enter(key, self.process, self.machine.rank, self.node.name)
+        self.world.collectives.enter(key, self.process, self.machine.rank, self.node.name, self.local.value)
 
-    def collective_ended(self, key: Key) -> None:
+    def collective_ended(self, key: Key, rows: Rows) -> None:
         """Every rank's part has arrived."""
-        if self.in_collective != key or self.is_stuck or not self._can_move("collective_ended", key):
+        if self.in_collective != key or self.is_stuck or not self._can_move("collective_ended", key, rows):
             return
         machine, (_, step, what) = self.machine, key
         self.in_collective = None
         self._progress += 1
         if what == "build":
+            self.local.gathered(rows)
             self._built()
         elif what == "barrier":
             self.go() if machine.interrupted else self._update()
@@ -405,6 +394,7 @@ class SimulatedWorker:
             self._reach_stop_point()
         else:
             self._gradients = step
+            self.local.gathered(rows)
             machine.steps.advance(StepEvent.GRADIENTS_SYNCED)
             self._show()
             self._heed(machine.settled(), machine.target_generation)
@@ -476,20 +466,6 @@ class SimulatedWorker:
         self.die(Cause.EXIT, "")
 
     # ---- small things -----------------------------------------------------------------------------------------------
-
-    def _can_move(self, what: str, *arguments: object) -> bool:
-        if self.is_stopped:
-            self._missed.append((what, arguments))
-        return self.is_alive and not self.is_stopped
-
-    def _after(self, delay_s: float, what: str, *arguments: object) -> None:
-        self.world.schedule.after(delay_s, Event(f"worker {self.process}", what, arguments))
-
-    def _drawn(self, duration: str) -> float:
-        return self.world.draw(getattr(self.world.layout.durations, duration))
-
-    def _say(self, report: msg.WorkerReport) -> None:
-        self.node.worker_says(self.number, report)
 
     def _show(self) -> None:
         machine = self.machine

@@ -34,7 +34,7 @@ _IGNORED = _KEPT | {
     ),  # of what is told of ranks that wait
 }
 """Fields in which two worlds may differ that behave alike from now on."""
-_UNORDERED = frozenset({"given", "inside", "there", "members", "_waiting", "_open", "_finished", "digests"})
+_UNORDERED = frozenset({"given", "parts", "inside", "there", "members", "_waiting", "_open", "_finished", "digests"})
 """Dicts whose order says only who came first, and decides nothing but the order of events that may come in any."""
 
 Copy = Callable[[Any, dict[int, Any]], Any]

@@ -94,8 +94,9 @@ class MissingValues:
         if self._num_adopted < self._num_announced:
             self._harmed("a collective that the script has not waited for")
         if self._modes is not None:
+            held = tree_leaves(host())  # while tensors are still followed: it may give copies of them
             _remove(*self._modes)
-            if _holds_missing(host()):
+            if any(isinstance(leaf, Missing) or self.is_missing(leaf) for leaf in held):
                 self._harmed("protected host state")
         harm = self._harm
         self._begin()
@@ -301,10 +302,6 @@ def _written(operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = arguments[index] if index < len(arguments) else keywords.get(argument.name)
             yield from tree_leaves(given)
-
-
-def _holds_missing(host: Any) -> bool:
-    return any(isinstance(leaf, Missing) for leaf in tree_leaves(host))
 
 
 def _push_below(reads: _Reads, flow: _Flow) -> None:

@@ -1,0 +1,160 @@
+"""Values of the script that live in protected host state, as the attributes of one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils._pytree import tree_leaves
+
+from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch, UsageError
+from keepstep.weights.memory.bytes_of import byte_view
+from keepstep.worker.state import tree
+from keepstep.worker.step.missing import Missing
+
+Refusal = Callable[[str], str | None]
+"""Given an attribute as the script writes it: why it may not be changed at this moment, or None."""
+
+
+class State:
+    """What `Session.state` returns: attributes that a replacement gets, and that an interrupted step puts back.
+
+    The attributes are those it was made with. Values are numbers, strings, bytes, None, tensors, and lists, tuples,
+    sets and dicts of them. The object owns them; a value that is changed in place counts as changed.
+    """
+
+    __slots__ = ("__dict__", "_label", "_refusal", "_seals")
+
+    _label: str
+    _refusal: Refusal
+    _seals: dict[str, bytes]
+
+    def __init__(self, label: str, values: dict[str, Any], refusal: Refusal) -> None:
+        """Takes the ``label`` under which messages name the object.
+
+        Raises:
+            ConfigurationError: a name that cannot be an attribute here, or a value that cannot be carried.
+        """
+        set_slot = object.__setattr__
+        set_slot(self, "_label", label)
+        set_slot(self, "_refusal", refusal)
+        set_slot(self, "_seals", {})
+        for name, value in values.items():
+            if name.startswith("_") or hasattr(State, name):
+                raise ConfigurationError(f"{label}: an attribute cannot be called '{name}' here; take another name")
+            self._check_value(name, value)
+        self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises:
+        UsageError: the attribute was not declared, or may not be changed at this moment.
+        ConfigurationError: the value cannot be carried to another process.
+        """
+        if name not in self.__dict__:
+            raise UsageError(f"{self._label} has no attribute '{name}': declare it, session.state({name}=...)")
+        if refused := self._refusal(f"{self._label}.{name}"):
+            raise UsageError(refused)
+        if not _is_missing(value):
+            self._check_value(name, value)
+        self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        raise UsageError(f"{self._label}.{name} cannot be deleted: every rank has the same attributes")
+
+    def __repr__(self) -> str:
+        return f"{self._label}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+
+    def _check_value(self, name: str, value: Any) -> None:
+        to_bytes(value, f"{self._label}.{name}")
+
+    # ---- as a protected object --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values by their names, by reference."""
+        return dict(self.__dict__)
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Sets all values; what they are now is no change of the script's.
+
+        Raises:
+            StateMismatch: they have other names.
+        """
+        if set(values) != set(self.__dict__):
+            different = sorted(set(values) ^ set(self.__dict__))
+            raise StateMismatch(f"{self._label}.{different[0]} is declared on one rank or in one run, and not here")
+        self.__dict__.update(values)
+        self.seal()
+
+    def as_bytes(self) -> dict[str, bytes]:
+        """Each value as bytes, by its name; equal bytes are equal values.
+
+        Raises:
+            ConfigurationError: a value was changed in place to what cannot be carried.
+        """
+        return {name: to_bytes(value, f"{self._label}.{name}") for name, value in self.__dict__.items()}
+
+    def seal(self) -> None:
+        """Takes note of the values as they are."""
+        object.__setattr__(self, "_seals", self.as_bytes())
+
+    def changed(self) -> str | None:
+        """The first attribute that is not as it was sealed, as the script writes it; None if there is none."""
+        values = self.as_bytes()
+        name = next((name for name, seal in self._seals.items() if values[name] != seal), None)
+        return f"{self._label}.{name}" if name is not None else None
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a failure has cut off the collective that the value comes from: the next step judges the copy by it."""
+    return any(isinstance(leaf, Missing) for leaf in tree_leaves(value))
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A value: its tree, and of each tensor dtype, shape, kind of device and content."""
+
+    tree: Any
+    tensors: tuple[tuple[str, tuple[int, ...], str, bytes], ...]
+
+
+def to_bytes(value: Any, path: str) -> bytes:
+    """A value as bytes, tensors included.
+
+    Args:
+        value: what `tree.pack` can carry.
+        path: how the script calls it, for the error.
+
+    Raises:
+        ConfigurationError: it holds something else, or a tensor with a gradient graph.
+    """
+    tensors: list[torch.Tensor] = []
+    packed = tree.pack(value, tensors, path)
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ConfigurationError(f"{path} holds a tensor with a gradient graph: take .item() or .detach() of it")
+    return msgspec.msgpack.encode(_Packed(packed, tuple(_tensor_bytes(tensor) for tensor in tensors)))
+
+
+def from_bytes(encoded: bytes, path: str) -> Any:
+    """The value behind `to_bytes`.
+
+    Raises:
+        RemoteProtocolError: the bytes do not come from there.
+    """
+    try:
+        packed = msgspec.msgpack.decode(encoded, type=_Packed)
+        return tree.unpack(packed.tree, [_tensor_of(*parts) for parts in packed.tensors])
+    except (msgspec.MsgspecError, RuntimeError, AttributeError) as error:
+        raise RemoteProtocolError(f"{path} does not parse: {error}") from error
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str, bytes]:
+    content = byte_view(tensor.detach().cpu().contiguous()).numpy().tobytes()
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type, content
+
+
+def _tensor_of(dtype: str, shape: tuple[int, ...], device: str, content: bytes) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    if content:
+        byte_view(tensor).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return tensor.to(device)
