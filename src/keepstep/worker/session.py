@@ -36,7 +36,7 @@ from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.layout import compare_with_rank_0
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.rng import seed_step
+from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step import stop_points
 from keepstep.worker.step.barrier import pass_gradient_barrier
 from keepstep.worker.step.step import Step
@@ -51,9 +51,10 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
     """Joins the job, or runs alone under plain python. Call it once, in place of ``init_process_group``.
 
     Args:
-        seed: base of the random numbers of every step.
-        rng: seed Python's, NumPy's and torch's generators at the start of each step from (seed, rank, step), so
-            that a step computed again draws the same numbers. Turn it off only if the script does the same itself.
+        seed: base of the random numbers of the start-up and of every step.
+        rng: seed Python's, NumPy's and torch's generators now, the same on all ranks, so that they build the same
+            model; and at the start of each step from (seed, rank, step), so that a step computed again draws the same
+            numbers. Turn it off only if the script does the same itself.
 
     Returns:
         the session; a second call returns the same one.
@@ -68,6 +69,8 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
                 "torch.distributed is initialised already: call keepstep.init() in place of init_process_group()"
             )
         _session = Session(config.worker_config(), seed, rng)
+        if rng:
+            seed_start_up(seed)
     return _session
 
 

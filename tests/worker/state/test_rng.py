@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.worker.state.rng import seed_step
+from keepstep.worker.state.rng import seed_start_up, seed_step
 
 
 def drawn(seed: int, rank: int, step: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
@@ -68,3 +68,11 @@ def test_dropout_of_a_step_computed_again_is_the_same() -> None:
         masks.append(layer(torch.ones(64)))
     assert torch.equal(masks[0], masks[2])
     assert not torch.equal(masks[0], masks[1])
+
+
+def test_the_start_up_has_numbers_of_its_own(seed: int) -> None:
+    seed_start_up(seed)
+    first = random.random(), np.random.random(), torch.rand(1).item()
+    seed_start_up(seed)
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == first
+    assert drawn(seed, 0, 0)[0][0] != first[0]

@@ -9,12 +9,22 @@ import numpy as np
 import torch
 
 
-def seed_step(seed: int, rank: int, step: int) -> None:
-    """Seeds Python's, NumPy's and torch's generators (CPU and CUDA) for one step of one rank.
+def seed_start_up(seed: int) -> None:
+    """Seeds Python's, NumPy's and torch's generators (CPU and CUDA) for what a script does before its first step.
 
-    The three numbers are hashed (BLAKE2b), so that neighbouring steps and ranks share no stream.
+    It is the same on all ranks, so that each builds the same model.
     """
-    digest = hashlib.blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
+    _seed_all(f"{seed}/start-up")
+
+
+def seed_step(seed: int, rank: int, step: int) -> None:
+    """Seeds the same generators for one step of one rank."""
+    _seed_all(f"{seed}/{rank}/{step}")
+
+
+def _seed_all(what: str) -> None:
+    """From a hash (BLAKE2b), so that neighbouring seeds, steps and ranks share no stream."""
+    digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
