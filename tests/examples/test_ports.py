@@ -1,4 +1,4 @@
-"""Scripts in the style of those that others write: what they compute, and save, is the same with and without failures."""
+"""Scripts in the style of everyday ones: what they compute, and save, is the same with and without failures."""
 
 from pathlib import Path
 
