@@ -12,7 +12,15 @@ import enum
 import math
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.messages import AnyMessage, EndJob, Packet, SafePointReached, StepObserved, WorkerLost
+from keepstep.protocol.messages import (
+    AnyMessage,
+    EndJob,
+    Packet,
+    SafePointReached,
+    StepObserved,
+    WorkerJoined,
+    WorkerLost,
+)
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
@@ -91,8 +99,10 @@ class Oracle:
         """(node, life of its agent) -> how many messages have come to the controller without a gap."""
         self._has_told_of_step = False
         """Whether one of them has told of a completed step."""
-        self._before_packet: tuple[tuple[str, int], int, bool] | None = None
-        """Of the packet that the controller has taken in and not written down: its line, and both values before it."""
+        self._has_joined = False
+        """Whether one of them has told of a script that has called ``keepstep.init()``."""
+        self._before_packet: tuple[tuple[str, int], int, bool, bool] | None = None
+        """Of the packet that the controller has taken in and not written down: its line, and the values before it."""
         self.num_failures = 0
         """Faults that a process, a node or the controller really suffered."""
         self._trained: Cohort | None = None
@@ -311,10 +321,11 @@ class Oracle:
         """What comes after a gap is not heard yet."""
         line = packet.node, packet.life
         known = self._heard_up_to.get(line, 0)
-        self._before_packet = line, known, self._has_told_of_step
+        self._before_packet = line, known, self._has_told_of_step, self._has_joined
         if packet.first <= known:
             self._heard_up_to[line] = max(known, packet.first + len(packet.messages))
             self._has_told_of_step = self._has_told_of_step or any(map(_tells_of_step, packet.messages))
+            self._has_joined = self._has_joined or any(isinstance(each, WorkerJoined) for each in packet.messages)
 
     def controller_restarted(self) -> None:
         """All leases begin anew, the first twice as long, but those of nodes that may have been given up before."""
@@ -325,7 +336,7 @@ class Oracle:
     def controller_crashed(self) -> None:
         """Until it is back nobody is given up. What it has heard and not written down is said again."""
         if self._before_packet is not None:
-            line, self._heard_up_to[line], self._has_told_of_step = self._before_packet
+            line, self._heard_up_to[line], self._has_told_of_step, self._has_joined = self._before_packet
         for node in self._world.nodes:
             if self._is_silent(node):
                 self._given_up_s[node] = self._world.schedule.now_s
@@ -418,7 +429,10 @@ class Oracle:
         lost_when_through = len(self._finished) == settings.world_size and (
             self._blamed or self._given_up_s or any(map(self._is_silent, self._world.nodes))
         )
-        if self._excuses or idle >= MAX_IDLE_RECOVERIES or lost_when_through:
+        lost_unprotected = not self._has_joined and (
+            self._blamed or self._given_up_s or any(map(self._is_silent, self._world.nodes))
+        )
+        if self._excuses or idle >= MAX_IDLE_RECOVERIES or lost_when_through or lost_unprotected:
             return None
         if order.exit_code == EXIT_NOTHING_TO_RECOVER:
             if not self.state_is_lost():

@@ -19,7 +19,16 @@ _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "
 _IGNORED = _KEPT | {
     *("_activity", "_progress", "num_events", "_recoveries_at_last_step"),  # counters
     # What excuses rest on.
-    *("_heard_s", "_num_heard", "_heard_up_to", "_has_told_of_step", "_before_packet", "_was_silent", "_lives"),
+    *(
+        "_heard_s",
+        "_num_heard",
+        "_heard_up_to",
+        "_has_told_of_step",
+        "_has_joined",
+        "_before_packet",
+        "_was_silent",
+        "_lives",
+    ),
     "completed",
     # Of conversations.
     *("_received", "_acknowledged", "_transmitted", "_patient_since_s", "_owes_news", "_owes_answer"),
