@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from keepstep.controller.rendezvous import Rendezvous
+from keepstep.controller.startup import OPERATIONS, StartUpRecord
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import (
@@ -49,6 +50,7 @@ class Controller:
         confirm: Callable[[], None] = lambda: None,
         when_calm: Callable[[], None] = lambda: None,
         is_restarted: bool = False,
+        start_up: StartUpRecord | None = None,
     ) -> None:
         """Args:
         machine: decides; fresh, or as its journal left it.
@@ -59,6 +61,7 @@ class Controller:
             another controller may serve the run by now.
         when_calm: called when a generation has trained for a little while, for what takes a moment.
         is_restarted: a former controller of the job has died, and the rendezvous with it.
+        start_up: what ranks exchanged while they started; None: it is kept in memory.
         """
         self.machine = machine
         self._lines = lines
@@ -71,6 +74,7 @@ class Controller:
         # In other stages either a new generation has just begun, or nobody has met in this one yet.
         has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
         self._rendezvous = Rendezvous(forgotten=machine.job.generation if has_forgotten else 0)
+        self._start_up = start_up or StartUpRecord()
 
     @property
     def job(self) -> RecoveryMachine:
@@ -158,6 +162,7 @@ class Controller:
             raise
         # Whoever waits in the rendezvous of a generation that is over is told so before the order that ended it.
         self._answer(self._rendezvous.begin(self.job.generation))
+        self._answer(self._start_up.settle(is_complete=bool(self.job.shard_of)))  # known when all stand ready
         self._unsent += ((packet.node, packet) for packet in self.machine.packets(self._clock.now_s()))
         if self._unsent:
             self._confirm()
@@ -180,7 +185,10 @@ class Controller:
         worker = self.job.roster.workers.get(request.worker)
         if worker is None or worker.node != node:
             raise RemoteProtocolError(f"node {node} asked the store for worker {request.worker}, which is not there")
-        self._answer(self._rendezvous.request(request))
+        if request.operation in OPERATIONS:
+            self._answer(self._start_up.request(request, self.job.generation))
+        else:
+            self._answer(self._rendezvous.request(request))
 
     def _answer(self, answers: Iterable[StoreAnswered]) -> None:
         for answer in answers:

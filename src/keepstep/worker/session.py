@@ -25,6 +25,7 @@ from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkToNobody
 from keepstep.worker.backends.connections import LOOPBACK
 from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.link import Link
@@ -91,6 +92,7 @@ class Session:
         self._warming = False
         self._last_index, self._attempts = -1, 0
         self._known_once: dict[str, bool] = {}
+        self._exchange: StartUpExchange | None = None
         self._coordination = self._connect()
         self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
@@ -119,6 +121,8 @@ class Session:
             LOOPBACK if settings is None else settings.address,
         )
         coordination.groups = groups
+        if settings is not None:
+            self._exchange = StartUpExchange(coordination, groups)
         groups.join_world(rank or 0, world_size, coordination.await_rank)
         if parked is not None:  # it joins as the spare that it was: its rank and what followed came before the script
             coordination.join()
@@ -323,6 +327,8 @@ class Session:
     def _stand_ready(self, recovery: Recovery) -> None:
         machine = self._coordination.machine
         self._check_replicas()
+        if self._exchange is not None:
+            self._exchange.end()
         if machine.rank is None:
             self._warm_up()
         else:

@@ -8,6 +8,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from keepstep.errors import PeerLost
+
 COLLECTIVES: dict[str, Callable[[int, int], Any]] = {}
 
 
@@ -25,7 +27,7 @@ def run_all(rank: int, size: int, only: Collection[str] = COLLECTIVES.keys()) ->
             continue
         try:
             results[name] = plain(function(rank, size))
-        except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, EOFError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, PeerLost) as error:
             results[name] = f"{type(error).__name__}: {error}"
     return results
 

@@ -20,6 +20,7 @@ from typing import Any
 from keepstep.controller import heap
 from keepstep.controller.controller import Controller
 from keepstep.controller.lease import RunLease
+from keepstep.controller.startup import StartUpRecord
 from keepstep.errors import ConfigurationError, TokenRefused
 from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
@@ -173,6 +174,7 @@ async def _serve(
         confirm=lease.confirm,
         when_calm=heap.set_aside,
         is_restarted=entries is not None,
+        start_up=StartUpRecord(options.run_dir / runfolder.START_UP, is_durable=options.is_durable),
     )
     async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
         try:

@@ -219,6 +219,7 @@ class RecoveryMachine(Course):
 
     def _start_ranks(self, now_s: float, reason: str) -> None:
         self.progress.is_fresh = True
+        self.shard_of.clear()  # a start-up is one piece: a rank lost in it takes what all exchanged along
         self._processes.start_ranks(reason)
         self._connected.clear()
         deadline_s = now_s + self.settings.start_deadline_s if self.progress.is_initialised else None
@@ -372,14 +373,14 @@ class RecoveryMachine(Course):
             return
         reason = "no live rank reaches a step: all ranks start anew"
         self._processes.fence_ranks(reason)
+        self._processes.fence_spares()
         if self.roster.unfenced():
             return
         if not self.roster.may_start(self.settings.world_size):
             self._ending.end(ending.restarts_used_up(self._record.detail))
             return
         if self._processes.room_for_ranks() < self.settings.world_size:
-            self._processes.make_room()  # where that is not enough, another node has to come
-            self._wait_for_help(now_s)
+            self._wait_for_help(now_s)  # another node has to come
             return
         self._record.decided_s = now_s
         self._start_ranks(now_s, reason)

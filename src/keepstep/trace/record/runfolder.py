@@ -21,6 +21,7 @@ from keepstep.trace.targets import write_whole
 INFO = "run.json"
 JOURNAL = "journal.jsonl"
 PHASES = "phases"
+START_UP = "start-up"
 _LOCK = "run.lock"
 _EARLIER = "earlier-{}"
 
@@ -145,7 +146,7 @@ def is_occupied(folder: Path) -> bool:
 def begin(folder: Path, info: RunInfo) -> None:
     """A run begins in a folder that is occupied for it. What an earlier one left there is moved aside."""
     if (folder / INFO).exists() or (folder / JOURNAL).exists():
-        move_aside(folder, (INFO, JOURNAL, PHASES))
+        move_aside(folder, (INFO, JOURNAL, PHASES, START_UP))
     write(folder, info)
 
 

@@ -33,7 +33,8 @@ from keepstep.worker.backends.causes import Cause, cause_of
 from keepstep.worker.backends.communicator import Communicator
 from keepstep.worker.backends.connections import LOOPBACK
 from keepstep.worker.backends.inner import Inner, OperationObserver, TakenDown
-from keepstep.worker.groups import echo
+from keepstep.worker.groups import echo, objects
+from keepstep.worker.groups.startup import StartUp
 from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
 Tensors = list[Tensor]
@@ -82,6 +83,8 @@ class SurvivingGroup(dist.ProcessGroup):
         self.make_group: Callable[[tuple[int, ...], timedelta], SurvivingGroup | None] = lambda ranks, timeout: None
         """On the world group, how `new_group` makes one of some of its ranks."""
         self._is_destroyed = False
+        self.start_up: StartUp | None = None
+        """Until the first step: keeps what operations give, or answers them with what was kept."""
         self._observer = observer
         self._rank, self._size = rank, size
         self._name = self._description = name
@@ -134,6 +137,8 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def rank(self) -> int:
         """The rank as the user's code sees it: a spare waits here until it has one."""
+        if self.start_up is not None and (rank := self.start_up.rank_for_torch()) is not None:
+            return rank
         return self.await_rank()
 
     def getRank(self) -> int:  # noqa: N802 - the name that torch's C++ calls
@@ -235,6 +240,9 @@ class SurvivingGroup(dist.ProcessGroup):
             if fill is not None:
                 fill()
             return EchoedWork(outputs, self._rank, self._size)
+        start_up = self.start_up
+        if start_up is not None and start_up.answer(self.keepstep_name, operation, outputs, peer):
+            return EchoedWork(outputs, self._rank, self._size)
 
         def echo_it() -> Callable[[], None]:
             self._observer.echoed(self.keepstep_name)
@@ -248,7 +256,8 @@ class SurvivingGroup(dist.ProcessGroup):
             return echo_it()
 
         try:
-            return inner.begin(operation, call, outputs, on_error, peer)
+            work = inner.begin(operation, call, outputs, on_error, peer)
+            return work if start_up is None else start_up.follow(work)
         except TakenDown:
             if self._is_destroyed and not self._observer.knows_failure(0.0):
                 raise RuntimeError(
@@ -259,6 +268,7 @@ class SurvivingGroup(dist.ProcessGroup):
             if cause_of(error) is Cause.CALL or (tell := on_error(error)) is None:
                 raise
             tell()
+        objects.refuse_unpickling(self.keepstep_name, "a failure cut the group off, and nothing was received")
         return EchoedWork(outputs, self._rank, self._size)
 
     def _is_of_a_failure(self, error: Exception) -> bool:
@@ -292,6 +302,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.broadcast`; echo leaves the tensors."""
+        objects.clear_for_receiver(tensors)
         options = opts or BroadcastOptions()
         is_root = options.rootRank == self._rank
         return self._issue(
@@ -370,6 +381,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         """See `torch.distributed.scatter`; echo gives the root its own part and leaves the others."""
+        objects.clear_for_receiver(outputs)
         return self._issue(
             Operation.SCATTER,
             outputs,

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _world as torch_world
 from keepstep.errors import InternalError, PeerLost
 from keepstep.worker.backends.connections import LOOPBACK
 from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
+from keepstep.worker.groups.startup import StartUp
 
 BACKEND = "keepstep"
 WORLD = "world"
@@ -45,6 +46,7 @@ class GroupRegistry:
         self._made: Counter[tuple[int, ...]] = Counter()
         self._generation: int | None = None
         self._rank = 0
+        self._start_up: StartUp | None = None
 
     def join_world(self, rank: int, world_size: int, await_rank: Callable[[], int]) -> SurvivingGroup:
         """Creates torch's default process group, still down; `connect` brings it up.
@@ -59,6 +61,16 @@ class GroupRegistry:
         dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
         self.world.await_rank = await_rank
         return self.world
+
+    def begin_start_up(self, start_up: StartUp) -> None:
+        """From now on, until `end_start_up`, what the groups of this process do goes through ``start_up``."""
+        self._start_up = start_up
+
+    def end_start_up(self) -> None:
+        """The first step is here: operations are what they are."""
+        self._start_up = None
+        for group, _members in self._groups:
+            group.start_up = None
 
     @property
     def world(self) -> SurvivingGroup:
@@ -85,6 +97,9 @@ class GroupRegistry:
     def _make(self, name: str, members: tuple[int, ...], rank: int, timeout: timedelta) -> SurvivingGroup:
         self._made[members] += 1
         group = SurvivingGroup(name, rank, len(members), timeout, self._observer, self._host)
+        if self._start_up is not None:
+            group.start_up = self._start_up
+            self._start_up.joined(name, rank)
         self._groups.append((group, members))
         if self._generation is not None and not self.world.is_down:
             try:

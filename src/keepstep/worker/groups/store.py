@@ -6,11 +6,17 @@ every key belongs to one generation.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from keepstep.errors import PeerLost
 from keepstep.worker.link import Link
+
+KEPT_DEADLINE_S = 3600.0
+"""Until all ranks have come to their first step, however slow that is: the controller has a deadline for it."""
 
 
 class LinkStore(Store):
@@ -52,3 +58,45 @@ class LinkStore(Store):
     def delete_key(self, key: str) -> bool:
         """Removes a key; whether it was there."""
         return self._call("delete", [key])[0] == b"1"
+
+
+class LinkKeeper:
+    """Keeps what ranks exchanged in their start-up with the controller; see `keepstep.worker.groups.startup.Keeper`."""
+
+    def __init__(self, link: Link, generation: Callable[[], int], set_waiting: Callable[[bool], None]) -> None:
+        """Args:
+        link: of this worker.
+        generation: the present one.
+        set_waiting: told before and after a wait for other ranks.
+        """
+        self._link = link
+        self._generation = generation
+        self._set_waiting = set_waiting
+
+    def keep(self, name: str, value: bytes) -> bool:
+        """Keeps a value; False where there is no more room.
+
+        Raises:
+            PeerLost: the generation is over.
+        """
+        return self._link.request(self._generation(), "keep", (name,), value, KEPT_DEADLINE_S)[0] == b"1"
+
+    def kept(self, name: str) -> bytes | None:
+        """What was kept under a name, when all ranks have come to their first step; waits for that.
+
+        Raises:
+            PeerLost: they did not come there.
+        """
+        until = time.monotonic() + KEPT_DEADLINE_S
+        self._set_waiting(True)
+        try:
+            while True:
+                try:
+                    values = self._link.request(0, "kept", (name,), b"", max(0.0, until - time.monotonic()))
+                except PeerLost:
+                    if time.monotonic() >= until:
+                        raise
+                    continue  # a generation is over, which ends every request of this worker; this one has none
+                return values[0] if values else None
+        finally:
+            self._set_waiting(False)

@@ -93,11 +93,11 @@ class Processes:
                 self._start_spare(node.name, "no spare is left: a fresh process takes the rank")
         return True
 
-    def make_room(self) -> None:
-        """All ranks are to start anew, and spares are in their way."""
+    def fence_spares(self) -> None:
+        """All ranks are to start anew. Spares take their room, and know what the former ranks exchanged."""
         for spare in list(self._roster.spares()):
             self._roster.mark_lost(spare, gone=False)
-            self._orders.fence(spare, "all ranks start anew, and it takes the room of one")
+            self._orders.fence(spare, "all ranks start anew, and it started with the former ones")
 
     def lost_before_ready(self) -> None:
         """A fresh process was lost on its way to its first step."""

@@ -1,0 +1,68 @@
+"""Python objects in collectives, where a group cannot ask its peers.
+
+`broadcast_object_list` and `scatter_object_list` of torch ask the group for its rank to know whether they send or
+receive, and a receiver unpickles what came. Where nothing came that would be uninitialised memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import CodeType, FrameType
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import c10d_logger
+
+from keepstep.errors import PeerLost
+
+_RECEIVING = frozenset(
+    inspect.unwrap(function).__code__ for function in (dist.broadcast_object_list, dist.scatter_object_list)
+)
+_LOGGING = frozenset({c10d_logger._get_msg_dict.__code__})
+_DTYPES = frozenset({torch.long, torch.uint8})
+"""Of the sizes of pickled objects, and of the objects."""
+_PASSED_THROUGH = ("torch.distributed", "keepstep.worker.groups")
+"""Modules between these functions and a group. What an object runs when it is unpickled is in none of them."""
+
+
+def is_asked_by_receiver() -> bool:
+    """Whether one of the two functions is about to learn from a process group whether it sends or receives."""
+    return _caller(_RECEIVING) is not None
+
+
+def is_asked_by_log() -> bool:
+    """Whether torch asks for a rank to log an exception with it."""
+    return _caller(_LOGGING) is not None
+
+
+def clear_for_receiver(tensors: list[Tensor]) -> None:
+    """What one of the two functions has allocated to receive in it is not left uninitialised, in case nothing comes."""
+    if tensors and tensors[0].dtype in _DTYPES and _is_receiver(_caller(_RECEIVING)):
+        for tensor in tensors:
+            tensor.zero_()
+
+
+def refuse_unpickling(group: str, why: str) -> None:
+    """Ends one of the two functions before it unpickles what nobody sent. On the sending rank it may go on.
+
+    Raises:
+        PeerLost: naming the function, the group and the reason.
+    """
+    frame = _caller(_RECEIVING)
+    if frame is not None and _is_receiver(frame):
+        raise PeerLost(f"{frame.f_code.co_name} on group {group}: {why}")
+
+
+def _is_receiver(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_locals.get("my_group_rank") != frame.f_locals.get("group_src")
+
+
+def _caller(functions: frozenset[CodeType]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PASSED_THROUGH):
+        if frame.f_code in functions:
+            return frame
+        frame = frame.f_back
+    return None

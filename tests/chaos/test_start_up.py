@@ -1,0 +1,26 @@
+"""Real jobs whose ranks exchange objects and numbers while they start, and of which every rank is lost later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.jobs import SCRIPTS, drill, run
+
+KILLS = "kill@step=5,phase=forward,rank=0; kill@step=12,phase=backward,rank=1; kill@step=20,phase=optimizer,rank=2"
+
+
+def test_a_replacement_trains_with_what_the_ranks_exchanged(tmp_path: Path) -> None:
+    code, result, output = drill(tmp_path, "--nproc-per-node", 3, "--faults", KILLS, SCRIPTS / "exchange.py")
+    assert code == 0, output
+    assert len(result["faults"]) == 3
+
+
+def test_a_replacement_holds_the_very_objects_of_the_process_that_it_replaces() -> None:
+    """Rank 0 is lost, from whom the objects came: its replacement would send others."""
+    code, out, err = run("run", "--nproc-per-node", 3, SCRIPTS / "exchange.py", "--kill-at", 9)
+    assert code == 0, err
+    said = [line.removeprefix("EXCHANGED ") for line in out.splitlines() if line.startswith("EXCHANGED")]
+    begun = {line.replace(" at the start", "") for line in said if " at the start" in line}
+    ended = {line.replace(" at the end", "") for line in said if " at the end" in line}
+    assert len(begun) == 3
+    assert ended == begun
