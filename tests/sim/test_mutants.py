@@ -20,6 +20,7 @@ from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine
 from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.placement import roster
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.resume import Action
@@ -155,6 +156,25 @@ def the_common_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
         return min(frozenset.intersection(*live), default=None) if live else None
 
     patch.setattr(resume, "common_step", common_step)
+
+
+def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
+    right = decision.decide
+
+    def decide(workers: Roster, shard_of: Any, step: int, generation: int) -> decision.Decision:
+        found = right(workers, shard_of, step, generation)
+        groups = [
+            (sorted(rank for rank in found.actions if shard_of[rank] == shard_of[each.receivers[0]]), each.receivers)
+            for each in found.transfers
+        ]
+        return dataclasses.replace(found, transfers=tuple(msg.Transfer(tuple(ranks), to) for ranks, to in groups))
+
+    patch.setattr(machine, "decide", decide)
+
+
+def a_spare_is_sought_far_from_a_process_that_failed(patch: pytest.MonkeyPatch) -> None:
+    right = roster.choose_spare
+    patch.setattr(roster, "choose_spare", lambda lost, spares, node_at_fault: right(lost, spares, not node_at_fault))
 
 
 def a_missing_value_does_no_harm(patch: pytest.MonkeyPatch) -> None:
@@ -446,6 +466,8 @@ MUTANTS: dict[Plant, Check] = {
     the_resume_step_is_one_too_great: Check.RAISED,
     a_half_restored_copy_is_whole: Check.WRONG_SOURCE,
     a_missing_value_does_no_harm: Check.UPDATES,
+    a_rank_that_is_restored_is_a_source_too: Check.NO_CAUSE,
+    a_spare_is_sought_far_from_a_process_that_failed: Check.FAR_SPARE,
     checkpoints_are_ignored: Check.ENDED,
     what_was_trained_is_not_remembered: Check.RECOMPUTED,
     an_undone_step_counts: Check.WRONG_SOURCE,

@@ -105,6 +105,7 @@ class Injector:
         if world.story is not None:
             world.story.add(world.schedule.now_s, "FAULT", str(fault))
         self.over_s = max(self.over_s, world.schedule.now_s)
+        world.oracle.strikes()
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
     def _until(self, fault: Fault, part: str, what: str, *arguments: object) -> None:

@@ -35,6 +35,12 @@ ISOLATED_S = 60.0 - 1e-6
 """Where all others are silent too, the controller is more likely cut off itself, and no node is given up so soon."""
 MAX_IDLE_RECOVERIES = 8
 """So many recoveries without a completed step may end a job."""
+RECOVERIES_PER_CAUSE = 2
+"""A failure that is told in two ways, some time apart, can begin two: a collective fails, then a process is gone."""
+SPARE_RECOVERIES = 2
+"""Beyond these, for a whole run: a network that is cut for long fails more than one recovery."""
+READY_S = 3.0
+"""In so long the controller has heard that a spare is ready, also where a packet was lost."""
 MAX_PACKETS_PER_S = 2_000
 """From one node. A thousand ranks of a node that all say something of their own in one second send half of that."""
 
@@ -50,6 +56,8 @@ class Check(enum.StrEnum):
     WRONG_SOURCE = "restored from what did not reach the resume step"
     HEALTHY_FENCED = "healthy rank fenced without cause"
     RECOMPUTED = "more than one step recomputed"
+    NO_CAUSE = "a recovery without a cause"
+    FAR_SPARE = "a spare of another node though there was one on the rank's own"
     STUCK = "neither progresses nor ends"
     ENDED = "ended without need"
     LOCAL_RANKS = "local ranks doubled or out of range"
@@ -116,6 +124,10 @@ class Oracle:
         """(node, second) -> packets."""
         self._finished: dict[int, History] = {}
         self._state_lost = False
+        self._ready_s: dict[int, float] = {}
+        """process -> when it came to its first step."""
+        self._num_causes = 0
+        """What may rightly have begun a recovery: faults that were injected, and copies that were harmed."""
         self._harmed: set[int] = set()
         """Processes whose copy a missing value has got into, since training went on last."""
         self._excuses: set[str] = set()
@@ -135,10 +147,28 @@ class Oracle:
                 raise ViolationError(
                     Check.TWO_HOLDERS, f"rank {rank} is process {worker.process}, and process {before.process} lives"
                 )
+            if before is not worker:
+                self._check_spare(worker, before, members)
         self._check_local_ranks(members)
         cohort = Cohort(len(self.cohorts) + 1, members)
         self.cohorts.append(cohort)
         return cohort
+
+    def stands_ready(self, worker: SimulatedWorker) -> None:
+        """A process stands at its first step."""
+        self._ready_s[worker.process] = self._world.schedule.now_s
+
+    def _check_spare(self, taken: SimulatedWorker, lost: SimulatedWorker, members: dict[int, SimulatedWorker]) -> None:
+        """After a failure of a process its rank goes to a spare of its own node, if a sound one was long ready."""
+        home = lost.node.name
+        num_blamed = sum(self._world.workers[process].node.name == home for process in self._blamed)
+        if taken.node.name == home or lost.process not in self._blamed or self._is_unreachable(lost) or num_blamed > 1:
+            return  # with more than one the node may be in quarantine
+        for spare in self._world.workers.values():
+            was_ready = self._ready_s.get(spare.process, math.inf) < self._world.recovery_began_s - READY_S
+            is_sound = spare.is_alive and spare.process not in self._blamed and not self._is_unreachable(spare)
+            if spare.node.name == home and was_ready and is_sound and spare not in members.values():
+                raise ViolationError(Check.FAR_SPARE, f"{lost} was on {home}, and {spare} there did not take its rank")
 
     def _check_local_ranks(self, members: dict[int, SimulatedWorker]) -> None:
         """One number each among the members of a node, and inside of the lists that scripts make for them."""
@@ -235,6 +265,7 @@ class Oracle:
     def harmed(self, worker: SimulatedWorker) -> None:
         """A missing value has got into the copy of a process, which is of no use any more."""
         self._harmed.add(worker.process)
+        self._num_causes += 1
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
         """A process has received the state of the resume step, or read it."""
@@ -279,6 +310,17 @@ class Oracle:
         """A process is hurt, or accused by an injected false alarm."""
         self.num_failures += 1
         self._blamed[worker.process] = fault
+
+    def strikes(self) -> None:
+        """A fault comes about, of whatever kind, a false alarm among them."""
+        self._num_causes += 1
+
+    def recovery_began(self, reason: str) -> None:
+        """The controller has stopped all ranks."""
+        num_recoveries = self._world.num_recoveries
+        if num_recoveries > RECOVERIES_PER_CAUSE * self._num_causes + SPARE_RECOVERIES:
+            causes = f"{num_recoveries} recoveries after {self._num_causes} causes"
+            raise ViolationError(Check.NO_CAUSE, f"{causes}, the last because {reason}")
 
     def excuses(self, fault: str) -> None:
         """A fault after which the job may end whatever it does."""
@@ -426,13 +468,9 @@ class Oracle:
         settings = self._world.layout.settings
         has_room = self._world.room() >= settings.world_size
         idle = self._world.num_recoveries - self._recoveries_at_last_step
-        lost_when_through = len(self._finished) == settings.world_size and (
-            self._blamed or self._given_up_s or any(map(self._is_silent, self._world.nodes))
-        )
-        lost_unprotected = not self._has_joined and (
-            self._blamed or self._given_up_s or any(map(self._is_silent, self._world.nodes))
-        )
-        if self._excuses or idle >= MAX_IDLE_RECOVERIES or lost_when_through or lost_unprotected:
+        was_lost = self._blamed or self._given_up_s or any(map(self._is_silent, self._world.nodes))
+        needs_all = len(self._finished) == settings.world_size or not self._has_joined
+        if self._excuses or idle >= MAX_IDLE_RECOVERIES or (was_lost and needs_all):
             return None
         if order.exit_code == EXIT_NOTHING_TO_RECOVER:
             if not self.state_is_lost():

@@ -178,8 +178,9 @@ class World:
             self.recording.decided(entry)
         if self.story is not None:
             self.story.decide(self, entry)
-        if any(type(order).__name__ == "Stop" for _, order, _ in entry.orders):
+        if reasons := [reason for _, order, reason in entry.orders if type(order).__name__ == "Stop"]:
             self.num_recoveries += 1
+            self.oracle.recovery_began(reasons[0])
             self.recovery_began_s = self.schedule.now_s
             for number, delay_s, event in self.waiting_for_recovery:
                 if number == self.num_recoveries:
