@@ -170,6 +170,29 @@ def test_an_interruption_that_leaves_its_step(tmp_path: Path) -> None:
     assert "the interruption left the script instead of ending at its 'with step:'" in err.splitlines()[-1], err
 
 
+def test_a_script_that_begins_at_a_step_of_its_own(tmp_path: Path) -> None:
+    """It has a checkpoint of its own; its replacement begins where the job stands."""
+    body = (
+        "import os, signal\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "session.protect(model=model, optimizer=optimizer)\n"
+        "for step in session.steps(9, start=5):\n"
+        "    with step:\n"
+        "        if step.index == 7 and session.generation == 1 and session.rank == 1:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "        print(f'rank {session.rank} step {step.index}', flush=True)\n"
+    )
+    code, out, err = run("run", "--nproc-per-node", 2, script(tmp_path, body))
+    assert code == 0, err
+    for rank in (0, 1):
+        assert [line for line in out.splitlines() if f"rank {rank}" in line] == [
+            f"rank {rank} step {index}" for index in (5, 6, 7, 8)
+        ]
+
+
 def loses_a_reduced_loss(tmp_path: Path, use: str) -> tuple[int, str, str]:
     """A job in which rank 1 dies when both ranks are through their updates of step 5, before it reduces its loss."""
     body = (
@@ -261,6 +284,11 @@ def script(tmp_path: Path, body: str) -> Path:
             "for step in session.steps(3):\n    with step: pass",
             "replicas must be equal",
         ),
+        (
+            "session.protect(model=model)\nfor step in session.steps(3, start=session.rank):\n    with step: pass",
+            "the host value steps(start=...) differs between rank 1 and rank 0",
+        ),
+        ("session.protect(model=model)\nsession.steps(3, start=4)", "steps(3, start=4): allowed are 0 to 3"),
         (
             "with torch.no_grad(): model.bias += session.rank\n"
             "session.protect(model=model, optimizer=optimizer)\n"

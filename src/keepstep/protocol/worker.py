@@ -419,10 +419,10 @@ class WorkerMachine:
         """A spare's script has come to a line that needs its rank."""
         return msg.RankAwaited(self.worker) if self.rank is None else None
 
-    def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool) -> None:
-        """The script stands at its first step with everything protected."""
+    def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, start: int = 0) -> None:
+        """The script stands at its first step, which is ``start``, with everything protected."""
         if self.generation > 0 and not self.tainted:
-            self.steps.restored(0)
+            self.steps.restored(start)
         self._started = True
         self._snapshots = snapshots
         self._sayings.append(

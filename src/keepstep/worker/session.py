@@ -286,23 +286,31 @@ class Session:
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
-    def steps(self, num_steps: int) -> Iterator[Step]:
+    def steps(self, num_steps: int, *, start: int = 0) -> Iterator[Step]:
         """Hands out the steps up to ``num_steps``, beginning where the job stands.
 
         Each must be used as ``with step:``. An interrupted step comes again with the same index.
 
+        Args:
+            num_steps: the length of the training, not of this run.
+            start: the first step of a script that has loaded a checkpoint of its own, the same on all ranks. A
+                checkpoint of keepstep's own that is further wins, and so does a recovery.
+
         Raises:
             UsageError: `protect` was not called, a step was not entered, or the job has completed fewer steps already.
+            ConfigurationError: ``start`` is below 0 or above ``num_steps``.
         """
+        if not 0 <= start <= num_steps:
+            raise ConfigurationError(f"steps({num_steps}, start={start}): allowed are 0 to {num_steps}")
         if self._recovery is None or self._state is None:
             raise UsageError(
                 "steps() before protect(): nothing would be restored; call session.protect(model=...) first"
             )
-        return self._loop(num_steps, self._recovery)
+        return self._loop(num_steps, start, self._recovery)
 
-    def _loop(self, num_steps: int, recovery: Recovery) -> Iterator[Step]:
+    def _loop(self, num_steps: int, start: int, recovery: Recovery) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:
-            self._stand_ready(recovery)
+            self._stand_ready(recovery, start)
         while not isinstance(recovery.run(), End):
             recovery.stand_ready(self.world_size)
             index = self._coordination.machine.steps.parameters_at
@@ -324,9 +332,9 @@ class Session:
                 f"steps({num_steps}) after all ranks have completed steps({reached}): one loop has all steps"
             )
 
-    def _stand_ready(self, recovery: Recovery) -> None:
+    def _stand_ready(self, recovery: Recovery, start: int) -> None:
         machine = self._coordination.machine
-        self._check_replicas()
+        self._check_replicas(start)
         if self._exchange is not None:
             self._exchange.end()
         if machine.rank is None:
@@ -334,7 +342,7 @@ class Session:
         else:
             recovery.inspect_checkpoints()
         recovery.begin()
-        machine.built("0", recovery.snapshots(), recovery.checkpointing)
+        machine.built("0", recovery.snapshots(), recovery.checkpointing, start)
 
     def _warm_up(self) -> None:
         """Has a spare take the memory of its optimizer state before it is needed: one update on zero gradients.
@@ -350,7 +358,7 @@ class Session:
         self._state.place_gradients(())
         self._warming = False
 
-    def _check_replicas(self) -> None:
+    def _check_replicas(self, start: int) -> None:
         """Compares what this rank begins with to what rank 0 does, while all ranks start together."""
         machine = self._coordination.machine
         if machine.generation == 0 or machine.tainted or machine.rank is None or self.world_size == 1:
@@ -358,7 +366,7 @@ class Session:
         assert self._state is not None
         store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)
         try:
-            compare_with_rank_0(self._state, machine.rank, store)
+            compare_with_rank_0(self._state, start, machine.rank, store)
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 

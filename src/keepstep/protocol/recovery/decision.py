@@ -116,7 +116,8 @@ def _last_word(worker: Worker, generation: int) -> Report | None:
     if (safe := worker.safe) is not None:
         return safe.reach, safe.current_step, safe.snapshots
     if (ready := worker.ready) is not None:
-        return ready.reach if ready.generation == generation else (), 0, ready.snapshots
+        reach = ready.reach if ready.generation == generation else ()
+        return reach, min(reach, default=None), ready.snapshots
     return None
 
 

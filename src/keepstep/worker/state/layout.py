@@ -73,21 +73,22 @@ class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """xxh3 (64 bit) of the content of each tensor, then of each host value."""
 
 
-def start_of(state: ProtectedState) -> Start:
-    """What this rank begins with."""
+def start_of(state: ProtectedState, first_step: int = 0) -> Start:
+    """What this rank begins with, and at which step."""
     named = state.live_tensors()
-    host = dict(_host_values(state.host_state()))
+    host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
     digests = [xxhash.xxh3_64_digest(byte_view(tensor.cpu()).numpy().data) for _name, tensor in named]
     return Start(headers_of(named), tuple(host), (*digests, *map(_digest_of_value, host.values())))
 
 
-def compare_with_rank_0(state: ProtectedState, rank: int, store: LinkStore) -> None:
+def compare_with_rank_0(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:
     """Compares what this rank begins with to what rank 0 does, by digest; details travel only where they differ.
 
     Equal names, shapes and dtypes do not make a replica: stages of a pipeline can be alike in all of them.
 
     Args:
         state: this rank's protected objects.
+        first_step: the step that this rank's script begins with.
         rank: this rank.
         store: where rank 0 lays what it begins with, for this generation.
 
@@ -95,7 +96,7 @@ def compare_with_rank_0(state: ProtectedState, rank: int, store: LinkStore) -> N
         StateMismatch: names the first tensor or host value that differs, and how.
         PeerLost: the generation ended meanwhile.
     """
-    own = start_of(state)
+    own = start_of(state, first_step)
     encoded = msgspec.msgpack.encode(own)
     digest = xxhash.xxh3_128_digest(encoded)
     if rank == 0:
