@@ -138,6 +138,8 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         for number in range(NODES):
             happens(Heard(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0),)))
         holders = {worker.rank: worker for worker in machine.roster.holders()}
+        first = holders[0]
+        happens(Heard(first.node, 1, (msg.WorkerJoined(first.worker, 1),)))
         for node in machine.roster.nodes:
             there = [worker for worker in holders.values() if worker.node == node]
             recorder.observed(msg.PhasesObserved(node, 0, phases(there, round(at_s * 1e9))))
