@@ -127,13 +127,16 @@ def test_nothing_begins_in_a_group_that_was_taken_down(tmp_path: Path) -> None:
     assert run_ranks(2, use_after_the_end, tmp_path) == [[], []]
 
 
-def a_time_of_its_own(rank: int, size: int, path: Path) -> str:
+def a_time_of_its_own(rank: int, size: int, path: Path, operation: str) -> str:
     group = Inner("world", Watcher())
     group.connect(file_store(path, size), rank, size, timedelta(seconds=DEADLINE_S), timedelta(milliseconds=50))
-    answer = "" if rank else outcome(reduce(group, 1))
+    answer = ""
+    if rank == 0:
+        answer = outcome(reduce(group, 1) if operation == "all_reduce" else group.recv([torch.ones(1)], 1, 0))
     meet(path, size, "asked")
     return answer
 
 
-def test_collectives_have_their_own_deadline_not_that_of_connecting(tmp_path: Path) -> None:
-    assert run_ranks(2, a_time_of_its_own, tmp_path) == ["deadline", ""]
+@pytest.mark.parametrize("operation", ["all_reduce", "recv"])
+def test_operations_have_their_own_deadline_not_that_of_connecting(tmp_path: Path, operation: str) -> None:
+    assert run_ranks(2, a_time_of_its_own, tmp_path, operation) == ["deadline", ""]

@@ -71,6 +71,7 @@ class Inner:
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
         self._is_down = False
+        self._timeout = timedelta(0)
         self.num_begun = 0
         self._under_way: dict[GroupWork, None] = {}
         """In the order in which they were begun. What nobody waits for is looked at when the next one begins."""
@@ -103,6 +104,7 @@ class Inner:
             options._timeout = connect_deadline
             communicator: Any = ProcessGroupGloo(store, rank, size, options)
         communicator._set_default_timeout(timeout)
+        self._timeout = timeout
         if self._is_down:
             raise TakenDown(f"group {self._name} was taken down while it was being connected")
         self._communicator = communicator
@@ -171,6 +173,7 @@ class Inner:
         """For operations to come."""
         if self._communicator is not None:
             self._communicator._set_default_timeout(timeout)
+            self._timeout = timeout
 
     def release(self) -> None:
         """Gives up the broken communicator, when nothing is under way."""
@@ -201,7 +204,7 @@ class Inner:
             RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
         """
         self._look_at_the_oldest()
-        work = GroupWork(operation, peer, outputs, on_error, self._observer.awaited, self._ended)
+        work = GroupWork(operation, peer, outputs, self._timeout, on_error, self._observer.awaited, self._ended)
         with self._changed:
             communicator = self._communicator
             if self._is_down or communicator is None:

@@ -73,6 +73,7 @@ class GroupWork(dist.Work):
         operation: Operation,
         peer: int,
         outputs: Outputs,
+        timeout: timedelta,
         on_error: Callable[[Exception], Callable[[], None] | None],
         on_awaited: Callable[[], None],
         on_end: Callable[[GroupWork], None],
@@ -81,6 +82,7 @@ class GroupWork(dist.Work):
         operation: what it is.
         peer: the other side of a send or recv.
         outputs: what the future holds when it is done.
+        timeout: of the group; gloo takes that of connecting for a send, a recv and a reduce_scatter.
         on_error: called with the error it ended with. None: the error is raised to whoever waits. Else it has been
             dealt with, and what it returns is called in each thread that waits, before that goes on.
         on_awaited: called once at most, when something waits for it or asks after it before it has ended.
@@ -91,6 +93,7 @@ class GroupWork(dist.Work):
         self.was_awaited = False
         """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
         self._outputs = outputs
+        self._timeout = timeout
         self._on_error = on_error
         self._on_awaited = on_awaited
         self._on_end = on_end
@@ -146,7 +149,7 @@ class GroupWork(dist.Work):
             self._finish(None)
 
     def _wait_for_gloo(self, issued: dist.Work, _kept_alive: Communicator) -> None:
-        self._conclude(issued.wait)
+        self._conclude(lambda: issued.wait(self._timeout))
 
     def _conclude(self, ask: Callable[[], object]) -> None:
         try:
