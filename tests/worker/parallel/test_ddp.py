@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.ranks import Watcher, join, registry_of, run_ranks
+from tests.worker.ranks import Watcher, file_store, join, registry_of, run_ranks
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -242,14 +242,16 @@ def test_a_step_computed_again_gives_the_same_weights(mode: str, at: int, tmp_pa
 
 
 def refusals(rank: int, size: int, path: Path) -> list[Any]:
+    dist.init_process_group("gloo", store=file_store(path, size, 7), rank=rank, world_size=size)
+    foreign = DistributedDataParallel(torch.nn.Linear(2, 2))
+    dist.destroy_process_group()
     _registry, _world = join(path, rank, size)
     inner = DistributedDataParallel(torch.nn.Linear(2, 2))
     both = torch.nn.ModuleList([torch.nn.Linear(1, 1), inner])
     assert find_ddp({"model": both, "plain": torch.nn.Linear(1, 1)}) == [inner]
-    gloo = dist.new_group(backend="gloo")
     wrong = {
         "a": DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True),
-        "b": DistributedDataParallel(torch.nn.Linear(2, 2), process_group=gloo),
+        "b": foreign,
         "c": DistributedDataParallel(torch.nn.Linear(2, 2), find_unused_parameters=True, gradient_as_bucket_view=True),
     }
     trained = wrong["d"] = DistributedDataParallel(torch.nn.Linear(2, 2))
