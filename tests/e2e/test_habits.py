@@ -40,7 +40,7 @@ def test_an_unmodified_script_trains_and_is_told_that_it_is_not_protected() -> N
     code, out, err = run("run", "--nproc-per-node", 2, "--spares", 2, SCRIPTS / "unmodified.py")
     assert code == 0, err
     assert sorted(out.splitlines()) == ["rank 0 of 2 through", "rank 1 of 2 through"]
-    # The same without an end is said before, if the script takes longer than the time for that; and no spare has run it.
+    # A slow script is told of before its end, too. No spare has run it.
     assert err.splitlines()[-1] == f"keepstep: all scripts have ended; {NOT_PROTECTED}"
 
 
