@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support.jobs import ROOT
 from tests.worker.ranks import file_store, join, run_ranks
-from tests.worker.state.parts import small
+from tests.worker.state.parts import Keeps, small
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,19 +24,6 @@ Objects = dict[str, Any]
 
 class Level(enum.IntEnum):
     LOW = 1
-
-
-class Keeps:
-    """An object of the script with a state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def strided() -> torch.nn.Module:

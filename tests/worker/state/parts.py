@@ -39,6 +39,19 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+class Keeps:
+    """An object of the script's own with a state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 def small(inputs: int = 4) -> torch.nn.Sequential:
     """A model with a buffer of floats and one of int64."""
     return torch.nn.Sequential(

@@ -9,25 +9,12 @@ import msgspec
 import pytest
 import torch
 from tests.worker.ranks import join, run_ranks
-from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
+from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, Keeps, advance, content, small, train
 from torch.optim.swa_utils import AveragedModel
 
 from keepstep.errors import ConfigurationError
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import ProtectedState
-
-
-class Keeps:
-    """An object of the user's own with a state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def carried(state: dict[str, Any]) -> dict[str, Any]:
