@@ -4,7 +4,7 @@ A mutant is looked for from seed 0 on, in the same seeds that `test_seeds` runs 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement import roster
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
+from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.resume import Action
 from keepstep.protocol.worker import Load, Move, Update, Urgency, WorkerMachine
@@ -172,11 +173,6 @@ def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "decide", decide)
 
 
-def a_spare_is_sought_far_from_a_process_that_failed(patch: pytest.MonkeyPatch) -> None:
-    right = roster.choose_spare
-    patch.setattr(roster, "choose_spare", lambda lost, spares, node_at_fault: right(lost, spares, not node_at_fault))
-
-
 def a_missing_value_does_no_harm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerMachine, "found_torn", WorkerMachine.found_whole)
 
@@ -265,8 +261,8 @@ def a_torn_copy_is_a_source(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shard_is_restored_from_another(patch: pytest.MonkeyPatch) -> None:
-    def decide(roster: Roster, shard_of: dict[int, str], *arguments: int) -> decision.Decision:
-        return decision.decide(roster, dict.fromkeys(shard_of, "the same"), *arguments)
+    def decide(everybody: Roster, shard_of: dict[int, str], *arguments: int) -> decision.Decision:
+        return decision.decide(everybody, dict.fromkeys(shard_of, "the same"), *arguments)
 
     patch.setattr(machine, "decide", decide)
 
@@ -396,6 +392,24 @@ def a_nested_failure_keeps_the_generation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecoveryMachine, "_interrupt", interrupt)
 
 
+# ---- The choice of a spare ------------------------------------------------------------------------------------------
+
+
+def the_preference_of_spares_is_turned_around(patch: pytest.MonkeyPatch) -> None:
+    def choose(lost: Placement, spares: Mapping[int, Placement], node_at_fault: bool) -> int | None:
+        return choose_spare(lost, spares, not node_at_fault)
+
+    patch.setattr(roster, "choose_spare", choose)
+
+
+def spares_are_taken_by_their_number(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(roster, "choose_spare", lambda lost, spares, node_at_fault: min(spares, default=None))
+
+
+def a_spare_close_to_a_lost_node_is_preferred(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(roster, "choose_spare", lambda lost, spares, node_at_fault: choose_spare(lost, spares, False))
+
+
 # ---- Time -----------------------------------------------------------------------------------------------------------
 
 
@@ -467,7 +481,6 @@ MUTANTS: dict[Plant, Check] = {
     a_half_restored_copy_is_whole: Check.WRONG_SOURCE,
     a_missing_value_does_no_harm: Check.UPDATES,
     a_rank_that_is_restored_is_a_source_too: Check.NO_CAUSE,
-    a_spare_is_sought_far_from_a_process_that_failed: Check.FAR_SPARE,
     checkpoints_are_ignored: Check.ENDED,
     what_was_trained_is_not_remembered: Check.RECOMPUTED,
     an_undone_step_counts: Check.WRONG_SOURCE,
@@ -488,6 +501,9 @@ MUTANTS: dict[Plant, Check] = {
     eviction_is_ignored: Check.ENDED,
     a_lost_node_keeps_its_spares: Check.RAISED,
     a_nested_failure_keeps_the_generation: Check.HEALTHY_FENCED,
+    the_preference_of_spares_is_turned_around: Check.SPARE_CHOICE,
+    spares_are_taken_by_their_number: Check.SPARE_CHOICE,
+    a_spare_close_to_a_lost_node_is_preferred: Check.SPARE_CHOICE,
     no_deadline_ever_comes: Check.STUCK,
     no_lease_ever_ends: Check.ENDED,
     a_controller_that_is_cut_off_gives_everybody_up: Check.HEALTHY_FENCED,
@@ -506,7 +522,19 @@ def a_node_is_cut_off_in_the_barrier(seed: int) -> Case:
     return Case(seed, layout, (Fault("cut off", 2.0, None, Phase.SYNCED, seed % 4, 8.0),))
 
 
-CASES: dict[Plant, Callable[[int], Case]] = {the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier}
+def a_node_is_lost_and_two_have_spares(seed: int) -> Case:
+    """One of the two stands in the same rack as the lost node, and its spare has the lower number."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
+    racks = ("rack-0", "rack-1", "rack-0", "rack-2")
+    nodes = tuple(NodeLayout(f"node-{number}", 1, rack) for number, rack in enumerate(racks))
+    layout = Layout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=12)
+    return Case(seed, layout, (Fault("node loss", 2.0 + seed % 10 / 10, pick=0),))
+
+
+CASES: dict[Plant, Callable[[int], Case]] = {
+    the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier,
+    a_spare_close_to_a_lost_node_is_preferred: a_node_is_lost_and_two_have_spares,
+}
 """Where among all seeds too few have what it takes: seeds of a cluster and a fault that have."""
 
 

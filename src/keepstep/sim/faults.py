@@ -47,6 +47,8 @@ NODE_FAULTS = (
 )
 CONTROLLER_FAULTS = ("controller crash", "crash before journaling", "crash before transmitting", "controller pause")
 OTHER_FAULTS = ("spare kill", "loss burst", "two at once")
+OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
+"""What hits a process as soon as there is one that it can hit."""
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
 WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
 
@@ -105,7 +107,8 @@ class Injector:
         if world.story is not None:
             world.story.add(world.schedule.now_s, "FAULT", str(fault))
         self.over_s = max(self.over_s, world.schedule.now_s)
-        world.oracle.strikes()
+        if fault.kind not in OF_ONE_PROCESS:
+            world.oracle.strikes(fault.kind, fault.lasts_s)
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
     def _until(self, fault: Fault, part: str, what: str, *arguments: object) -> None:
@@ -128,7 +131,7 @@ class Injector:
     def _hurt(self, fault: Fault) -> SimulatedWorker | None:
         victim = self._victim(fault)
         if victim is not None:
-            self._world.oracle.suffers(victim, fault.kind)
+            self._world.oracle.suffers(victim, fault.kind, fault.lasts_s)
             if not self._world.oracle.has_trained:
                 self._world.oracle.excuses(f"{fault.kind} before the first step")
             if len(self._world.oracle.finished_ranks):

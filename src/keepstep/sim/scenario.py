@@ -176,6 +176,7 @@ class _Doer:
     def crash(self) -> None:
         """The controller is killed, and started again after a while."""
         self._tell("the controller is killed")
+        self._world.oracle.strikes("controller crash")
         self._world.controller.crash()
         self._world.schedule.after(CONTROLLER_IS_AWAY_S, Event(CONTROLLER, "restart"))
 

@@ -174,13 +174,13 @@ class World:
 
     def orders_given(self, entry: JournalEntry) -> None:
         """The controller has decided something."""
+        self.oracle.decided(entry)
         if self.recording is not None:
             self.recording.decided(entry)
         if self.story is not None:
             self.story.decide(self, entry)
-        if reasons := [reason for _, order, reason in entry.orders if type(order).__name__ == "Stop"]:
+        if any(type(order).__name__ == "Stop" for _, order, _ in entry.orders):
             self.num_recoveries += 1
-            self.oracle.recovery_began(reasons[0])
             self.recovery_began_s = self.schedule.now_s
             for number, delay_s, event in self.waiting_for_recovery:
                 if number == self.num_recoveries:

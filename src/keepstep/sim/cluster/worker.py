@@ -251,7 +251,6 @@ class SimulatedWorker(SimulatedProcess):
         writes = self.world.layout.checkpoint_every is not None
         rank = machine.rank if machine.rank is not None else 0
         machine.built(self.world.shard_of(rank), self.world.checkpoints_of(self), writes)
-        self.world.oracle.stands_ready(self)
         self.go()
 
     # ---- a recovery -------------------------------------------------------------------------------------------------

@@ -8,22 +8,26 @@ and which packets came through.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from typing import TYPE_CHECKING
 
+from keepstep.protocol.controller import JournalEntry, LeaseExpired
 from keepstep.protocol.messages import (
     AnyMessage,
     EndJob,
     Packet,
     SafePointReached,
     StepObserved,
+    Stop,
     WorkerJoined,
     WorkerLost,
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
+from keepstep.sim.oracle.causes import Causes, most_recoveries
+from keepstep.sim.oracle.checks import Check, ViolationError
+from keepstep.sim.oracle.placement import Loss, SpareChoice
 
 if TYPE_CHECKING:
     from keepstep.sim.cluster.worker import History, SimulatedWorker
@@ -35,43 +39,8 @@ ISOLATED_S = 60.0 - 1e-6
 """Where all others are silent too, the controller is more likely cut off itself, and no node is given up so soon."""
 MAX_IDLE_RECOVERIES = 8
 """So many recoveries without a completed step may end a job."""
-RECOVERIES_PER_CAUSE = 2
-"""A failure that is told in two ways, some time apart, can begin two: a collective fails, then a process is gone."""
-SPARE_RECOVERIES = 2
-"""Beyond these, for a whole run: a network that is cut for long fails more than one recovery."""
-READY_S = 3.0
-"""In so long the controller has heard that a spare is ready, also where a packet was lost."""
 MAX_PACKETS_PER_S = 2_000
 """From one node. A thousand ranks of a node that all say something of their own in one second send half of that."""
-
-
-class Check(enum.StrEnum):
-    """What can be wrong with a run."""
-
-    UPDATES = "updates lost, doubled or torn"
-    LOCAL = "a rank's own value lost, doubled or another rank's"
-    STEPS_DIFFER = "ranks at different steps after resume"
-    TWO_HOLDERS = "two holders of one rank"
-    OLD_COMMIT = "commit by an old generation"
-    WRONG_SOURCE = "restored from what did not reach the resume step"
-    HEALTHY_FENCED = "healthy rank fenced without cause"
-    RECOMPUTED = "more than one step recomputed"
-    NO_CAUSE = "a recovery without a cause"
-    FAR_SPARE = "a spare of another node though there was one on the rank's own"
-    STUCK = "neither progresses nor ends"
-    ENDED = "ended without need"
-    LOCAL_RANKS = "local ranks doubled or out of range"
-    ONCE = "done twice, or by two at a time"
-    RAISED = "a machine raised"
-
-
-class ViolationError(Exception):
-    """A check failed."""
-
-    def __init__(self, check: Check, detail: str) -> None:
-        super().__init__(f"{check}: {detail}")
-        self.check = check
-        self.detail = detail
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,6 +64,8 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self._world = world
         self.cohorts: list[Cohort] = []
+        self.causes = Causes()
+        self._spare_choice = SpareChoice(world)
         self.furthest = 0
         """The greatest step that any process ever began."""
         self._evicted: set[tuple[str, int]] = set()
@@ -124,10 +95,6 @@ class Oracle:
         """(node, second) -> packets."""
         self._finished: dict[int, History] = {}
         self._state_lost = False
-        self._ready_s: dict[int, float] = {}
-        """process -> when it came to its first step."""
-        self._num_causes = 0
-        """What may rightly have begun a recovery: faults that were injected, and copies that were harmed."""
         self._harmed: set[int] = set()
         """Processes whose copy a missing value has got into, since training went on last."""
         self._excuses: set[str] = set()
@@ -147,28 +114,10 @@ class Oracle:
                 raise ViolationError(
                     Check.TWO_HOLDERS, f"rank {rank} is process {worker.process}, and process {before.process} lives"
                 )
-            if before is not worker:
-                self._check_spare(worker, before, members)
         self._check_local_ranks(members)
         cohort = Cohort(len(self.cohorts) + 1, members)
         self.cohorts.append(cohort)
         return cohort
-
-    def stands_ready(self, worker: SimulatedWorker) -> None:
-        """A process stands at its first step."""
-        self._ready_s[worker.process] = self._world.schedule.now_s
-
-    def _check_spare(self, taken: SimulatedWorker, lost: SimulatedWorker, members: dict[int, SimulatedWorker]) -> None:
-        """After a failure of a process its rank goes to a spare of its own node, if a sound one was long ready."""
-        home = lost.node.name
-        num_blamed = sum(self._world.workers[process].node.name == home for process in self._blamed)
-        if taken.node.name == home or lost.process not in self._blamed or self._is_unreachable(lost) or num_blamed > 1:
-            return  # with more than one the node may be in quarantine
-        for spare in self._world.workers.values():
-            was_ready = self._ready_s.get(spare.process, math.inf) < self._world.recovery_began_s - READY_S
-            is_sound = spare.is_alive and spare.process not in self._blamed and not self._is_unreachable(spare)
-            if spare.node.name == home and was_ready and is_sound and spare not in members.values():
-                raise ViolationError(Check.FAR_SPARE, f"{lost} was on {home}, and {spare} there did not take its rank")
 
     def _check_local_ranks(self, members: dict[int, SimulatedWorker]) -> None:
         """One number each among the members of a node, and inside of the lists that scripts make for them."""
@@ -263,9 +212,13 @@ class Oracle:
             self._fetching = None
 
     def harmed(self, worker: SimulatedWorker) -> None:
-        """A missing value has got into the copy of a process, which is of no use any more."""
+        """A missing value has got into the copy of a process, which is of no use any more.
+
+        Where it was advancing in a recovery it has to be restored in another one. From then on it knows that its
+        updates communicate, and does not advance any more.
+        """
         self._harmed.add(worker.process)
-        self._num_causes += 1
+        self.causes.add(f"a missing value in process {worker.process}")
 
     def restored(self, worker: SimulatedWorker, step: int) -> None:
         """A process has received the state of the resume step, or read it."""
@@ -290,6 +243,35 @@ class Oracle:
             return
         raise ViolationError(Check.HEALTHY_FENCED, f"{worker} has suffered nothing")
 
+    def decided(self, entry: JournalEntry) -> None:
+        """The controller has decided something, and written it down."""
+        if given := self._spare_choice.given(entry):
+            self._spare_choice.check(given, self._only_loss())
+        stop = next((reason for _, order, reason in entry.orders if isinstance(order, Stop)), None)
+        is_given_up = isinstance(entry.event, LeaseExpired) and self._may_be_given_up(entry.event.node)
+        if stop is not None and not is_given_up:
+            self.causes.begins(stop)
+
+    def _only_loss(self) -> Loss | None:
+        """The one fault there was, where it cost a rank and the controller cannot know of another one."""
+        others = set(self._world.nodes)
+        if len(self.causes) != 1:
+            return None
+        if self._blamed:
+            (process,) = self._blamed
+            loss = Loss(self._world.workers[process].node.name, is_of_node=False)
+        elif self._given_up_s:
+            loss = Loss(next(iter(self._given_up_s)), is_of_node=True)
+            others.remove(loss.node)
+            if self._world.nodes[loss.node].is_up:
+                return None
+        else:
+            return None
+        return None if any(node in self._given_up_s or self._is_silent(node) for node in others) else loss
+
+    def _may_be_given_up(self, node: str) -> bool:
+        return node in self._given_up_s or self._is_silent(node)
+
     def job_ended(self, order: EndJob) -> None:
         """The controller has ended the job."""
         layout = self._world.layout
@@ -306,22 +288,16 @@ class Oracle:
 
     # ---- what the injector and the network tell ---------------------------------------------------------------------
 
-    def suffers(self, worker: SimulatedWorker, fault: str) -> None:
+    def suffers(self, worker: SimulatedWorker, fault: str, lasts_s: float = 0.0) -> None:
         """A process is hurt, or accused by an injected false alarm."""
         self.num_failures += 1
         self._blamed[worker.process] = fault
+        self.causes.add(f"{fault} of process {worker.process}", most_recoveries(fault, lasts_s))
 
-    def strikes(self) -> None:
-        """A fault comes about, of whatever kind, a false alarm among them."""
-        self._num_causes += 1
-
-    def recovery_began(self, reason: str) -> None:
-        """The controller has stopped all ranks."""
-        num_recoveries = self._world.num_recoveries
-        self._num_causes += any(map(self._is_silent, self._world.nodes))  # its packets were lost by chance
-        if num_recoveries > RECOVERIES_PER_CAUSE * self._num_causes + SPARE_RECOVERIES:
-            causes = f"{num_recoveries} recoveries after {self._num_causes} causes"
-            raise ViolationError(Check.NO_CAUSE, f"{causes}, the last because {reason}")
+    def strikes(self, fault: str, lasts_s: float = 0.0) -> None:
+        """Something happens to a node, the network or the controller, or a false alarm is raised."""
+        if most := most_recoveries(fault, lasts_s):
+            self.causes.add(f"{fault} at {self._world.schedule.now_s:.3f} s", most)
 
     def excuses(self, fault: str) -> None:
         """A fault after which the job may end whatever it does."""
@@ -368,6 +344,7 @@ class Oracle:
         if packet.first <= known:
             self._heard_up_to[line] = max(known, packet.first + len(packet.messages))
             self._has_told_of_step = self._has_told_of_step or any(map(_tells_of_step, packet.messages))
+            self._spare_choice.heard(packet.messages)
             self._has_joined = self._has_joined or any(isinstance(each, WorkerJoined) for each in packet.messages)
 
     def controller_restarted(self) -> None:

@@ -1,0 +1,34 @@
+"""The checks that a run must not fail."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Check(enum.StrEnum):
+    """What can be wrong with a run."""
+
+    UPDATES = "updates lost, doubled or torn"
+    LOCAL = "a rank's own value lost, doubled or another rank's"
+    STEPS_DIFFER = "ranks at different steps after resume"
+    TWO_HOLDERS = "two holders of one rank"
+    OLD_COMMIT = "commit by an old generation"
+    WRONG_SOURCE = "restored from what did not reach the resume step"
+    HEALTHY_FENCED = "healthy rank fenced without cause"
+    RECOMPUTED = "more than one step recomputed"
+    NO_CAUSE = "recovery without a cause"
+    SPARE_CHOICE = "a spare taken from the wrong place"
+    STUCK = "neither progresses nor ends"
+    ENDED = "ended without need"
+    LOCAL_RANKS = "local ranks doubled or out of range"
+    ONCE = "done twice, or by two at a time"
+    RAISED = "a machine raised"
+
+
+class ViolationError(Exception):
+    """A check failed."""
+
+    def __init__(self, check: Check, detail: str) -> None:
+        super().__init__(f"{check}: {detail}")
+        self.check = check
+        self.detail = detail

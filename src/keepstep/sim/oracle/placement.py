@@ -1,0 +1,82 @@
+"""Which spare takes a rank: that it is the one from the right place.
+
+After a software fault a spare on the lost rank's own node is the best, then one in its failure domain: what they have
+in common is known to work. After the loss of a node it is the other way around. Looked at only where a single fault has
+hit the job: then no place is in quarantine, and it is known what the controller knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from keepstep.protocol.controller import JournalEntry
+from keepstep.protocol.messages import AnyMessage, Assign, WorkerReady
+from keepstep.sim.oracle.checks import Check, ViolationError
+
+if TYPE_CHECKING:
+    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.world import World
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """What was lost: a rank's process on a node, or the node itself."""
+
+    node: str
+    is_of_node: bool
+
+
+class SpareChoice:
+    """Knows which spares are warm, as far as the controller has heard of it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._warm: set[int] = set()
+        """Numbers of workers that stand at their first step and had no rank then."""
+        self._given: set[int] = set()
+        """Those that have been given a rank since."""
+        self._domains = {node.name: node.domain for node in world.layout.nodes}
+
+    def heard(self, messages: Iterable[AnyMessage]) -> None:
+        """What has come to the controller."""
+        ready = {message.worker for message in messages if isinstance(message, WorkerReady)}
+        if ready:
+            self._warm |= {spare.number for spare in self._world.spares() if spare.number in ready - self._given}
+
+    def given(self, entry: JournalEntry) -> list[SimulatedWorker]:
+        """The warm spares that the controller gives ranks with this decision."""
+        given = {order.worker for _, order, _ in entry.orders if isinstance(order, Assign)}
+        was_warm = given & self._warm
+        self._given |= given
+        self._warm -= given
+        return [worker for worker in self._world.workers.values() if worker.number in was_warm] if was_warm else []
+
+    def check(self, given: Iterable[SimulatedWorker], loss: Loss | None) -> None:
+        """No warm spare that is left over is at a better place than one that was given a rank.
+
+        Args:
+            given: the spares that take ranks.
+            loss: the only one there was; None where there was another one, or none, and nothing is checked.
+
+        Raises:
+            ViolationError: there is such a spare.
+        """
+        if loss is None:
+            return
+        left = [spare for spare in self._world.spares() if spare.number in self._warm]
+        for worker in given:
+            for spare in left:
+                nearer = self._near(spare, loss.node) - self._near(worker, loss.node)
+                if nearer < 0 if loss.is_of_node else nearer > 0:
+                    what = "that was lost with its node" if loss.is_of_node else "whose process alone was lost"
+                    raise ViolationError(
+                        Check.SPARE_CHOICE,
+                        f"{worker} on {worker.node.name} takes the place of a rank of {loss.node} {what}, and "
+                        f"worker {spare.number} on {spare.node.name} was free",
+                    )
+
+    def _near(self, worker: SimulatedWorker, lost_on: str) -> int:
+        name = worker.node.name
+        return (name == lost_on) + (self._domains[name] == self._domains[lost_on])
