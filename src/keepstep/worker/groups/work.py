@@ -64,8 +64,8 @@ class EchoedWork(dist.Work):
 class GroupWork(dist.Work):
     """An operation on its way in the inner group. It ends once: with gloo's answer, or because it was forgotten.
 
-    Whoever waits for it waits in gloo itself at first, since a small collective ends within microseconds. What takes
-    longer is left to gloo's own thread, so that `forget` can free the waiting one.
+    A thread that waits for it waits in gloo itself at first, since a small collective ends within microseconds. What
+    takes longer is left to gloo's own thread, so that `forget` can free the waiting one.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GroupWork(dist.Work):
         peer: the other side of a send or recv.
         outputs: what the future holds when it is done.
         timeout: of the group; gloo takes that of connecting for a send, a recv and a reduce_scatter.
-        on_error: called with the error it ended with. None: the error is raised to whoever waits. Else it has been
+        on_error: called with the error it ended with. None: each thread that waits raises it. Else it has been
             dealt with, and what it returns is called in each thread that waits, before that goes on.
         on_awaited: called once at most, when something waits for it or asks after it before it has ended.
         on_end: called once, after these, from any thread.

@@ -162,7 +162,7 @@ class Missing(float):
     """A number that died with a rank. It is a NaN; calculating with it gives another, and it prints as ``missing``."""
 
     own: Any
-    """What stood in its place on this rank; for whoever has decided by it, to go on with."""
+    """What stood in its place on this rank. A script that has decided by it goes on with this."""
 
     def __new__(cls, own: Any, on_decision: Callable[[], None]) -> Missing:
         """Args:
