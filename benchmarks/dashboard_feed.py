@@ -46,7 +46,7 @@ def simulate(folder: Path, num_nodes: int, ranks_per_node: int, until_s: float) 
     layout = Layout(nodes, ("0",) * world_size, settings, LIVENESS, num_steps=1_000_000)
     world = World(layout, seed=1)
     world.watch = _slow_down
-    deeds = [(until_s / 3, lambda: _kill(world)), (until_s * 2 / 3, lambda: world.nodes[LOST_NODE].crash())]
+    deeds = [(until_s / 3, lambda: _kill(world)), (until_s * 2 / 3, lambda: _lose_node(world))]
     with Recording(folder, f"{world_size} ranks on {num_nodes} nodes", settings) as recording:
         world.recording = recording
         world.boot()
@@ -64,7 +64,13 @@ def _slow_down(worker: SimulatedWorker) -> None:
 
 def _kill(world: World) -> None:
     victim = next(worker for worker in world.rank_holders() if worker.machine.rank == KILLED_RANK)
+    world.oracle.suffers(victim, "kill")
     victim.die(Cause.SIGNAL, "killed by SIGKILL")
+
+
+def _lose_node(world: World) -> None:
+    world.oracle.node_began_new_life(LOST_NODE)
+    world.nodes[LOST_NODE].crash()
 
 
 class Feeder:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
 
 from keepstep.protocol.recovery import RecoveryMachine, Stage
 from keepstep.protocol.recovery.ending import NOT_PROTECTED
+from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.trace.timeline.events import quarantine_text, recovery_text
 
 REFRESH_S = 0.2
@@ -28,27 +29,47 @@ async def follow(job: RecoveryMachine, places: Places | None = None) -> None:
         places: where every worker is; given on a terminal, a line there shows it.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    told = len(job.records)  # those of a controller's former life have been told
-    held = set(job.quarantine.held)
+    news = _news(job)
     unprotected_s = time.monotonic() + UNPROTECTED_S
-    num_standstills = job.standstill.num_told
-    while job.stage is not Stage.ENDED:
-        records = job.records
-        while told < len(records) and (records[told].resumed_s is not None or records[told].superseded):
-            console.print(f"[yellow]keepstep:[/yellow] {recovery_text(records[told])}")
-            told += 1
+    try:
+        while job.stage is not Stage.ENDED:
+            _print_news(console, news)
+            if not job.progress.is_initialised and job.roster.num_holders and time.monotonic() > unprotected_s:
+                console.print(f"[yellow]keepstep:[/yellow] {NOT_PROTECTED}")
+                unprotected_s = math.inf
+            if places is not None and console.is_terminal:
+                _print_places(console, places())
+            await asyncio.sleep(REFRESH_S)
+    finally:
+        _print_news(console, news)  # what happened since the last look, also where the job is ended by a signal
+
+
+def _print_news(console: Console, news: Iterator[str | None]) -> None:
+    while (text := next(news)) is not None:
+        console.print(f"[yellow]keepstep:[/yellow] {escape(text)}")
+
+
+def _news(job: RecoveryMachine) -> Iterator[str | None]:
+    """What has happened since the last look, one by one, then None, each time again.
+
+    What happened before the first look has been told in a controller's former life.
+    """
+    num_told, held, num_standstills = len(job.records), set(job.quarantine.held), job.standstill.num_told
+    while True:
+        while num_told < len(job.records) and _is_over(job.records[num_told]):
+            num_told += 1
+            yield recovery_text(job.records[num_told - 1])
         for place in job.quarantine.held.keys() - held:
-            console.print(f"[yellow]keepstep:[/yellow] {quarantine_text(place, job.quarantine.held[place])}")
+            yield quarantine_text(place, job.quarantine.held[place])
         held = set(job.quarantine.held)
-        if not job.progress.is_initialised and job.roster.num_holders and time.monotonic() > unprotected_s:
-            console.print(f"[yellow]keepstep:[/yellow] {NOT_PROTECTED}")
-            unprotected_s = math.inf
         if job.standstill.num_told > num_standstills:
             num_standstills = job.standstill.num_told
-            console.print(f"[yellow]keepstep:[/yellow] {escape(job.standstill.told)}")
-        if places is not None and console.is_terminal:
-            _print_places(console, places())
-        await asyncio.sleep(REFRESH_S)
+            yield job.standstill.told
+        yield None
+
+
+def _is_over(record: RecoveryRecord) -> bool:
+    return record.resumed_s is not None or record.superseded
 
 
 def _print_places(console: Console, places: list[dict[str, object]]) -> None:
