@@ -261,6 +261,19 @@ def script(tmp_path: Path, body: str) -> Path:
             "for step in session.steps(3):\n    with step: optimizer.step()",
             "Average.step() runs collectives",
         ),
+        (
+            "DDP = torch.nn.parallel.DistributedDataParallel\n"
+            "model, other = DDP(model), DDP(torch.nn.Linear(2, 2))\n"
+            "second = torch.optim.Adam(other.parameters())\n"
+            "session.protect(model=model, other=other, optimizer=optimizer, second=second)\n"
+            "for step in session.steps(3):\n"
+            "    with step:\n"
+            "        model(torch.ones(1, 2)).sum().backward()\n"
+            "        optimizer.step()\n"
+            "        other(model(torch.ones(1, 2))).sum().backward()\n"
+            "        second.step()",
+            "step 0: Adam.step() takes gradients that a backward behind another optimizer.step() has reduced",
+        ),
         ("session.protect(optimizer=optimizer)", "no torch.nn.Module"),
         ("session.protect(model=model, o=torch.optim.LBFGS(model.parameters()))", "closure"),
         (

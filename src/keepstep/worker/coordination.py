@@ -75,6 +75,8 @@ class Coordination:
         """Whether a protected optimizer is in its ``step()``."""
         self.updates_alone = True
         """False after a collective in there."""
+        self.reduced_behind_update = False
+        """Whether a backward has communicated since the last gradient barrier was left."""
         self.missing_values = MissingValues()
         self._training_thread = threading.get_ident()
         self._warned: set[str] = set()
@@ -121,6 +123,8 @@ class Coordination:
             self.machine.communicates_in_update = True
             if self.updating and threading.get_ident() == self._training_thread:
                 self.updates_alone = False
+            elif torch._C._current_graph_task_id() != -1:
+                self.reduced_behind_update = True
 
     def awaited(self) -> None:
         """Something waits for an operation in flight."""

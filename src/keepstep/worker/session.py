@@ -41,6 +41,7 @@ from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step import stop_points
 from keepstep.worker.step.barrier import pass_gradient_barrier
 from keepstep.worker.step.step import Step
+from keepstep.worker.step.update import check_alone, check_call, check_gradients
 from keepstep.worker.values.attributes import State
 from keepstep.worker.values.declared import DeclaredState
 
@@ -453,26 +454,16 @@ class Session:
         assert self._recovery is not None
         if coordination.completed or self._warming or not self._is_in_step(optimizer):
             return
-        if keywords.get("closure") is not None or any(callable(argument) for argument in arguments[1:]):
-            raise UsageError(
-                "optimizer.step(closure): the closure computes gradients in mid-update; call backward() before step()"
-            )
-        if torch._C._current_graph_task_id() != -1:
-            raise UsageError(
-                "optimizer.step() ran inside backward(): other gradients are not complete then; call it after"
-            )
+        check_call(arguments, keywords)
         if coordination.phase is not Phase.OPTIMIZER:
             pass_gradient_barrier(coordination, self._recovery)
+        check_gradients(optimizer, coordination)
         coordination.updating = True
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         """Stands behind every ``optimizer.step()`` of the process."""
         self._coordination.updating = False
-        if not self._coordination.updates_alone:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step() runs collectives: a rank that is lost in one would leave every "
-                "other rank's parameters between two steps. Protect an optimizer whose update needs no other rank"
-            )
+        check_alone(optimizer, self._coordination)
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an update is part of the present step; an optimizer that is none of ours may do as it likes outside.

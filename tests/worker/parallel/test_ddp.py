@@ -276,22 +276,27 @@ def test_what_cannot_be_protected_is_refused_by_name(tmp_path: Path) -> None:
     assert trained.endswith("call protect() before the first forward and backward")
 
 
-def buffers_after_sharing(rank: int, size: int, path: Path, shared: bool) -> tuple[list[Any], list[Any]]:
+def buffers_after_sharing(
+    rank: int, size: int, path: Path, shared: bool, with_gradients: bool
+) -> tuple[list[Any], list[Any]]:
     join(path, rank, size)
     ddp = make({"broadcast_buffers": shared}, 0)
-    ddp(torch.randn(5, 4, generator=torch.Generator().manual_seed(rank)))
+    with torch.set_grad_enabled(with_gradients):
+        ddp(torch.randn(5, 4, generator=torch.Generator().manual_seed(rank)))
     before = [buffer.tolist() for buffer in ddp.buffers()]
     share_buffers(ddp)
     return before, [buffer.tolist() for buffer in ddp.buffers()]
 
 
-def test_every_rank_has_the_buffers_of_rank_0(tmp_path: Path) -> None:
-    (before, _same), (others, after) = run_ranks(2, buffers_after_sharing, tmp_path, True)
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_every_rank_has_the_buffers_of_rank_0(tmp_path: Path, with_gradients: bool) -> None:
+    """Also when the last forward was one without gradients, after which DDP would leave each rank its own."""
+    (before, _same), (others, after) = run_ranks(2, buffers_after_sharing, tmp_path, True, with_gradients)
     assert others != before
     assert after == before
 
 
 def test_a_model_that_keeps_its_own_buffers_keeps_them(tmp_path: Path) -> None:
-    answers = run_ranks(2, buffers_after_sharing, tmp_path, False)
+    answers = run_ranks(2, buffers_after_sharing, tmp_path, False, True)
     assert all(before == after for before, after in answers)
     assert answers[0] != answers[1]

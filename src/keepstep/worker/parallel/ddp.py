@@ -106,7 +106,9 @@ def share_buffers(ddp: DistributedDataParallel) -> None:
 
     A forward changes BatchNorm's statistics on each rank in its own way, and DDP keeps rank 0's. Until it has sent
     them rank 0 would be their only holder, and its loss would lose them; sent before the gradient barrier, every
-    rank of a completed step holds the same.
+    rank of a completed step holds the same. DDP leaves them out after a forward without gradients (a GAN's generator
+    in the discriminator's turn); here they would then be each rank's own.
     """
+    begin_alike(ddp)
     if ddp.will_sync_module_buffers():
         ddp._sync_buffers()

@@ -25,6 +25,7 @@ def pass_gradient_barrier(coordination: Coordination, recovery: Recovery) -> Non
     if not _everybody_came(coordination):
         recovery.decide_at_barrier()
     coordination.move(StepEvent.BARRIER_LEFT)
+    coordination.reduced_behind_update = False
 
 
 def _everybody_came(coordination: Coordination) -> bool:

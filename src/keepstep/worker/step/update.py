@@ -1,0 +1,56 @@
+"""Updates that a step may not have, because a rank that is lost in one would leave the others between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.worker.coordination import Coordination
+
+
+def check_call(arguments: Any, keywords: Any) -> None:
+    """Looks at a call of ``optimizer.step()`` before it is let through.
+
+    Args:
+        arguments: of the call, the optimizer first.
+        keywords: of the call.
+
+    Raises:
+        UsageError: it computes gradients in mid-update, or runs before all gradients are there.
+    """
+    if keywords.get("closure") is not None or any(callable(argument) for argument in arguments[1:]):
+        raise UsageError(
+            "optimizer.step(closure): the closure computes gradients in mid-update; call backward() before step()"
+        )
+    if torch._C._current_graph_task_id() != -1:
+        raise UsageError("optimizer.step() ran inside backward(): other gradients are not complete then; call it after")
+
+
+def check_gradients(optimizer: torch.optim.Optimizer, coordination: Coordination) -> None:
+    """Looks whether the gradients of an update were complete when the gradient barrier was left.
+
+    Raises:
+        UsageError: a backward behind the first update of the step has reduced gradients.
+    """
+    if coordination.reduced_behind_update:
+        raise UsageError(
+            f"step {coordination.machine.steps.step}: {type(optimizer).__name__}.step() takes gradients that a "
+            "backward behind another optimizer.step() has reduced: a rank that is lost in between would leave every "
+            "other rank's parameters between two steps. Run all backwards before the first optimizer.step(), or give "
+            "each update a step of its own: for a GAN the discriminator in even steps, the generator in odd ones"
+        )
+
+
+def check_alone(optimizer: torch.optim.Optimizer, coordination: Coordination) -> None:
+    """Looks back at an update.
+
+    Raises:
+        UsageError: it has communicated.
+    """
+    if not coordination.updates_alone:
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() runs collectives: a rank that is lost in one would leave every "
+            "other rank's parameters between two steps. Protect an optimizer whose update needs no other rank"
+        )
