@@ -1,5 +1,6 @@
 """What torch and the script expect of a process group besides the collectives: errors, profiles, groups that end."""
 
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from tests.worker.groups.collectives import own
-from tests.worker.ranks import Watcher, join, meet, run_ranks
+from tests.worker.ranks import DEADLINE_S, Watcher, join, meet, run_ranks
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 # ---- whose error it is ----------------------------------------------------------------------------------------------
 
@@ -138,3 +141,129 @@ def profiling(rank: int, size: int, path: Path) -> int:
 
 def test_torchs_profiler_ends_with_an_operation_and_not_before(tmp_path: Path) -> None:
     assert run_ranks(2, profiling, tmp_path) == [0, 1]
+
+
+# ---- what is C++ in torch -------------------------------------------------------------------------------------------
+
+
+def model_of(rank: int) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+
+
+def joining(rank: int, size: int, path: Path, by_first_size: bool) -> Any:
+    """Rank 0 has fewer inputs than rank 1, whose last gradients are divided by all ranks or by those still there."""
+    join(path, rank, size)
+    ddp = model_of(rank)
+    gradients = []
+    with ddp.join(divide_by_initial_world_size=by_first_size):
+        for _ in range(1 + 2 * rank):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2)).sum().backward()
+            gc.collect()  # what Python has dropped is gone
+            gradients.append(ddp.module.weight.grad.tolist())
+    return gradients
+
+
+@pytest.mark.parametrize(("by_first_size", "last"), [(True, 0.5), (False, 1.0)], ids=["by-all", "by-those-there"])
+def test_ddp_joins_with_uneven_inputs(by_first_size: bool, last: float, tmp_path: Path) -> None:
+    short, long = run_ranks(2, joining, tmp_path, by_first_size)
+    assert short == [[[1.0, 1.0]]]
+    assert long == [[[1.0, 1.0]]] + 2 * [[[last, last]]]
+
+
+def half_precision(rank: int, size: int, path: Path, is_down: bool) -> Any:
+    """Gradients by DDP's own C++ hook for float16, with torch's Python hook beside it."""
+    registry, _world = join(path, rank, size)
+    built_in, by_hook = model_of(rank), model_of(rank)
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    by_hook.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if is_down:
+        registry.take_down()
+    for ddp in (built_in, by_hook):
+        ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    return built_in.module.weight.grad.tolist(), by_hook.module.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("is_down", [False, True], ids=["up", "down"])
+def test_the_built_in_hook_for_float16(is_down: bool, tmp_path: Path) -> None:
+    for rank, (built_in, by_hook) in enumerate(run_ranks(2, half_precision, tmp_path, is_down)):
+        mean = (1.0 + rank) / 2 if is_down else 1.5  # an echoed sum is this rank's own part
+        assert built_in == by_hook == [[mean, mean]]
+
+
+def failing_half_precision(rank: int, size: int, path: Path) -> str:
+    join(path, rank, size)
+    work = dist.all_reduce(own(rank, 3).half(), op=dist.ReduceOp.BAND, async_op=True)
+    return error_of(work.get_future().wait)
+
+
+def test_a_future_of_float16_ends_with_the_error(tmp_path: Path) -> None:
+    for error in run_ranks(2, failing_half_precision, tmp_path):
+        assert "Cannot use ReduceOp.BAND" in error
+
+
+def compiled(rank: int, size: int, path: Path) -> Any:
+    join(path, rank, size)
+    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    call = torch.compile(ddp, backend="aot_eager")
+    for _ in range(2):
+        call(torch.eye(2) * (1 + rank)).sum().backward()
+    return [parameter.grad.tolist() for parameter in ddp.parameters()]
+
+
+def test_a_compiled_ddp_trains(tmp_path: Path) -> None:
+    first, second = run_ranks(2, compiled, tmp_path)
+    assert first == second
+
+
+# ---- what a rank that gave up leaves to the others ------------------------------------------------------------------
+
+
+def barrier_without_one(rank: int, size: int, path: Path) -> str:
+    _registry, _world = join(path, rank, size, Watcher(echoes=False))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+    error = "absent"
+    if rank != 1:
+        error = error_of(lambda: dist.monitored_barrier(group, timeout=timedelta(milliseconds=200)))
+    meet(path, size, "tried")
+    return error
+
+
+def test_a_rank_whose_deadline_has_passed_frees_the_others(tmp_path: Path) -> None:
+    first, absent, other = run_ranks(3, barrier_without_one, tmp_path)
+    assert "Rank 1 failed to pass monitoredBarrier" in first
+    assert absent == "absent"
+    assert "Connection closed by peer" in other
+
+
+def asking(rank: int, size: int, path: Path) -> Any:
+    """What torch's own functions and scripts ask a group and its works for."""
+    _registry, world = join(path, rank, size)
+    world.set_timeout(timedelta(seconds=7))
+    backend = world._get_backend(torch.device("cpu"))
+    before = world._get_sequence_number_for_group()
+    work = dist.all_reduce(own(rank, 2), async_op=True) if rank == 0 else None
+    early = error_of(work.result) if work is not None else ""
+    meet(path, size, "asked")
+    work = work or dist.all_reduce(own(rank, 2), async_op=True)
+    work.wait()
+    return (
+        (backend is world, backend.options.backend, backend.options._timeout, world._device_types),
+        (before, world._get_sequence_number_for_group(), world.bound_device_id),
+        early,
+        work.result()[0].tolist(),
+        error_of(lambda: world._get_backend(torch.device("cuda"))),
+        error_of(dist.monitored_barrier),
+    )
+
+
+def test_a_group_answers_what_a_user_of_gloo_asks(tmp_path: Path) -> None:
+    answers = run_ranks(2, asking, tmp_path)
+    for about, numbers, _early, result, cuda, monitored in answers:
+        assert about == (True, "keepstep", timedelta(seconds=7), [torch.device("cpu")])
+        assert numbers == (0, 1, None)
+        assert result == (own(0, 2) + own(1, 2)).tolist()
+        assert "No backend type associated with device type cuda: group world is keepstep's" in cuda
+        assert "monitored_barrier is only implemented for GLOO backend" in monitored
+    assert "Should call wait() before result()" in answers[0][2]

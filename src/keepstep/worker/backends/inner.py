@@ -145,6 +145,13 @@ class Inner:
             with suppress(RuntimeError):  # the deadline; or this one is closed already
                 communicator.recv([torch.empty(1)], peer, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
 
+    def end_connections(self) -> None:
+        """Lets the other members know that gloo has closed this one's connections, as it does after a deadline.
+
+        What they wait for never comes, and the copies that are held here keep them from noticing.
+        """
+        self._connections.cut()
+
     def drain(self, deadline_s: float) -> bool:
         """Waits until nothing is under way any more, so that nothing writes into a tensor later on.
 

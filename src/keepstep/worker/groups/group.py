@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import (
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
+    Backend,
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
@@ -33,11 +35,13 @@ from keepstep.worker.backends.causes import Cause, cause_of
 from keepstep.worker.backends.communicator import Communicator
 from keepstep.worker.backends.connections import LOOPBACK
 from keepstep.worker.backends.inner import Inner, OperationObserver, TakenDown
-from keepstep.worker.groups import echo, objects
+from keepstep.worker.groups import echo, native, objects
 from keepstep.worker.groups.startup import StartUp
 from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
 
 Tensors = list[Tensor]
+
+_CPU = torch.device("cpu")
 
 SHUTDOWN_S = 5.0
 """For what is under way in a group that is destroyed. It ends within milliseconds, or with gloo's own deadline."""
@@ -169,6 +173,28 @@ class SurvivingGroup(dist.ProcessGroup):
         """The description that torch gave."""
         return self._description
 
+    @property
+    def options(self) -> Backend.Options:
+        """The backend's name and the timeout of collectives, to read."""
+        return Backend.Options(self.getBackendName(), self._timeout)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> SurvivingGroup:
+        """This group: there is no backend below it that lasts longer than a generation.
+
+        Raises:
+            RuntimeError: for any device but the CPU.
+        """
+        if device.type == "cpu":
+            return self
+        raise RuntimeError(
+            f"No backend type associated with device type {device.type}: group {self.keepstep_name} is keepstep's and "
+            "carries tensors on the CPU"
+        )
+
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - the name that torch's C++ calls
         """Torch describes its groups."""
         self._description = description
@@ -251,7 +277,7 @@ class SurvivingGroup(dist.ProcessGroup):
             return lambda: self._observer.missing(self.keepstep_name, [] if is_read else outputs)
 
         def on_error(error: Exception) -> Callable[[], None] | None:
-            if inner.is_up and not self._is_of_a_failure(error):
+            if inner.is_up and not self._is_of_a_failure(inner, error):
                 return None
             return echo_it()
 
@@ -271,27 +297,32 @@ class SurvivingGroup(dist.ProcessGroup):
         objects.refuse_unpickling(self.keepstep_name, "a failure cut the group off, and nothing was received")
         return EchoedWork(outputs, self._rank, self._size)
 
-    def _is_of_a_failure(self, error: Exception) -> bool:
+    def _is_of_a_failure(self, inner: Inner, error: Exception) -> bool:
         """Whether an operation's error comes from the failure of a peer, so that it is echoed and not raised.
 
         A connection that ended is taken for a failure and reported. An error of the call itself is the caller's, and so
         is a deadline that has passed: a peer that is dead closes its connections, so nothing waits for it, and one that
         hangs or whose node is lost is known within `DETECTION_S`. Where a failure is known, which is what the group
-        waits for after a deadline, both are echoed: what was computed is thrown away anyway.
+        waits for after a deadline, both are echoed: what was computed is thrown away anyway. After a deadline of its
+        own this rank leaves the group, so that no other waits in it any longer.
         """
         match cause_of(error):
             case Cause.CONNECTION:
                 return self._observer.failed(self.keepstep_name, error)
             case Cause.DEADLINE:
-                return self._observer.knows_failure(DETECTION_S)
+                if self._observer.knows_failure(DETECTION_S):
+                    return True
+                inner.end_connections()
+                return False
             case Cause.CALL:
                 return self._observer.knows_failure(0.0)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_reduce`; echo leaves the tensors."""
-        return self._issue(
+        work = self._issue(
             Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce(tensors, opts or AllreduceOptions()), None
         )
+        return native.for_reducer(work) if opts is not None and opts.asyncOp else work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several all_reduce in one; echo leaves the tensors."""

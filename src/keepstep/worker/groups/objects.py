@@ -29,17 +29,17 @@ _PASSED_THROUGH = ("torch.distributed", "keepstep.worker.groups")
 
 def is_asked_by_receiver() -> bool:
     """Whether one of the two functions is about to learn from a process group whether it sends or receives."""
-    return _caller(_RECEIVING) is not None
+    return caller(_RECEIVING) is not None
 
 
 def is_asked_by_log() -> bool:
     """Whether torch asks for a rank to log an exception with it."""
-    return _caller(_LOGGING) is not None
+    return caller(_LOGGING) is not None
 
 
 def clear_for_receiver(tensors: list[Tensor]) -> None:
     """What one of the two functions has allocated to receive in it is not left uninitialised, in case nothing comes."""
-    if tensors and tensors[0].dtype in _DTYPES and _is_receiver(_caller(_RECEIVING)):
+    if tensors and tensors[0].dtype in _DTYPES and _is_receiver(caller(_RECEIVING)):
         for tensor in tensors:
             tensor.zero_()
 
@@ -50,7 +50,7 @@ def refuse_unpickling(group: str, why: str) -> None:
     Raises:
         PeerLost: naming the function, the group and the reason.
     """
-    frame = _caller(_RECEIVING)
+    frame = caller(_RECEIVING)
     if frame is not None and _is_receiver(frame):
         raise PeerLost(f"{frame.f_code.co_name} on group {group}: {why}")
 
@@ -59,7 +59,8 @@ def _is_receiver(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_locals.get("my_group_rank") != frame.f_locals.get("group_src")
 
 
-def _caller(functions: frozenset[CodeType]) -> FrameType | None:
+def caller(functions: frozenset[CodeType]) -> FrameType | None:
+    """The frame of one of torch's ``functions`` that the caller of the calling function was called by, or None."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PASSED_THROUGH):
         if frame.f_code in functions:

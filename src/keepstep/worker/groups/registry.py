@@ -23,6 +23,15 @@ CONNECT_DEADLINE = timedelta(seconds=30)
 DRAIN_DEADLINE_S = 30.0
 """A broken collective ends within milliseconds; this bounds the wait should that ever not hold."""
 
+UNTRACED = (
+    "keepstep.protocol",
+    "keepstep.tagpage",
+    "keepstep.worker.backends",
+    "keepstep.worker.coordination",
+    "keepstep.worker.groups",
+)
+"""What runs when a collective is called."""
+
 StoreFactory = Callable[[int, str], Store]
 
 
@@ -56,6 +65,7 @@ class GroupRegistry:
             world_size: number of ranks.
             await_rank: gives the real rank, when there is one.
         """
+        _leave_out_of_compilation()
         if not hasattr(dist.Backend, BACKEND.upper()):
             dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
         dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
@@ -135,3 +145,11 @@ class GroupRegistry:
         self._generation = None
         for group, _members in list(self._groups):
             group.take_down()
+
+
+def _leave_out_of_compilation() -> None:
+    """What a group does is not for torch.compile, which may call it from what it has compiled: DDP's forward does."""
+    from torch._dynamo import trace_rules  # takes a second, unless the spawner has imported it
+
+    for name in UNTRACED:
+        trace_rules.add(name)

@@ -16,6 +16,7 @@ from keepstep.protocol.waiting.operations import Operation
 from keepstep.worker.backends.background import in_background
 from keepstep.worker.backends.causes import RAISED_BY_GLOO
 from keepstep.worker.backends.communicator import Communicator
+from keepstep.worker.groups import native
 
 Outputs = list[Tensor] | list[list[Tensor]]
 
@@ -37,8 +38,7 @@ class EchoedWork(dist.Work):
         size: of the group; a message from anybody came from the next rank.
         """
         super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(outputs)
+        self._outputs = outputs
         self._next_rank = (rank + 1) % size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -47,7 +47,15 @@ class EchoedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is done."""
-        return self._future
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._outputs)
+        if native.needs_type(self._outputs):
+            return native.typed(future, self._outputs)  # type: ignore[arg-type]  # seen just now
+        return future
+
+    def result(self) -> Outputs:
+        """What the group has answered."""
+        return self._outputs
 
     def is_completed(self) -> bool:
         """Always."""
@@ -238,6 +246,8 @@ class GroupWork(dist.Work):
             if self._future is None:
                 self._end = torch.futures.Future()
                 self._future = self._end.then(self._result)
+                if native.needs_type(self._outputs):
+                    self._future = native.typed(self._future, self._outputs)  # type: ignore[arg-type]  # seen just now
                 if self._ended:
                     self._end.set_result(None)
             future = self._future
@@ -265,7 +275,17 @@ class GroupWork(dist.Work):
         return self._error
 
     def result(self) -> Outputs:
-        """The outputs, which are complete when the operation has ended."""
+        """The outputs.
+
+        Raises:
+            RuntimeError: the operation has not ended, or in an error.
+        """
+        if not self.look():
+            raise RuntimeError(
+                "Work needs to be completed before calling result(). Should call wait() before result()."
+            )
+        if self._error is not None:
+            raise self._error
         return self._outputs
 
     def synchronize(self) -> None:
