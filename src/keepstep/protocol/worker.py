@@ -127,7 +127,7 @@ class WorkerMachine:
         self.torn = False
         """The parameters are in between, and reach no step."""
         self.in_doubt = False
-        """It counts as torn until `found_whole`: a value that was cut off may have got into the state for good."""
+        """It counts as torn until `found_whole`: what went wrong behind the barrier may be in the state for good."""
         self.communicates_in_update = False
         """The script has run a collective behind the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
@@ -240,11 +240,14 @@ class WorkerMachine:
         self.tainted = True
 
     def lost_value(self) -> None:
-        """A collective was cut off where nothing is undone any more: behind the gradient barrier or behind the step."""
+        """Something went wrong where nothing is undone any more: behind the gradient barrier or behind the step.
+
+        A collective was cut off there, or an optimizer's ``step()`` has raised.
+        """
         self.torn = self.in_doubt = True
 
     def found_whole(self) -> None:
-        """What the cut-off collectives would have given has no part in the state."""
+        """What went wrong has no part in the state."""
         if self.in_doubt:
             self.torn = self.in_doubt = False
 
@@ -346,7 +349,7 @@ class WorkerMachine:
             return Update()
         if self.torn and self._advanced == order.generation:
             self._target = order.generation
-            self.fell_out("update", "a collective in it was cut off, so this rank is not where it was to advance to")
+            self.fell_out("update", "it is not known to be whole, so this rank is not where it was to advance to")
             return self.next_move()
         if self.generation != order.generation:
             return self._connect(order.generation)

@@ -71,12 +71,14 @@ class Coordination:
         """Whether the environment tells of no rank yet."""
         self.attempting = False
         """Whether a step was handed out and is not complete: what the script does is undone if it is interrupted."""
-        self.updating = False
-        """Whether a protected optimizer is in its ``step()``."""
+        self._updating = False
+        """Whether a protected optimizer is in its ``step()``, or has left it with an exception."""
         self.updates_alone = True
         """False after a collective in there."""
         self.reduced_behind_update = False
         """Whether a backward has communicated since the last gradient barrier was left."""
+        self._update_raised = False
+        """Whether one has raised in this step, and the script went on: its parameters may be half updated."""
         self.missing_values = MissingValues()
         self._training_thread = threading.get_ident()
         self._warned: set[str] = set()
@@ -121,7 +123,7 @@ class Coordination:
         self.page.operation_entered(group, operation, peer)
         if self.machine.steps.phase is Phase.OPTIMIZER:
             self.machine.communicates_in_update = True
-            if self.updating and threading.get_ident() == self._training_thread:
+            if self._updating and threading.get_ident() == self._training_thread:
                 self.updates_alone = False
             elif torch._C._current_graph_task_id() != -1:
                 self.reduced_behind_update = True
@@ -191,7 +193,14 @@ class Coordination:
             host: gives the protected host values.
         """
         harm = self.missing_values.conclude(host)
-        if self.machine.in_doubt and harm is None:
+        if self._update_raised and self.interrupted:
+            self.machine.found_torn()
+            print(
+                f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: optimizer.step() has raised, and "
+                "a rank was lost in the same step; this rank's copy may be half updated and has to be restored",
+                file=sys.stderr,
+            )
+        elif self.machine.in_doubt and harm is None:
             self.machine.found_whole()
         elif self.machine.in_doubt:
             self.machine.found_torn()
@@ -265,6 +274,34 @@ class Coordination:
         """Moves this rank along in its step and shows it on the tag page."""
         self.machine.steps.advance(event)
         self.show()
+
+    def begin_attempt(self) -> None:
+        """A step is handed out: what optimizers did in the step before is its own."""
+        self.attempting, self._updating, self._update_raised = True, False, False
+
+    def begin_update(self) -> None:
+        """A protected optimizer begins its ``step()``, behind the gradient barrier."""
+        self._look_for_raised_update()
+        self._updating = self.updates_alone = True
+
+    def end_update(self) -> None:
+        """It has come to its end."""
+        self._updating = False
+
+    def complete_step(self) -> None:
+        """The script has come to the end of the step."""
+        self._look_for_raised_update()
+        self.move(StepEvent.STEP_COMPLETED)
+
+    def _look_for_raised_update(self) -> None:
+        """A ``step()`` that has begun and not ended has raised, and the script went on (it skips the step, perhaps).
+
+        Torch tells of the beginning and of a good end only. The copy counts as torn until the script asks for the next
+        step, where `judge_copy` ends the doubt.
+        """
+        if self._updating:
+            self._updating, self._update_raised = False, True
+            self.machine.lost_value()
 
     def show(self) -> None:
         """Writes the tag."""

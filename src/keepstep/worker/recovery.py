@@ -94,7 +94,7 @@ class Recovery:
         """
         self._declared.hand_out()
         self.snapshot.take()
-        self._coordination.attempting = True
+        self._coordination.begin_attempt()
 
     def script_returns(self) -> None:
         """The script asks for the next step: what it did to the state until now is put back, or judged and written."""

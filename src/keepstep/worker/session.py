@@ -397,7 +397,7 @@ class Session:
         if self._coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
             self._refuse_leftover_gradients()
             pass_gradient_barrier(self._coordination, self._recovery)
-        self._coordination.move(StepEvent.STEP_COMPLETED)
+        self._coordination.complete_step()
         self._step = None
         self._recovery.after_step()
 
@@ -458,11 +458,11 @@ class Session:
         if coordination.phase is not Phase.OPTIMIZER:
             pass_gradient_barrier(coordination, self._recovery)
         check_gradients(optimizer, coordination)
-        coordination.updating = True
+        coordination.begin_update()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         """Stands behind every ``optimizer.step()`` of the process."""
-        self._coordination.updating = False
+        self._coordination.end_update()
         check_alone(optimizer, self._coordination)
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
