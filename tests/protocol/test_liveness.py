@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from keepstep.protocol.liveness import WINDOW, LivenessMachine, LivenessSettings, Observation
+from keepstep.protocol.liveness import WINDOW, LivenessMachine, LivenessSettings, Observation, was_passed
 from keepstep.protocol.messages import Cause, JobStalled, Tag, WorkerLost
 from keepstep.protocol.phases import Phase
 
@@ -30,6 +30,8 @@ class Node:
         self.machine = LivenessMachine("node-a", dataclasses.replace(SETTINGS, blind_s=blind_s))
         self.machine.is_initialised = True
         self.now_s = 100.0
+        self.shown: dict[int, tuple[Tag, float]] = {}
+        """What the worker's page has shown last, and since when."""
         for worker in range(num_ranks + num_spares):
             self.machine.watch(worker, worker if worker < num_ranks else None, self.now_s)
 
@@ -45,8 +47,15 @@ class Node:
         collective: bool = False,
         stopped: bool = False,
     ) -> None:
-        look = Observation(Tag(generation, step, phase), progress, waiting, collective, stopped)
-        self.machine.observe(worker, look, self.now_s)
+        tag = Tag(generation, step, phase)
+        self.machine.observe(worker, Observation(tag, progress, waiting, collective, stopped), self.now_s)
+        before, since_s = self.shown.get(worker, (tag, self.now_s))
+        if tag == before:
+            self.shown.setdefault(worker, (tag, since_s))
+            return
+        if was_passed(before, tag):
+            self.machine.passed(worker, before.phase, since_s, self.now_s)
+        self.shown[worker] = tag, self.now_s
 
     def judge_after(self, seconds: float) -> list[WorkerLost | JobStalled]:
         self.now_s += seconds
@@ -475,15 +484,25 @@ def test_nothing_is_learned_from_a_phase_that_was_cut_off() -> None:
     assert node.machine.deadline_s(0) == FLOOR_S
 
 
-def test_a_phase_is_measured_within_one_step() -> None:
-    """Looks come every few milliseconds: a short phase between two long ones is often not seen at all."""
+def test_phases_that_no_look_finds_are_measured_too() -> None:
+    """Looks come every 20 ms: in a job with shorter steps most phases are over before the next one."""
     node = Node(num_ranks=1)
-    for step in range(10):
-        node.look(0, Phase.FORWARD, step)
-        node.now_s += 2.0
-    node.look(0, Phase.BACKWARD, 9)
-    node.look(0, Phase.FORWARD, 10)
-    assert node.machine.deadline_s(0) == pytest.approx(2.0 * FACTOR)
+    node.look(0, Phase.UPDATED, 0)
+    for phase, took_s in zip(IN_A_STEP, (0.002, 0.5, 0.0, 2.0), strict=True):
+        node.machine.passed(0, phase, node.now_s, node.now_s + took_s)
+    expected_s = [FLOOR_S, 0.5 * FACTOR, FLOOR_S, 2.0 * FACTOR]
+    for phase, limit_s in zip(IN_A_STEP, expected_s, strict=True):
+        node.look(0, phase, 7)
+        assert node.machine.deadline_s(0) == pytest.approx(limit_s)
+
+
+def test_a_phase_that_began_before_training_went_on_is_no_measure() -> None:
+    """A rank that advances in a recovery waits for the state of others in it."""
+    node = Node(num_ranks=1)
+    node.look(0, Phase.SYNCED, 0)
+    node.machine.resumed(node.now_s + 5.0)
+    node.machine.passed(0, Phase.SYNCED, node.now_s, node.now_s + 5.5)
+    assert node.machine.deadline_s(0) == UNKNOWN_S
 
 
 # ---- When it cannot have seen anything ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from keepstep import lifeline, tagpage
+from keepstep.agent.durations import longest_phases
 from keepstep.agent.environment import environment_of
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
@@ -74,6 +75,7 @@ class AgentWorker:
     watched_generation: int | None = None
     events_read: int = 0
     phases_read: int = 0
+    durations_read: int = 0
     last_forward_ns: int = 0
     progress: int = -1
     moved_s: float = 0.0
@@ -380,6 +382,10 @@ class Agent:
             worker.moved_s, worker.stopped = now_s, _is_stopped(worker.pid)
         look = Observation(view.tag, view.progress, view.waiting, view.awaited > 0, worker.stopped)
         self._machine.observe(worker.worker, look, now_s)
+        if view.events_written > worker.durations_read:
+            for phase, began_s, ended_s in longest_phases(worker.page.events_since(worker.durations_read - 1)):
+                self._machine.passed(worker.worker, phase, began_s, ended_s)
+            worker.durations_read = view.events_written
         self._watch_first_step(worker)
 
     def _look_closer(self, workers: tuple[int, ...]) -> None:

@@ -358,6 +358,10 @@ class AgentMachine:
         """One look at a worker's page and process."""
         self.liveness.observe(number, look, now_s)
 
+    def passed(self, number: int, phase: Phase, began_s: float, ended_s: float) -> None:
+        """A worker has come to the end of a phase; see `LivenessMachine.passed`."""
+        self.liveness.passed(number, phase, began_s, ended_s)
+
     def looked_closer(self, counts: Mapping[int, Sequence[OperationCount]], now_s: float) -> None:
         """What the pages of workers show of their groups, by worker, as `LookCloser` asked."""
         still = self.liveness.standing(0.0, now_s)

@@ -17,6 +17,13 @@ from keepstep.protocol.phases import Phase
 
 WINDOW = 64
 """Phase durations remembered per phase; the largest of them is the phase's measure."""
+MEASURED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER})
+"""The phases whose deadline is learned."""
+
+
+def was_passed(before: Tag, after: Tag) -> bool:
+    """Whether a measured phase came to its own end, and was not undone or cut off; ``after`` is the next tag."""
+    return before.phase in MEASURED and before.generation == after.generation and before.step <= after.step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +64,8 @@ class _Watched:
     rank: int | None
     seen: Observation | None = None
     changed_s: float = 0.0
-    phase_began_s: float = 0.0
+    measured_from_s: float = 0.0
+    """Phases that began earlier are no measure: a recovery, or a time in which nobody looked, is in them."""
     stopped_since_s: float | None = None
     stopping: bool = False
     safe: bool = False
@@ -81,7 +89,7 @@ class LivenessMachine:
 
     def watch(self, worker: int, rank: int | None, now_s: float) -> None:
         """A worker was started, or a spare was given a rank."""
-        watched = self._workers.setdefault(worker, _Watched(rank, changed_s=now_s, phase_began_s=now_s))
+        watched = self._workers.setdefault(worker, _Watched(rank, changed_s=now_s, measured_from_s=now_s))
         watched.rank = rank
 
     def forget(self, worker: int) -> None:
@@ -117,7 +125,7 @@ class LivenessMachine:
         self._stalled_generation = -1
         for watched in self._workers.values():
             watched.stopping = watched.safe = False
-            watched.changed_s = watched.phase_began_s = now_s
+            watched.changed_s = watched.measured_from_s = now_s
 
     def observe(self, worker: int, look: Observation, now_s: float) -> None:
         """One look at a worker's page and process."""
@@ -133,12 +141,19 @@ class LivenessMachine:
             watched.stopped_since_s = None
         elif watched.stopped_since_s is None:
             watched.stopped_since_s = now_s
-        if before is not None and (before.tag.phase, before.tag.step) != (look.tag.phase, look.tag.step):
-            if before.tag.phase is look.tag.phase:
-                pass  # whole phases went by between two looks: nothing is learned from that
-            elif not watched.stopping and before.tag.generation == look.tag.generation:
-                self._durations[before.tag.phase].append(now_s - watched.phase_began_s)
-            watched.phase_began_s = now_s
+
+    def passed(self, worker: int, phase: Phase, began_s: float, ended_s: float) -> None:
+        """A phase has ended, as the worker's page shows. Call it behind `observe`, for the longest of each kind.
+
+        Args:
+            worker: who was in it.
+            phase: one for which `was_passed`.
+            began_s: when, on the clock of ``now_s``.
+            ended_s: the same.
+        """
+        watched = self._workers.get(worker)
+        if watched is not None and not watched.stopping and watched.measured_from_s <= began_s <= ended_s:
+            self._durations[phase].append(ended_s - began_s)
 
     def deadline_s(self, worker: int) -> float:
         """How long this worker may stand still where it is now."""
@@ -190,7 +205,7 @@ class LivenessMachine:
         gap_s = now_s - before
         for watched in self._workers.values():
             watched.changed_s += gap_s
-            watched.phase_began_s += gap_s
+            watched.measured_from_s = now_s
             if watched.stopped_since_s is not None:
                 watched.stopped_since_s += gap_s
 

@@ -102,6 +102,8 @@ class SimulatedNode:
         for worker in self.workers.values():
             if worker.is_alive:
                 self._machine.observe(worker.number, worker.look(), now_s)
+                for phase, began_s, ended_s in worker.take_passed():
+                    self._machine.passed(worker.number, phase, began_s, ended_s)
         self._machine.tick(now_s)
         self._proceed()
         self._tick_later()

@@ -12,7 +12,7 @@ from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import worker as moves
 from keepstep.protocol.agent import Spawn
-from keepstep.protocol.liveness import Observation
+from keepstep.protocol.liveness import Observation, was_passed
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
@@ -54,6 +54,8 @@ class SimulatedWorker(SimulatedProcess):
         self.cohort: Cohort | None = None
         """The processes it has connected with last."""
         self.tag = Tag(0, -1, Phase.STARTING)
+        self._tag_since_s = 0.0
+        self._passed: list[tuple[Phase, float, float]] = []
         self.in_collective: Key | None = None
         self.entered_s = 0.0
         """When it had last begun a collective; 0: never."""
@@ -86,6 +88,11 @@ class SimulatedWorker(SimulatedProcess):
         """What its agent sees of it."""
         in_collective = self.in_collective is not None
         return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped)
+
+    def take_passed(self) -> list[tuple[Phase, float, float]]:
+        """The phases that its ring shows to have ended since the last look: when they began, and ended."""
+        passed, self._passed = self._passed, []
+        return passed
 
     def counts(self) -> tuple[OperationCount, ...]:
         """What its page shows of its only group, of which the barriers of its steps are counted."""
@@ -470,5 +477,9 @@ class SimulatedWorker(SimulatedProcess):
     def _show(self) -> None:
         machine = self.machine
         self._is_waiting = False
-        self.tag = Tag(machine.generation, machine.steps.step, machine.steps.phase)
+        before, self.tag = self.tag, Tag(machine.generation, machine.steps.step, machine.steps.phase)
+        if self.tag != before:
+            if was_passed(before, self.tag):
+                self._passed.append((before.phase, self._tag_since_s, self.node.clock_s))
+            self._tag_since_s = self.node.clock_s
         self.world.tag_shown(self)

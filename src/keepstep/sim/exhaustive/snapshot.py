@@ -30,6 +30,7 @@ _IGNORED = _KEPT | {
         "_lives",
     ),
     "completed",
+    *("_tag_since_s", "_passed"),  # what phases took
     # Of conversations.
     *("_received", "_acknowledged", "_transmitted", "_patient_since_s", "_owes_news", "_owes_answer"),
     *("records", "_record", "_connected"),  # what a report is made from

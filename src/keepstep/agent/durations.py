@@ -1,0 +1,32 @@
+"""What the phases of a step take, from a worker's ring: however short they are, none is missed between two looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from keepstep.protocol.liveness import was_passed
+from keepstep.protocol.messages import Tag
+from keepstep.protocol.phases import Phase
+from keepstep.tagpage import PhaseEvent
+
+
+def longest_phases(events: Iterable[PhaseEvent]) -> list[tuple[Phase, float, float]]:
+    """Of each phase that came to its end the longest.
+
+    Args:
+        events: phase changes, oldest first; the last one that was seen before is among them.
+
+    Returns:
+        the phase, and when it began and ended, in seconds of the node's monotonic clock.
+    """
+    found: dict[Phase, tuple[int, int]] = {}
+    for before, after in pairwise(events):
+        began_ns, ended_ns = found.get(before.phase, (0, -1))
+        if after.at_ns - before.at_ns > ended_ns - began_ns and was_passed(_tag(before), _tag(after)):
+            found[before.phase] = before.at_ns, after.at_ns
+    return [(phase, began_ns / 1e9, ended_ns / 1e9) for phase, (began_ns, ended_ns) in found.items()]
+
+
+def _tag(event: PhaseEvent) -> Tag:
+    return Tag(event.generation, event.step, event.phase)
