@@ -24,7 +24,9 @@ from keepstep.protocol.recovery.placement import roster
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
 from keepstep.protocol.recovery.progress import Progress
+from keepstep.protocol.recovery.standstill import Standstill
 from keepstep.protocol.resume import Action
+from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Load, Move, Update, Urgency, WorkerMachine
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NodeLayout
 from keepstep.sim.cluster.transfers import LocalValue, Rows
@@ -459,6 +461,15 @@ def a_job_that_has_trained_is_taken_for_new(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Progress, "has_trained", property(lambda self: False, lambda self, value: None), raising=False)
 
 
+def loops_that_end_unevenly_are_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Standstill, "uneven", lambda self: None)
+
+
+def a_rank_in_its_last_step_has_begun_another(patch: pytest.MonkeyPatch) -> None:
+    right = RankState.has_begun
+    patch.setattr(RankState, "has_begun", lambda self, step: right(self, step - 1))
+
+
 MUTANTS: dict[Plant, Check] = {
     reports_of_old_generations_are_heard: Check.RECOMPUTED,
     a_recover_is_carried_out_once_more: Check.RAISED,
@@ -510,6 +521,8 @@ MUTANTS: dict[Plant, Check] = {
     who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
     nobody_is_ever_hung: Check.STUCK,
     the_job_ends_when_one_rank_is_through: Check.ENDED,
+    loops_that_end_unevenly_are_not_noticed: Check.NO_CAUSE,
+    a_rank_in_its_last_step_has_begun_another: Check.ENDED,
 }
 
 
@@ -531,7 +544,25 @@ def a_node_is_lost_and_two_have_spares(seed: int) -> Case:
     return Case(seed, layout, (Fault("node loss", 2.0 + seed % 10 / 10, pick=0),))
 
 
+def two_ranks(seed: int, num_nodes: int, ends_early: int | None, fault: Fault) -> Case:
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=2 // num_nodes)
+    nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(num_nodes))
+    return Case(seed, Layout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=4, ends_early=ends_early), (fault,))
+
+
+def a_rank_leaves_its_loop_early(seed: int) -> Case:
+    """On one node or on two, and now and then a rank is killed as well."""
+    return two_ranks(seed, 1 + seed % 2, seed % 4 // 2, Fault("kill", 0.5 + seed % 50 / 10, pick=seed))
+
+
+def data_is_cut_off_in_the_last_step(seed: int) -> Case:
+    """One rank has left the last barrier and is through, the other one waits in it."""
+    return two_ranks(seed, 2, None, Fault("cut data", 1.0 + seed % 20 / 10, None, Phase.SYNCED, 1, 20.0))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
+    a_rank_in_its_last_step_has_begun_another: data_is_cut_off_in_the_last_step,
     the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier,
     a_spare_close_to_a_lost_node_is_preferred: a_node_is_lost_and_two_have_spares,
 }

@@ -75,6 +75,8 @@ class Layout:
 
     parks_spares: bool = False
     """Whether that line is the script's first, so that everything is built while the job waits."""
+    ends_early: int | None = None
+    """The rank whose script leaves its loop one step before the others, by a mistake of its author."""
     asks_once: bool = False
     """Whether scripts have something to do that is done once in the job's life."""
 
@@ -82,6 +84,10 @@ class Layout:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.settings.world_size
+
+    def num_steps_of(self, rank: int | None) -> int:
+        """The number of steps that the loop of a rank has."""
+        return self.num_steps - (rank is not None and rank == self.ends_early)
 
     def __str__(self) -> str:
         kinds = {1: "DDP", self.world_size: "FSDP"}

@@ -345,7 +345,7 @@ class SimulatedWorker(SimulatedProcess):
         assert step is not None
         self._is_waiting = False
         self.world.oracle.stands_at(self, step)
-        if step == self.world.layout.num_steps:
+        if step >= self.world.layout.num_steps_of(machine.rank):
             machine.finished(repr(self.parameters))
             self.go()
             return

@@ -23,7 +23,7 @@ from keepstep.protocol.messages import (
     WorkerLost,
 )
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.recovery import EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
+from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries
 from keepstep.sim.oracle.checks import Check, ViolationError
@@ -275,6 +275,12 @@ class Oracle:
     def job_ended(self, order: EndJob) -> None:
         """The controller has ended the job."""
         layout = self._world.layout
+        if layout.ends_early is not None and self.furthest == layout.num_steps - 1:
+            if order.exit_code != EXIT_FAILED or "give session.steps() the same number" not in order.reason:
+                raise ViolationError(
+                    Check.ENDED, f"exit code {order.exit_code} ({order.reason}), and a loop has ended before the others"
+                )
+            return
         if order.exit_code == 0:
             right = tuple(range(layout.num_steps))
             for rank in range(layout.world_size):
