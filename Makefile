@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full soak fuzz bench bench-weights lint clean
+.PHONY: help demo test test-full test-upstream soak fuzz bench bench-weights lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ test: lint ## every check, then every test
 
 test-full: $(STAMP) ## every kind of fault in every phase, both examples, two to four ranks
 	$(BIN)/python -m pytest -m full
+
+test-upstream: $(STAMP) ## torch's own tests of process groups, on gloo and on keepstep, compared with the list of exceptions
+	$(BIN)/python -m pytest -m full tests/worker/upstream
 
 # The first seed is the time of day with room for 10,000 seeds a second, so no soak runs the seeds of another one.
 SECONDS ?= 600

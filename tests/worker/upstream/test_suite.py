@@ -1,14 +1,15 @@
-"""Torch's own tests of process groups pass on keepstep's where they pass on plain gloo, but for a written list."""
+"""Torch's own tests of process groups pass on keepstep's, but for a written list: `exceptions.toml`."""
 
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from tests.worker.ranks import run_ranks
-from tests.worker.upstream.suite import SIZE, run_tests
+from tests.worker.upstream.suite import SIZE, outcomes_in, run_tests
 
 QUICK = (
     "test_all_gather_coalesced_simple",
@@ -19,43 +20,54 @@ QUICK = (
     "test_destroy_full_group",
     "test_gather",
     "test_get_backend",
+    "test_monitored_barrier_gloo",
     "test_send_recv_any_source",
 )
 """A few of each kind, for every run of the tests."""
 
-EXCEPTIONS: dict[str, str] = {
-    "test_ddp_logging_data_cpu": "DDP logs the name of the backend's class, which is keepstep's",
-}
-"""Tests that pass on plain gloo and not here, with the reason."""
+HERE = Path(__file__).parent
 
 
-def kind(outcomes: list[str]) -> str:
-    kinds = {outcome.partition(":")[0] for outcome in outcomes}
-    return "failed" if "failed" in kinds else "passed" if "passed" in kinds else "skipped"
+GROUPS = tomllib.loads((HERE / "exceptions.toml").read_text(encoding="utf-8"))
+SKIPPED = {name: group["reason"] for group in GROUPS["skipped"] for name in group["tests"]}
+FAILED = {name for group in GROUPS["failed"] for name in group["tests"]}
+PASS_ON_GLOO = {name for group in GROUPS["failed"] if group.get("passes_on_gloo") for name in group["tests"]}
 
 
 def test_a_few_of_torchs_own_tests_pass(tmp_path: Path) -> None:
-    for answer in run_ranks(SIZE, run_tests, tmp_path, "keepstep", list(QUICK)):
-        assert answer == dict.fromkeys(QUICK, "passed")
+    run_ranks(SIZE, run_tests, tmp_path, "keepstep", list(QUICK))
+    assert outcomes_in(tmp_path, SIZE) == dict.fromkeys(QUICK, "passed")
 
 
-def outcomes_on(backend: str) -> dict[str, str]:
+def outcomes_on(backend: str) -> dict[str, tuple[str, str]]:
     found = subprocess.run(
         [sys.executable, "-m", "tests.worker.upstream.run", backend],
         stdout=subprocess.PIPE,
         text=True,
         timeout=1500,
         check=True,
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        cwd=HERE.parents[2],
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[2])},
     )
-    return {name: kind(outcomes) for name, outcomes in map(json.loads, found.stdout.splitlines())}
+    outcomes = {}
+    for name, outcome in map(json.loads, found.stdout.splitlines()):
+        kind, _colon, reason = outcome.partition(": ")
+        outcomes[name] = (kind, reason)
+    return outcomes
 
 
 @pytest.mark.full
-def test_what_passes_on_gloo_passes_here_but_for_the_list() -> None:
+def test_torchs_own_tests_pass_here_but_for_the_list() -> None:
     gloo, keepstep = outcomes_on("gloo"), outcomes_on("keepstep")
+    assert gloo.keys() == keepstep.keys()
     assert len(gloo) > 200
-    assert EXCEPTIONS.keys() <= gloo.keys()
-    missing = {name for name, outcome in gloo.items() if outcome == "passed" and keepstep[name] != "passed"}
-    assert missing == EXCEPTIONS.keys()
+    assert {name: reason for name, (kind, reason) in keepstep.items() if kind == "skipped"} == SKIPPED
+    failed = {name: reason for name, (kind, reason) in keepstep.items() if kind == "failed"}
+    assert failed.keys() == FAILED, {name: reason for name, reason in failed.items() if name not in FAILED}
+    assert {name for name in SKIPPED.keys() | FAILED if gloo[name][0] == "passed"} == PASS_ON_GLOO
+
+
+def test_every_exception_has_one_reason() -> None:
+    names = [name for groups in GROUPS.values() for group in groups for name in group["tests"]]
+    assert len(names) == len(set(names))
+    assert all(group["reason"] and group["tests"] for groups in GROUPS.values() for group in groups)
