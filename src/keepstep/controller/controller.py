@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from keepstep.controller.kept import Kept
 from keepstep.controller.rendezvous import Rendezvous
-from keepstep.controller.startup import OPERATIONS, StartUpRecord
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import (
@@ -50,7 +50,7 @@ class Controller:
         confirm: Callable[[], None] = lambda: None,
         when_calm: Callable[[], None] = lambda: None,
         is_restarted: bool = False,
-        start_up: StartUpRecord | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Args:
         machine: decides; fresh, or as its journal left it.
@@ -61,7 +61,7 @@ class Controller:
             another controller may serve the run by now.
         when_calm: called when a generation has trained for a little while, for what takes a moment.
         is_restarted: a former controller of the job has died, and the rendezvous with it.
-        start_up: what ranks exchanged while they started; None: it is kept in memory.
+        kept: what ranks asked it to keep; None: it is kept in memory.
         """
         self.machine = machine
         self._lines = lines
@@ -74,7 +74,7 @@ class Controller:
         # In other stages either a new generation has just begun, or nobody has met in this one yet.
         has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
         self._rendezvous = Rendezvous(forgotten=machine.job.generation if has_forgotten else 0)
-        self._start_up = start_up or StartUpRecord()
+        self._kept = kept or Kept()
 
     @property
     def job(self) -> RecoveryMachine:
@@ -157,12 +157,12 @@ class Controller:
         """After every event: writes the journal, makes sure that no other one serves the run, and then transmits."""
         try:
             self._recorder.decided(self.machine.take_entries())
+            self._answer(self._kept.settle(self.job))
         except OSError:
             self._confirm()  # where another one serves the run by now, that is why
             raise
         # Whoever waits in the rendezvous of a generation that is over is told so before the order that ended it.
         self._answer(self._rendezvous.begin(self.job.generation))
-        self._answer(self._start_up.settle(is_complete=bool(self.job.shard_of)))  # known when all stand ready
         self._unsent += ((packet.node, packet) for packet in self.machine.packets(self._clock.now_s()))
         if self._unsent:
             self._confirm()
@@ -179,16 +179,14 @@ class Controller:
             self._calm.cancel()
             self._calm = None
 
-    # ---- the rendezvous of the ranks --------------------------------------------------------------------------------
+    # ---- what is kept for the ranks ---------------------------------------------------------------------------------
 
     def _requested(self, node: str, request: StoreRequested) -> None:
         worker = self.job.roster.workers.get(request.worker)
         if worker is None or worker.node != node:
             raise RemoteProtocolError(f"node {node} asked the store for worker {request.worker}, which is not there")
-        if request.operation in OPERATIONS:
-            self._answer(self._start_up.request(request, self.job.generation))
-        else:
-            self._answer(self._rendezvous.request(request))
+        answers = self._kept.request(request, self.job)
+        self._answer(self._rendezvous.request(request) if answers is None else answers)
 
     def _answer(self, answers: Iterable[StoreAnswered]) -> None:
         for answer in answers:

@@ -156,7 +156,7 @@ class StateRescued(Message, frozen=True):
 
 
 class StoreRequested(Message, frozen=True):
-    """One call on the rendezvous store of a generation. ``operation``: set, add, get, check or delete."""
+    """One call on the rendezvous of a generation, the record of the start-up, or the store of the job."""
 
     worker: int
     generation: int
@@ -380,11 +380,12 @@ class Rescue(Message, frozen=True):
 
 
 class StoreAnswered(Message, frozen=True):
-    """The answer to a `StoreRequested`. ``values`` is None where the generation is no longer the present one."""
+    """The answer to a `StoreRequested`: no ``values`` where its generation is over; ``error``: why it is refused."""
 
     worker: int
     request: int
     values: tuple[bytes, ...] | None
+    error: str = ""
 
 
 class OnceAnswered(Message, frozen=True):

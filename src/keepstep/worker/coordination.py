@@ -67,6 +67,10 @@ class Coordination:
         """Set, by any thread, after the communicators were broken; ends what waits for other ranks besides them."""
         self.break_off: Callable[[], None] = lambda: None
         """Told by any thread that a rank was lost, with the communicators: what else waits for other ranks ends."""
+        self.break_wait: Callable[[], None] = lambda: None
+        """Told likewise: the training thread may wait on a key of the store."""
+        self.follow: Callable[[WorkerOrder], None] = lambda order: None
+        """Told of every order, in the listener's thread."""
         self._was_spare = rank is None
         """Whether the environment tells of no rank yet."""
         self.attempting = False
@@ -94,6 +98,7 @@ class Coordination:
             urgency = self.machine.receive(order)
             self._num_orders += 1
             self._news.notify_all()
+        self.follow(order)
         if urgency is Urgency.BREAK:
             self._break()
         if isinstance(order, Stop):
@@ -117,6 +122,7 @@ class Coordination:
         self.link.fail_requests()
         self.broken.set()
         self.break_off()
+        self.break_wait()
 
     def entered(self, group: str, operation: Operation, peer: int) -> None:
         """An operation of a group was begun."""
@@ -264,6 +270,11 @@ class Coordination:
         return self.machine.steps.phase
 
     @property
+    def is_training_thread(self) -> bool:
+        """Whether it is the training thread that asks."""
+        return threading.get_ident() == self._training_thread
+
+    @property
     def completed(self) -> bool:
         """Whether every rank has completed its last step: from here on the script's errors are its own."""
         return self.machine.doing is Doing.COMPLETE
@@ -380,6 +391,26 @@ class Coordination:
         self.show()
         if self.machine.is_over(generation):
             self._break()  # the order came after its listener had nothing to break
+
+    def give_up_update(self) -> None:
+        """The rest of a step cannot be done: this rank's copy is between two steps, and has to be restored."""
+        self.machine.lost_value()
+        self.machine.found_torn()
+        self.updating = False
+
+    def stand_until_ended(self) -> NoReturn:
+        """A rank was lost while all start, and the script can get no further: its process is ended, with all others.
+
+        Raises:
+            PeerLost: it was not, within an hour.
+        """
+        self.machine.echoed()
+        self.machine.built("0", (), checkpointing=False)
+        match self.next_move():
+            case moves.SaveAndEnd() as move:
+                self.end(move.order, None, "it has not come to its first step")
+            case move:
+                raise InternalError(f"worker {self.link.worker} is to be ended in its start-up, and is to {move}")
 
     def fell_out(self, where: str, error: Exception) -> None:
         """Breaks off a recovery: tells the controller, unless it knows."""

@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 from keepstep.errors import PeerLost
 from keepstep.protocol.messages import (
@@ -45,6 +46,8 @@ class Link:
         self._send_lock = threading.Lock()
         self._on_order: Callable[[WorkerOrder], None] | None = None
         self._requests: dict[int, Future[tuple[bytes, ...] | None]] = {}
+        self._store_requests: dict[int, Future[StoreAnswered | None]] = {}
+        """On the store of the job, which no generation ends."""
         self._claims: dict[int, Future[bool]] = {}
         self._numbers = itertools.count()
 
@@ -85,6 +88,29 @@ class Link:
             raise PeerLost(f"rendezvous of generation {generation}: the generation is over")
         return values
 
+    def ask_store(
+        self, generation: int, operation: str, keys: tuple[str, ...], value: bytes
+    ) -> tuple[int, Future[StoreAnswered | None]]:
+        """One call on the store of the job, from any thread. Returns its number, for `forget_store`, and its answer.
+
+        Args:
+            generation: that in which the training thread waits between two steps, else 0.
+            operation: see `keepstep.controller.jobstore`.
+            keys: of the operation.
+            value: of the operation.
+        """
+        number = next(self._numbers)
+        future: Future[StoreAnswered | None] = Future()
+        self._store_requests[number] = future
+        self.send(StoreRequested(self.worker, generation, number, operation, keys, value))
+        return number, future
+
+    def forget_store(self, number: int, *, is_unanswered: bool) -> None:
+        """A call on the store of the job is over. One that was given up unanswered waits no more."""
+        self._store_requests.pop(number, None)
+        if is_unanswered:
+            self.send(StoreRequested(self.worker, 0, next(self._numbers), "job_cancel", (), str(number).encode()))
+
     def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
         """Asks the controller for what happens once in the job's life; whether it is this process that does it.
 
@@ -117,9 +143,7 @@ class Link:
         while data := self._receive():
             for message in self._decoder.feed(data):
                 if isinstance(message, StoreAnswered):
-                    future = self._requests.get(message.request)
-                    if future is not None and not future.done():
-                        future.set_result(message.values)
+                    self._answered(message)
                     continue
                 if isinstance(message, OnceAnswered):
                     if (claim := self._claims.get(message.request)) is not None:
@@ -129,6 +153,14 @@ class Link:
                 self._on_order(message)  # type: ignore[arg-type]  # the agent sends orders only
         print("keepstep: the agent of this worker is gone, so the worker ends", file=sys.stderr, flush=True)
         os._exit(EXIT_ORPHANED)
+
+    def _answered(self, answer: StoreAnswered) -> None:
+        future, of_the_job = self._requests.get(answer.request), self._store_requests.get(answer.request)
+        with suppress(InvalidStateError):  # a failure has ended it at this moment
+            if future is not None:
+                future.set_result(answer.values)
+            elif of_the_job is not None:
+                of_the_job.set_result(answer)
 
     def _receive(self) -> bytes:
         try:

@@ -28,6 +28,8 @@ from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
+from keepstep.worker.jobstore.default import DefaultStore
+from keepstep.worker.jobstore.line import StoreLine
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.ddp import find_ddp, settle_buckets
@@ -122,16 +124,16 @@ class Session:
             LOOPBACK if settings is None else settings.address,
         )
         coordination.groups = groups
-        if settings is not None:
-            self._exchange = StartUpExchange(coordination, groups)
-        groups.join_world(rank or 0, world_size, coordination.await_rank)
+        store = None if settings is None else DefaultStore(StoreLine(link, coordination))
+        if store is not None:
+            self._exchange = StartUpExchange(coordination, groups, store)
         if parked is not None:  # it joins as the spare that it was: its rank and what followed came before the script
             coordination.join()
             for order in parked.orders:
                 coordination.on_order(order)  # type: ignore[arg-type]  # the agent sends orders only
-            link.listen(coordination.on_order)
-        else:
-            link.listen(coordination.on_order)
+        link.listen(coordination.on_order)
+        groups.join_world(rank or 0, world_size, coordination.await_rank, store)
+        if parked is None:
             coordination.join()
         return coordination
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from keepstep.controller import heap
 from keepstep.controller.controller import Controller
+from keepstep.controller.kept import Kept
 from keepstep.controller.lease import RunLease
-from keepstep.controller.startup import StartUpRecord
 from keepstep.errors import ConfigurationError, TokenRefused
 from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
@@ -166,6 +166,7 @@ async def _serve(
     lines = RpcNodeLines(lambda token: _node_of(options.secret, token), Refusals().tell, lease.term)
     port = await lines.start(*split(options.listen), options.tls)
     print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)
+    kept = Kept(options.run_dir, is_durable=options.is_durable)
     controller = Controller(
         machine,
         lines,
@@ -174,13 +175,14 @@ async def _serve(
         confirm=lease.confirm,
         when_calm=heap.set_aside,
         is_restarted=entries is not None,
-        start_up=StartUpRecord(options.run_dir / runfolder.START_UP, is_durable=options.is_durable),
+        kept=kept,
     )
     async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
         try:
             await _until_ended(controller, lease)
         finally:
             await lines.stop()
+            kept.close()
     return describe(machine.job)
 
 

@@ -56,19 +56,25 @@ class GroupRegistry:
         self._generation: int | None = None
         self._rank = 0
         self._start_up: StartUp | None = None
+        self._default_store: Store | None = None
+        """Torch has it in C++, which does not keep a Python object alive."""
 
-    def join_world(self, rank: int, world_size: int, await_rank: Callable[[], int]) -> SurvivingGroup:
+    def join_world(
+        self, rank: int, world_size: int, await_rank: Callable[[], int], store: Store | None = None
+    ) -> SurvivingGroup:
         """Creates torch's default process group, still down; `connect` brings it up.
 
         Args:
             rank: this process's rank; on a spare a provisional one.
             world_size: number of ranks.
             await_rank: gives the real rank, when there is one.
+            store: torch's default store; None: one of this process alone.
         """
         _leave_out_of_compilation()
         if not hasattr(dist.Backend, BACKEND.upper()):
             dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
-        dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
+        self._default_store = store or HashStore()
+        dist.init_process_group(BACKEND, store=self._default_store, rank=rank, world_size=world_size)
         self.world.await_rank = await_rank
         return self.world
 

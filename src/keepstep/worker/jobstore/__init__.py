@@ -1,0 +1,1 @@
+"""Torch's default store, shared by all ranks of a job."""

@@ -1,0 +1,126 @@
+"""Torch's default store in a job: what `torch.distributed` and scripts call, carried out by the controller.
+
+Values, results and error types are those of torch's own stores (`tests/worker/jobstore/test_default.py` compares them).
+Queues and `list_keys` are refused, by torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import msgspec
+from torch import distributed as dist
+from torch._C._distributed_c10d import Store
+
+MAX_VALUE_BYTES = 8 << 20
+"""Of one value, as the controller has it: it must fit into a message before the controller can refuse it."""
+NO_TIMEOUT_S = 24 * 3600.0
+"""What a timeout of 0 stands for. Torch's stores then wait for ever."""
+
+
+class Asking(Protocol):
+    """Has one operation carried out."""
+
+    def ask(self, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
+        """Carries out one operation; see `keepstep.controller.jobstore` for their names and results.
+
+        Raises:
+            torch.distributed.DistStoreError: it was refused, or its keys did not come in time.
+        """
+
+
+class DefaultStore(Store):
+    """A `torch.distributed.Store` of the whole job. Torch does not keep it alive: its owner must."""
+
+    def __init__(self, asking: Asking) -> None:
+        """Args:
+        asking: carries out operations; may be replaced at any time.
+        """
+        super().__init__()
+        self.asking = asking
+
+    def _ask(
+        self, operation: str, keys: Sequence[str], value: bytes = b"", timeout: timedelta | None = None
+    ) -> tuple[bytes, ...]:
+        if len(value) > MAX_VALUE_BYTES:
+            raise dist.DistStoreError(
+                f"key {keys[0]!r}: a value of {len(value)} bytes, and at most {MAX_VALUE_BYTES >> 20} MiB are allowed: "
+                "exchange it in a collective or a file"
+            )
+        limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stub
+        return self.asking.ask(operation, tuple(keys), value, limit.total_seconds() or NO_TIMEOUT_S)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sets a key."""
+        self._ask("job_set", [key], _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Waits for a key and returns its value."""
+        return self._ask("job_get", [key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        """Adds to a counter, which begins at 0, and returns it.
+
+        Raises:
+            ValueError: the key holds no number.
+        """
+        total = self._ask("job_add", [key], str(value).encode())
+        if not total:
+            raise ValueError(f"add: key {key!r} of the store holds no number")
+        return int(total[0])
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Appends to the value of a key, which is empty at first."""
+        self._ask("job_append", [key], _bytes(value))
+
+    def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
+        """Sets a key where it has the expected value, or is not there and that is empty.
+
+        Returns:
+            the value that the key has then; the expected one where it is not there.
+        """
+        both = (_bytes(expected_value), _bytes(desired_value))
+        return self._ask("job_compare_set", [key], msgspec.msgpack.encode(both))[0]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._ask("job_check", keys)[0] == b"1"
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there."""
+        self._ask("job_wait", keys, timeout=timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Waits for keys and returns their values."""
+        self.wait(keys)
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: Sequence[bytes | str]) -> None:
+        """Sets keys one after the other."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key; whether it was there."""
+        return self._ask("job_delete", [key])[0] == b"1"
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return int(self._ask("job_num_keys", [])[0])
+
+    deleteKey = delete_key  # noqa: N815 - the name that torch's C++ calls
+    getNumKeys = num_keys  # noqa: N815 - the name that torch's C++ calls
+
+    def has_extended_api(self) -> bool:
+        """Whether `append`, `multi_get` and `multi_set` are there."""
+        return True
+
+    def clone(self) -> DefaultStore:
+        """The same store: it may be used by several threads."""
+        return self
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

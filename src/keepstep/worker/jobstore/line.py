@@ -1,0 +1,131 @@
+"""What a rank asks of the store of the job, and what a recovery means for one that waits there.
+
+The store outlives generations, so threads other than the training thread wait on through a recovery. The training
+thread is needed for the recovery, and what becomes of its wait depends on where it waits:
+
+* in the forward or backward of a step: the step is interrupted as by a collective, and comes again;
+* before the first step: all ranks start anew, so it stands still until its process is ended;
+* anywhere else nothing can be undone, and it waits on. Another rank may still set the key. When none can, for all
+  others stand at a safe point or wait in the same way, the controller says so: then the wait ends in an error, or,
+  behind ``optimizer.step()`` inside of a step, this rank's copy is restored from another one.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import NoReturn
+
+from torch import distributed as dist
+
+from keepstep.protocol.messages import Resume, Stop, StoreAnswered, WorkerOrder
+from keepstep.protocol.phases import Phase
+from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.link import Link
+
+WAITING = frozenset({"job_get", "job_wait"})
+LOOK_AGAIN_S = 0.05
+"""In a recovery no deadline of the script runs, and this long after it ended, it may be found to have passed."""
+
+
+class Downtime:
+    """How long a worker has been in recoveries. Fed by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._since_s: float | None = None
+
+    def follow(self, order: WorkerOrder, now_s: float) -> None:
+        """An order has come."""
+        since_s = self._since_s
+        if isinstance(order, Stop) and since_s is None:
+            self._since_s = now_s
+        elif isinstance(order, Resume) and since_s is not None:
+            self._total_s, self._since_s = self._total_s + now_s - since_s, None
+
+    def until(self, now_s: float) -> float:
+        """Seconds of recoveries until now, the present one included."""
+        since_s = self._since_s
+        return self._total_s + (0.0 if since_s is None else now_s - since_s)
+
+
+class StoreLine:
+    """Has the operations of one worker carried out by the controller. Implements `default.Asking`."""
+
+    def __init__(self, link: Link, coordination: Coordination) -> None:
+        self._link = link
+        self._coordination = coordination
+        self._downtime = Downtime()
+        self._interruptible: Future[StoreAnswered | None] | None = None
+        """What the training thread waits for where a failure ends the wait."""
+        coordination.break_wait = self.interrupt
+        coordination.follow = lambda order: self._downtime.follow(order, time.monotonic())
+
+    def ask(self, operation: str, keys: tuple[str, ...], value: bytes, timeout_s: float) -> tuple[bytes, ...]:
+        """Carries out one operation, from any thread. Time spent in recoveries does not count.
+
+        Raises:
+            DistStoreError: it was refused; its keys did not come in time; or no rank will set them.
+            StepInterrupted: a failure interrupts the step that waits.
+        """
+        coordination = self._coordination
+        is_here = coordination.is_training_thread
+        is_held = is_here and operation in WAITING
+        interruptible = is_held and self._can_be_interrupted
+        generation = coordination.machine.generation if is_held and not interruptible else 0
+        number, future = self._link.ask_store(generation, operation, keys, value)
+        if interruptible:
+            self._interruptible = future
+            if coordination.interrupted:
+                self.interrupt()
+        if is_here:
+            coordination.page.set_waiting(True)
+        try:
+            answer = self._await(future, timeout_s)
+        except TimeoutError:
+            raise dist.DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {', '.join(keys)[:1000]}") from None
+        finally:
+            self._interruptible = None
+            if is_here:
+                coordination.page.set_waiting(False)
+            self._link.forget_store(number, is_unanswered=not future.done() or future.result() is None)
+        if answer is None:
+            self._break_off()
+        if answer.error:
+            if is_held and coordination.phase is Phase.OPTIMIZER:
+                coordination.give_up_update()
+                raise StepInterrupted
+            raise dist.DistStoreError(answer.error)
+        return answer.values or ()
+
+    def interrupt(self) -> None:
+        """A failure is known: ends the wait of the training thread, if it is one that ends so. From any thread."""
+        future = self._interruptible
+        if future is not None:
+            with suppress(InvalidStateError):  # it was answered at this moment
+                future.set_result(None)
+
+    @property
+    def _can_be_interrupted(self) -> bool:
+        coordination = self._coordination
+        return coordination.phase in (Phase.STARTING, Phase.FORWARD, Phase.BACKWARD)
+
+    def _await(self, future: Future[StoreAnswered | None], timeout_s: float) -> StoreAnswered | None:
+        began_s = time.monotonic()
+        down_s = self._downtime.until(began_s)
+        left_s = timeout_s
+        while True:
+            try:
+                return future.result(left_s)
+            except TimeoutError:
+                now_s = time.monotonic()
+                left_s = timeout_s - (now_s - began_s) + self._downtime.until(now_s) - down_s
+                if left_s <= 0:
+                    raise
+                left_s = max(left_s, LOOK_AGAIN_S)
+
+    def _break_off(self) -> NoReturn:
+        if self._coordination.phase is Phase.STARTING:
+            self._coordination.stand_until_ended()
+        raise StepInterrupted
