@@ -80,6 +80,13 @@ def test_another_thread_waits_on_wherever_the_training_thread_is(rank: Rank) -> 
     assert found == [b"1"]
 
 
+def test_what_another_thread_asks_meanwhile_does_not_keep_a_step_from_being_interrupted(rank: Rank) -> None:
+    rank.advance(*IN_STEP)
+    later(rank, lambda: rank.store.set("key", b"1"), rank.stop)
+    with pytest.raises(StepInterrupted):
+        rank.store.get("of a lost rank")
+
+
 def test_before_the_first_step_it_stands_until_its_process_is_ended(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:

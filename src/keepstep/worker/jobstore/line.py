@@ -86,8 +86,8 @@ class StoreLine:
         except TimeoutError:
             raise dist.DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {', '.join(keys)[:1000]}") from None
         finally:
-            self._interruptible = None
             if is_here:
+                self._interruptible = None
                 coordination.page.set_waiting(False)
             self._link.forget_store(number, is_unanswered=not future.done() or future.result() is None)
         if answer is None:
