@@ -274,6 +274,11 @@ def script(tmp_path: Path, body: str) -> Path:
             "        second.step()",
             "step 0: Adam.step() takes gradients that a backward behind another optimizer.step() has reduced",
         ),
+        (
+            "from torch.distributed.fsdp import FullyShardedDataParallel\n"
+            "session.protect(model=FullyShardedDataParallel(model, device_id=torch.device('cpu')))",
+            "is a FullyShardedDataParallel, of which each rank holds another part",
+        ),
         ("session.protect(optimizer=optimizer)", "no torch.nn.Module"),
         ("session.protect(model=model, o=torch.optim.LBFGS(model.parameters()))", "closure"),
         (
