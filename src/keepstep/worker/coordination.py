@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -75,8 +76,8 @@ class Coordination:
         """Whether the environment tells of no rank yet."""
         self.attempting = False
         """Whether a step was handed out and is not complete: what the script does is undone if it is interrupted."""
-        self._updating = False
-        """Whether a protected optimizer is in its ``step()``, or has left it with an exception."""
+        self._update: FrameType | None = None
+        """The call of a protected optimizer's ``step()`` that is running, or has left with an exception."""
         self.updates_alone = True
         """False after a collective in there."""
         self.reduced_behind_update = False
@@ -129,7 +130,7 @@ class Coordination:
         self.page.operation_entered(group, operation, peer)
         if self.machine.steps.phase is Phase.OPTIMIZER:
             self.machine.communicates_in_update = True
-            if self._updating and threading.get_ident() == self._training_thread:
+            if self._update is not None and threading.get_ident() == self._training_thread:
                 self.updates_alone = False
             elif torch._C._current_graph_task_id() != -1:
                 self.reduced_behind_update = True
@@ -288,16 +289,23 @@ class Coordination:
 
     def begin_attempt(self) -> None:
         """A step is handed out: what optimizers did in the step before is its own."""
-        self.attempting, self._updating, self._update_raised = True, False, False
+        self.attempting, self._update, self._update_raised = True, None, False
 
-    def begin_update(self) -> None:
-        """A protected optimizer begins its ``step()``, behind the gradient barrier."""
+    def begin_update(self, call: FrameType) -> None:
+        """A protected optimizer begins its ``step()``, behind the gradient barrier.
+
+        Args:
+            call: the frame of this call. One inside of another, as of the base class's ``step()``, is a part of that.
+        """
+        if self._update is not None and _is_inside(call, self._update):
+            return
         self._look_for_raised_update()
-        self._updating = self.updates_alone = True
+        self._update, self.updates_alone = call, True
 
-    def end_update(self) -> None:
-        """It has come to its end."""
-        self._updating = False
+    def end_update(self, call: FrameType) -> None:
+        """The call of ``step()`` with this frame has come to its end."""
+        if call is self._update:
+            self._update = None
 
     def complete_step(self) -> None:
         """The script has come to the end of the step."""
@@ -310,8 +318,8 @@ class Coordination:
         Torch tells of the beginning and of a good end only. The copy counts as torn until the script asks for the next
         step, where `judge_copy` ends the doubt.
         """
-        if self._updating:
-            self._updating, self._update_raised = False, True
+        if self._update is not None:
+            self._update, self._update_raised = None, True
             self.machine.lost_value()
 
     def show(self) -> None:
@@ -422,3 +430,11 @@ class Coordination:
         self.link.send(StateRescued(self.link.worker, path, problem))
         print(f"keepstep: rank {self.machine.rank} ends: {order.reason}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_TOO_FEW_RANKS)
+
+
+def _is_inside(call: FrameType, other: FrameType) -> bool:
+    """Whether one call was made, directly or not, by another that is still running."""
+    frame: FrameType | None = call
+    while frame is not None and frame is not other:
+        frame = frame.f_back
+    return frame is not None

@@ -460,11 +460,11 @@ class Session:
         if coordination.phase is not Phase.OPTIMIZER:
             pass_gradient_barrier(coordination, self._recovery)
         check_gradients(optimizer, coordination)
-        coordination.begin_update()
+        coordination.begin_update(sys._getframe(1))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         """Stands behind every ``optimizer.step()`` of the process."""
-        self._coordination.end_update()
+        self._coordination.end_update(sys._getframe(1))
         check_alone(optimizer, self._coordination)
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
