@@ -76,6 +76,19 @@ def test_a_start_up_in_whose_middle_the_controller_was_restarted_does_not_count(
     assert path.read_bytes() == b""
 
 
+def test_a_controller_that_has_stood_still_writes_no_more_into_the_record_of_its_successor(tmp_path: Path) -> None:
+    path = tmp_path / "start-up"
+    late = StartUpRecord(path)
+    keep(late, "a", b"1")
+    StartUpRecord(path)
+    keep(late, "a", b"other")
+    late.settle(is_complete=True)
+    late.settle(is_complete=False)
+    third = StartUpRecord(path)
+    third.settle(is_complete=True)
+    assert ask(third, "a") == [StoreAnswered(9, 5, (b"1",))]
+
+
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "MAX_KEPT_BYTES", 10)
     record = StartUpRecord()

@@ -8,10 +8,12 @@ exchange other things, and the record of their former start is dropped.
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
+from keepstep.trace.targets import replacing
 from keepstep.transports.framing import FrameDecoder, frame
 
 OPERATIONS = ("keep", "kept")
@@ -28,29 +30,41 @@ class StartUpRecord:
         path: a file, for a controller that may be started again; read now, and written as results come.
         is_durable: what was written survives the machine too, as for `keepstep.trace.record.journal.Journal`.
         """
-        self._path = path
         self._is_durable = is_durable
         self._kept: dict[str, bytes] = {}
         self._num_bytes = 0
         self._is_complete = False
         self._waiting: dict[tuple[int, int], StoreRequested] = {}
         if path is not None and path.exists():
-            self._load(path)
+            self._take_over(path)
             self._is_complete = True  # or else the start-up was interrupted with the controller, and does not count
+        self._file: int | None = None
+        """Its descriptor; closed with this object."""
+        if path is not None:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            weakref.finalize(self, os.close, self._file)
 
-    def _load(self, path: Path) -> None:
+    def _take_over(self, path: Path) -> None:
+        """Reads a former controller's file, and puts a copy in its place.
+
+        The former controller may only have stood still: whatever it still writes goes into the file that it has open,
+        which nobody reads any more.
+        """
         # A torn frame at the end stays in the decoder: its rank was not answered, and asks again.
         for request in FrameDecoder().feed(path.read_bytes()):
             if isinstance(request, StoreRequested):
                 self._keep(request)
-        path.write_bytes(b"".join(frame(_of(name, value)) for name, value in self._kept.items()))
+        with replacing(path) as file:
+            file.writelines(frame(_of(name, value)) for name, value in self._kept.items())
+            file.flush()
+            os.fsync(file.fileno())
 
     def settle(self, *, is_complete: bool) -> list[StoreAnswered]:
         """Takes note of whether all ranks have come to their first step; returns answers to those who waited for it."""
         if self._is_complete and not is_complete:
             self._kept, self._num_bytes = {}, 0
-            if self._path is not None:
-                self._path.write_bytes(b"")
+            if self._file is not None:
+                os.truncate(self._file, 0)
         self._is_complete = is_complete
         if not is_complete or not self._waiting:
             return []
@@ -78,8 +92,8 @@ class StartUpRecord:
         if request.generation != generation or self._is_complete:
             return [StoreAnswered(request.worker, request.request, None)]
         is_kept = self._keep(request)
-        if is_kept and self._path is not None:
-            self._append(self._path, frame(request))
+        if is_kept and self._file is not None:
+            self._append(self._file, frame(request))
         return [StoreAnswered(request.worker, request.request, (b"1" if is_kept else b"0",))]
 
     def _keep(self, request: StoreRequested) -> bool:
@@ -90,12 +104,12 @@ class StartUpRecord:
         self._kept[name], self._num_bytes = request.value, num_bytes
         return True
 
-    def _append(self, path: Path, data: bytes) -> None:
-        with path.open("ab") as file:
-            file.write(data)
-            file.flush()
-            if self._is_durable:
-                os.fdatasync(file.fileno())
+    def _append(self, file: int, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        if self._is_durable:
+            os.fdatasync(file)
 
     def _answer(self, request: StoreRequested) -> StoreAnswered:
         """What was kept under the name; nothing where that is nothing."""
