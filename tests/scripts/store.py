@@ -71,9 +71,11 @@ def start_up() -> dict[str, object]:
 
 def lose_in_start_up() -> None:
     if session.rank == 0:
+        store.wait(["rank 1 is there", "rank 2 is there"])  # so their groups are connected
         die_once("in start-up")
         store.set("go", "on")
     else:
+        store.set(f"rank {session.rank} is there", "")
         store.wait(["go"], timedelta(seconds=600))
 
 
