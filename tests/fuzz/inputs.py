@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from keepstep.errors import KeepstepError
-from keepstep.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage
+from keepstep.protocol.messages import AnyMessage
 from keepstep.protocol.transfer.messages import AnyTransferMessage
+from keepstep.transports.codec import MAX_MESSAGE_BYTES
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyMessage)
 TRANSFER_TYPES: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyTransferMessage)

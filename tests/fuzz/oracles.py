@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import msgspec
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol import messages
 from keepstep.protocol.controller import Heard, JournalEntry
-from keepstep.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, Packet
+from keepstep.protocol.messages import AnyMessage, Packet
 from keepstep.protocol.transfer import messages as transfer
+from keepstep.transports import codec
+from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import FrameDecoder
 from keepstep.transports.rpc.wire import messages_in
 
@@ -44,7 +45,7 @@ class Tally:
 
 def check_body(body: bytes) -> bool:
     """One message of a job; returns whether it is one."""
-    return _check(body, messages.decode, messages.encode)
+    return _check(body, codec.decode, codec.encode)
 
 
 def check_transfer(body: bytes) -> bool:
@@ -138,4 +139,4 @@ def _check_feeding(pieces: Iterable[bytes], found: Reading, decoder: Decoder) ->
 
 
 def _expect(received: Sequence[AnyMessage], bodies: Sequence[bytes]) -> None:
-    assert list(received) == [messages.decode(body) for body in bodies], "other messages came out than were sent"
+    assert list(received) == [codec.decode(body) for body in bodies], "other messages came out than were sent"

@@ -24,9 +24,7 @@ from tests.fuzz import inputs
 from tests.fuzz.oracles import Decoder, Tally, check_body, check_stream, check_transfer
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol import messages
 from keepstep.protocol.messages import (
-    MAX_MESSAGE_BYTES,
     AnyMessage,
     Recover,
     Seconds,
@@ -36,6 +34,8 @@ from keepstep.protocol.messages import (
     WorkerFenced,
 )
 from keepstep.protocol.transfer.plan import Limits
+from keepstep.transports import codec
+from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import FrameDecoder
 
 NUM_FRAMES = 1_000_000
@@ -104,15 +104,15 @@ def test_a_time_that_is_no_number_is_refused(number: float) -> None:
     """An agent's NaN went into the journal as null, and the controller could not come back from it."""
     for message in (StepObserved("a", 1, 1, number, 1.0), StepObserved("a", 1, 1, 1.0, number)):
         with pytest.raises(RemoteProtocolError, match="Expected `float`"):
-            messages.decode(messages.encode(message))
+            codec.decode(codec.encode(message))
 
 
 def test_unknown_fields_are_refused_inside_of_messages_too() -> None:
     """`Transfer` and `Tag` let them pass."""
-    body = messages.encode(Recover(1, 1, (Transfer((0,), (1,)),)))
+    body = codec.encode(Recover(1, 1, (Transfer((0,), (1,)),)))
     assert body.endswith(b"\x92\x91\x00\x91\x01")
     with pytest.raises(RemoteProtocolError, match="at most length 2"):
-        messages.decode(body[:-5] + b"\x93\x91\x00\x91\x01\xc0")
+        codec.decode(body[:-5] + b"\x93\x91\x00\x91\x01\xc0")
     structures = [kind for kind in every_structure() if not kind.__struct_config__.forbid_unknown_fields]
     assert structures == []
 
@@ -187,7 +187,7 @@ def test_what_promises_more_than_it_holds_takes_no_memory(body: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RemoteProtocolError):
-            messages.decode(body)
+            codec.decode(body)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -246,7 +246,7 @@ def test_the_memory_of_a_message_is_bounded_by_its_size(fill: Callable[[int], by
     body = fill(1 << 20)
     tracemalloc.start()
     try:
-        messages.decode(body)
+        codec.decode(body)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -335,4 +335,4 @@ def test_the_streams_hold_messages_of_every_type_and_refusals() -> None:
         check_stream([inputs.stream(CORPUS, random)], tally)
     assert tally.num_messages > 500
     assert tally.num_refused > 200
-    assert {type(messages.decode(body)) for body in CORPUS} == set(inputs.MESSAGE_TYPES)
+    assert {type(codec.decode(body)) for body in CORPUS} == set(inputs.MESSAGE_TYPES)

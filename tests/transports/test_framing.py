@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import (
-    MAX_MESSAGE_BYTES,
     AnyMessage,
     StoreAnswered,
     WorkerFailed,
     WorkerFenced,
     WorkerJoined,
 )
+from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import FrameDecoder, frame
 
 numbers = st.integers(0, 2**31)

@@ -1,4 +1,4 @@
-"""Every message between processes, and the codec that carries them.
+"""Every message between processes.
 
 Three kinds of program talk: worker, agent, controller. Reports travel up and are named in the past tense; orders
 travel down and are named in the imperative. Each carries the generation it belongs to; one of another generation
@@ -8,8 +8,7 @@ An order that concerns every rank names no worker: it is the same for all nodes,
 its workers that hold a rank. What all ranks answer alike names the workers it speaks for, so an agent sends one answer
 for its node.
 
-On the wire: msgpack arrays made by msgspec, tagged with the class name, unknown fields refused. Nothing that is
-received can run code.
+On the wire they are msgpack arrays, tagged with the class name: `keepstep.transports.codec`.
 """
 
 from __future__ import annotations
@@ -20,13 +19,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import Standing
-
-MAX_MESSAGE_BYTES = 16 << 20
-"""Larger frames are refused before they are decoded. State never travels in messages, so only error texts and
-rendezvous keys come near it."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A time or a duration. Finite: the journal is JSON, which has no other numbers, so one that is not would be written
@@ -475,26 +469,3 @@ AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | NodeLeft | 
 def text(value: object, limit: int = 4000) -> str:
     """What ``str`` makes of a value, cut to ``limit`` characters and free of what UTF-8 cannot carry."""
     return str(value)[:limit].encode("utf-8", "backslashreplace").decode()
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode(message: AnyMessage) -> bytes:
-    """The wire form of a message."""
-    return _encoder.encode(message)
-
-
-def decode(frame: bytes | bytearray | memoryview) -> AnyMessage:
-    """The message in a frame.
-
-    Raises:
-        RemoteProtocolError: too large, not msgpack, or not a message of this protocol.
-    """
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError(f"a message of {len(frame)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
-    try:
-        return _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not a message of this protocol: {error}") from error

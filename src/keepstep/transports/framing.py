@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, decode, encode
+from keepstep.protocol.messages import AnyMessage
+from keepstep.transports.codec import MAX_MESSAGE_BYTES, decode, encode
 
 _LENGTH = struct.Struct("<I")
 

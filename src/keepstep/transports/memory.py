@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from keepstep.errors import InternalError
-from keepstep.protocol.messages import AnyMessage, decode, encode
+from keepstep.protocol.messages import AnyMessage
+from keepstep.transports.codec import decode, encode
 from keepstep.transports.lines import Arrival
 
 

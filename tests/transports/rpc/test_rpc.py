@@ -14,7 +14,8 @@ import pytest
 from tests.transports.rpc.served import DEADLINE_S, Served, connected, served
 
 from keepstep.errors import ConfigurationError, PeerLost
-from keepstep.protocol.messages import MAX_MESSAGE_BYTES, ClockAsked, ClockTold, PhasesObserved
+from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
+from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import frame
 from keepstep.transports.lines import Arrival, Connected
 from keepstep.transports.rpc import client, gate

@@ -28,6 +28,7 @@ from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings, Stage
+from keepstep.transports import codec
 
 DEVICES_PER_NODE = 8
 SIZES = (8, 64, 512, 4096, 16_384, 65_536, 100_000)
@@ -138,11 +139,11 @@ class Cluster:
         assert isinstance(frame, bytes)
         begin_s = max(self._now_s, self._busy_until_s)
         before, began = self.controller.job.stage, time.thread_time()
-        packet = msg.decode(frame)
+        packet = codec.decode(frame)
         assert isinstance(packet, msg.Packet)
         self.controller.receive(packet, begin_s)
         self.controller.take_entries()
-        answers = [(answer.node, msg.encode(answer)) for answer in self.controller.packets(begin_s)]
+        answers = [(answer.node, codec.encode(answer)) for answer in self.controller.packets(begin_s)]
         cpu_s = time.thread_time() - began
         self.cpu_s += cpu_s
         self.num_packets += 1
@@ -157,7 +158,7 @@ class Cluster:
         agent = self.agents[node]
         match content:
             case bytes():
-                packet = msg.decode(content)
+                packet = codec.decode(content)
                 assert isinstance(packet, msg.Packet | msg.NodeEvicted)
                 agent.receive(packet, self._now_s)
             case int() if what == "exited":
@@ -206,7 +207,7 @@ class Cluster:
     def _transmit(self, node: str) -> None:
         agent = self.agents[node]
         for packet in agent.packets(self._now_s):
-            self._later(self._drawn(self._assumed.network_s), "to controller", node, msg.encode(packet))
+            self._later(self._drawn(self._assumed.network_s), "to controller", node, codec.encode(packet))
         due_s = agent.next_deadline()
         if due_s < self._wakes_s.get(node, math.inf):
             self._wakes_s[node] = due_s

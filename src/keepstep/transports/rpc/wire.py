@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage
+from keepstep.protocol.messages import AnyMessage
+from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import FrameDecoder
 
 SERVICE = "keepstep.Controller"

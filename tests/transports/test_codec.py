@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages
 from keepstep.protocol.messages import (
-    MAX_MESSAGE_BYTES,
     AnyMessage,
     Message,
     NodeEvicted,
@@ -23,6 +22,8 @@ from keepstep.protocol.messages import (
     WorkerFailed,
     WorkerFenced,
 )
+from keepstep.transports import codec
+from keepstep.transports.codec import MAX_MESSAGE_BYTES
 
 MESSAGE_TYPES: list[type[Message]] = sorted(typing.get_args(AnyMessage), key=lambda kind: kind.__name__)
 
@@ -64,7 +65,7 @@ each_type = pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind
 def refused(frame: bytes) -> bool:
     """Whether the codec says so; any other error than the one documented fails the test."""
     try:
-        messages.decode(frame)
+        codec.decode(frame)
     except RemoteProtocolError:
         return True
     return False
@@ -91,8 +92,8 @@ def test_a_message_is_either_a_report_or_an_order_or_what_carries_them() -> None
 @given(data=st.data())
 def test_a_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(instances_of(kind))
-    frame = messages.encode(message)
-    back = messages.decode(frame)
+    frame = codec.encode(message)
+    back = codec.decode(frame)
     assert msgspec.msgpack.decode(frame)[0] == kind.__name__
     assert type(back) is kind
     assert back == message
@@ -100,8 +101,8 @@ def test_a_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject
 
 @given(any_message)
 def test_any_kind_of_buffer_can_be_decoded(message: AnyMessage) -> None:
-    frame = messages.encode(message)
-    assert messages.decode(bytearray(frame)) == messages.decode(memoryview(frame)) == message
+    frame = codec.encode(message)
+    assert codec.decode(bytearray(frame)) == codec.decode(memoryview(frame)) == message
 
 
 @given(any_message)
@@ -116,7 +117,7 @@ def test_text_that_is_not_unicode_can_still_be_told() -> None:
     """Python keeps undecodable bytes of a file name as lone surrogates, and error texts name files."""
     error = OSError(b"no such file: caf\xe9.pt".decode(errors="surrogateescape"))
     told = messages.text(error)
-    back = messages.decode(messages.encode(WorkerFailed(1, told, told, False)))
+    back = codec.decode(codec.encode(WorkerFailed(1, told, told, False)))
     assert isinstance(back, WorkerFailed)
     assert back.error.startswith("no such file: caf")
 
@@ -126,30 +127,30 @@ def test_text_that_is_not_unicode_can_still_be_told() -> None:
 
 @given(any_message)
 def test_an_unknown_field_is_refused(message: AnyMessage) -> None:
-    assert refused(msgspec.msgpack.encode([*msgspec.msgpack.decode(messages.encode(message)), 0]))
+    assert refused(msgspec.msgpack.encode([*msgspec.msgpack.decode(codec.encode(message)), 0]))
 
 
 @given(any_message)
 def test_a_missing_field_is_refused(message: AnyMessage) -> None:
-    assert refused(msgspec.msgpack.encode(msgspec.msgpack.decode(messages.encode(message))[:-1]))
+    assert refused(msgspec.msgpack.encode(msgspec.msgpack.decode(codec.encode(message))[:-1]))
 
 
 @given(any_message, st.one_of(st.text(), st.integers(0, 99), st.none(), st.lists(st.text())))
 def test_a_wrong_tag_is_refused(message: AnyMessage, tag: object) -> None:
     assume(tag not in [kind.__name__ for kind in MESSAGE_TYPES])
-    fields = msgspec.msgpack.decode(messages.encode(message))
+    fields = msgspec.msgpack.decode(codec.encode(message))
     assert refused(msgspec.msgpack.encode([tag, *fields[1:]]))
 
 
 @given(any_message, st.data())
 def test_a_truncated_message_is_refused(message: AnyMessage, data: st.DataObject) -> None:
-    frame = messages.encode(message)
+    frame = codec.encode(message)
     assert refused(frame[: data.draw(st.integers(0, len(frame) - 1))])
 
 
 @given(any_message, st.binary(min_size=1, max_size=8))
 def test_bytes_after_a_message_are_refused(message: AnyMessage, rest: bytes) -> None:
-    assert refused(messages.encode(message) + rest)
+    assert refused(codec.encode(message) + rest)
 
 
 @given(st.binary(max_size=200))
@@ -162,11 +163,11 @@ def test_random_bytes_are_refused(frame: bytes) -> None:
 @example(NodeEvicted("ab", 0, "why", False), [(14, 0xFF)])
 def test_damaged_bytes_are_refused_or_still_a_message(message: AnyMessage, damage: list[tuple[int, int]]) -> None:
     """A changed byte can hit a value, so the message may stay valid; but no other error may come out."""
-    frame = bytearray(messages.encode(message))
+    frame = bytearray(codec.encode(message))
     for place, value in damage:
         frame[place % len(frame)] = value
     if not refused(bytes(frame)):
-        assert isinstance(messages.decode(bytes(frame)), tuple(MESSAGE_TYPES))
+        assert isinstance(codec.decode(bytes(frame)), tuple(MESSAGE_TYPES))
 
 
 JSON = {"type": "WorkerFenced", "worker": 1}
@@ -210,20 +211,20 @@ def test_what_only_resembles_a_message_is_refused(frame: bytes) -> None:
 
 
 def test_an_oversize_message_is_refused_unread() -> None:
-    fits = messages.encode(WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False))
+    fits = codec.encode(WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False))
     assert len(fits) <= MAX_MESSAGE_BYTES
-    assert messages.decode(fits) == WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False)
+    assert codec.decode(fits) == WorkerFailed(1, "", "x" * (MAX_MESSAGE_BYTES - 100), False)
     with pytest.raises(RemoteProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes: at most {MAX_MESSAGE_BYTES}"):
-        messages.decode(bytes(MAX_MESSAGE_BYTES + 1))
+        codec.decode(bytes(MAX_MESSAGE_BYTES + 1))
 
 
 def test_a_refusal_says_why() -> None:
     with pytest.raises(RemoteProtocolError, match=r"not a message of this protocol: Expected `int`, got `str`"):
-        messages.decode(msgspec.msgpack.encode(["WorkerFenced", "1"]))
+        codec.decode(msgspec.msgpack.encode(["WorkerFenced", "1"]))
 
 
 def test_a_tag_travels_inside_a_message() -> None:
     """`Tag` itself is no message: alone on the wire it is refused."""
     assert refused(msgspec.msgpack.encode(Tag(1, 2, messages.Phase.FORWARD)))
     assert not dataclasses.is_dataclass(Tag)
-    assert messages.decode(messages.encode(WorkerFenced(3))) == WorkerFenced(3)
+    assert codec.decode(codec.encode(WorkerFenced(3))) == WorkerFenced(3)

@@ -1,0 +1,37 @@
+"""The wire form of messages: msgpack arrays made by msgspec, tagged with the class name, unknown fields refused.
+
+Nothing that is received can run code.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.messages import AnyMessage
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Larger frames are refused before they are decoded. State never travels in messages, so only error texts and
+rendezvous keys come near it."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The wire form of a message."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | bytearray | memoryview) -> AnyMessage:
+    """The message in a frame.
+
+    Raises:
+        RemoteProtocolError: too large, not msgpack, or not a message of this protocol.
+    """
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a message of {len(frame)} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not a message of this protocol: {error}") from error
