@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.support.jobs import SCRIPTS, drill, run
 
-from keepstep.protocol.recovery.ending import NOT_PROTECTED
+from keepstep.protocol.recovery.end.verdicts import NOT_PROTECTED
 
 
 def lines_of(out: str) -> dict[int, dict[str, Any]]:

@@ -19,7 +19,7 @@ from keepstep.agent.phases import PhaseReporter
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.spawner import SpawnerClient
 from keepstep.errors import ProtocolError, RemoteProtocolError
-from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Spawn
+from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
 from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -133,6 +133,11 @@ class Agent:
                 task.cancel()
             await self.stop()
 
+    def drain(self, reason: str) -> None:
+        """Has this node leave when its ranks have moved to other ones; `run` returns when the controller has heard."""
+        self._machine.drain(reason)
+        self._act()
+
     def depart(self, reason: str) -> None:
         """Ends this node's workers and tells the controller that it leaves; `run` returns when that was heard."""
         self._machine.depart(reason)
@@ -177,6 +182,9 @@ class Agent:
                     self._spawn(effect)
                 case Kill():
                     self._kill(effect.worker)
+                case Signal():
+                    for number in effect.workers:
+                        self._terminate(number)
                 case HandOver():
                     self._note(effect)
                     self._hand_over(effect.workers, effect.order)
@@ -327,6 +335,13 @@ class Agent:
         if worker is not None and worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
+
+    def _terminate(self, number: int) -> None:
+        """SIGTERM, as torchrun sends it: to the process alone."""
+        worker = self.workers.get(number)
+        if worker is not None and worker.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGTERM)
 
     # ---- what workers say -------------------------------------------------------------------------------------------
 

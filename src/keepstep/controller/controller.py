@@ -70,6 +70,8 @@ class Controller:
         self._confirm = confirm
         self._when_calm = when_calm
         self._calm: asyncio.TimerHandle | None = None
+        self._waiting: asyncio.Timeout | None = None
+        """For what comes next."""
         self._unsent: list[tuple[str, AnyMessage]] = []
         # In other stages either a new generation has just begun, or nobody has met in this one yet.
         has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
@@ -87,6 +89,13 @@ class Controller:
         while self.job.ended is None:
             await self._turn()
         return await self._see_off(self.job.ended)
+
+    def drain(self, reason: str) -> None:
+        """Has the job end at a step that all ranks have come to; `run` goes on until it has. See `Draining`."""
+        self.machine.drain(reason, self._clock.now_s())
+        self._settle()
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())  # there is a new deadline
 
     async def end(self, order: EndJob) -> EndJob:
         """Ends the job from outside, after `run` was cancelled; returns when every agent knows."""
@@ -125,7 +134,7 @@ class Controller:
         timeout = None if due is None else max(0.0, due - self._clock.now_s())
         try:
             # Not wait_for: up to Python 3.11 it can lose a cancellation that meets a message, and then never ends.
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as self._waiting:
                 return await self._lines.receive()
         except TimeoutError:
             return None

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from keepstep.protocol.recovery import RecoveryMachine, Stage
-from keepstep.protocol.recovery.ending import NOT_PROTECTED
+from keepstep.protocol.recovery.end.verdicts import NOT_PROTECTED
 from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.trace.timeline.events import quarantine_text, recovery_text
 

@@ -28,6 +28,8 @@ from keepstep.protocol.liveness import LivenessSettings
 
 DEADLINES = LivenessSettings()
 LOOPBACK = "127.0.0.1"
+SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+"""torchrun's default for ``--signals-to-handle``."""
 MASTER_PORT = 29500
 """torchrun's, where none is named."""
 
@@ -205,6 +207,12 @@ def _refuse_what_is_not_done_yet(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if value not in (None, False, "null"):
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: not supported yet; leave it out")
+    asked = getattr(arguments, "signals_to_handle", "")
+    if unknown := set(filter(None, asked.split(","))) - SIGNALS:
+        raise ConfigurationError(
+            f"--signals-to-handle {asked}: {', '.join(sorted(unknown))} is not supported; "
+            f"{', '.join(sorted(SIGNALS))} are handled in any case"
+        )
 
 
 def _environment(arguments: argparse.Namespace, place: Place) -> dict[str, str]:

@@ -18,7 +18,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.freememory import free_bytes
 from keepstep.launcher import control
 from keepstep.launcher.recording import Outputs, record_run
-from keepstep.launcher.signals import StopSignal, ended_by, stop_signal
+from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED, RecoverySettings
@@ -70,7 +70,7 @@ def fresh_run_dir() -> Path:
 def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str, Any]:
     """Runs a job to its end and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGINT and SIGTERM end the job; so does an error in ``companion``.
+    SIGTERM drains the job, a second one ends it, and so do SIGINT, SIGHUP and an error in ``companion``.
 
     Raises:
         ConfigurationError: the job cannot be run as asked; nothing is left running.
@@ -106,50 +106,54 @@ async def _run(options: JobOptions, companion: Companion | None, recorder: Recor
     output = dataclasses.replace(options.agent.output, log_dir=options.log_dir)
     agent = Agent(dataclasses.replace(options.agent, output=output), theirs)
     job = Job(controller, agent)
-    with stop_signal() as stopped:
+    with end_signals() as signals:
         try:
             starting = asyncio.create_task(agent.start())
-            first: list[asyncio.Future[Any]] = [starting, stopped]
+            first: list[asyncio.Future[Any]] = [starting, signals.stop, signals.drain]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if not stopped.done():
+            if starting.done():
                 check_memory(options, starting.result().worker_bytes)
                 async with control.serve(options.agent.run_dir, job.describe):
-                    await _accompany(controller, agent, stopped, companion(job) if companion else None)
+                    await _accompany(controller, agent, signals, companion(job) if companion else None)
         finally:
             await agent.stop()
     if controller.job.ended is None:
-        controller.job.ended = _unfinished(agent, stopped)
+        controller.job.ended = _unfinished(agent, signals)
     return describe(controller.job)
 
 
 async def _accompany(
-    controller: Controller, agent: Agent, stopped: StopSignal, companion: Awaitable[None] | None
+    controller: Controller, agent: Agent, signals: EndSignals, companion: Awaitable[None] | None
 ) -> None:
-    """Runs both programs until the controller has ended the job, the agent has, or a signal came."""
+    """Runs both programs until the controller has ended the job, the agent has, or a signal has ended them."""
     deciding = asyncio.create_task(controller.run())
     serving = asyncio.create_task(agent.run())
-    waited: set[asyncio.Future[Any]] = {deciding, serving, stopped}
-    helper = asyncio.ensure_future(companion) if companion is not None else None
+    waited: set[asyncio.Future[Any]] = {deciding, serving, signals.stop, signals.drain}
+    helpers = [asyncio.ensure_future(companion)] if companion is not None else []
+    waited.update(helpers)
     try:
-        while not (deciding.done() or serving.done() or stopped.done()):
-            await asyncio.wait(waited | ({helper} if helper else set()), return_when=asyncio.FIRST_COMPLETED)
-            if helper is not None and helper.done():
+        while not (deciding.done() or serving.done() or signals.stop.done()):
+            done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if signals.drain in done:
+                controller.drain(ended_by(signals.drain.result()).reason)
+            for helper in done.intersection(helpers):
                 helper.result()
-                helper = None
         if deciding.done():
             deciding.result()
             await serving
         elif serving.done():
             serving.result()
     finally:
-        for task in (deciding, serving, *([helper] if helper else [])):
+        tasks = [deciding, serving, *helpers]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(deciding, serving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _unfinished(agent: Agent, stopped: StopSignal) -> EndJob:
-    if stopped.done():
-        return ended_by(stopped.result())
+def _unfinished(agent: Agent, signals: EndSignals) -> EndJob:
+    for each in (signals.stop, signals.drain):
+        if each.done():
+            return ended_by(each.result())
     return agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
 

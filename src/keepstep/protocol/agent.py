@@ -7,6 +7,7 @@ packets. Who is lost because it stands still is decided in `keepstep.protocol.li
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -50,6 +51,13 @@ class Kill:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Signal:
+    """Send SIGTERM to workers."""
+
+    workers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class HandOver:
     """Give an order to workers."""
 
@@ -79,7 +87,7 @@ class LookCloser:
     workers: tuple[int, ...]
 
 
-AgentEffect = Spawn | Kill | HandOver | Leave | Depart | LookCloser
+AgentEffect = Spawn | Kill | Signal | HandOver | Leave | Depart | LookCloser
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,6 +129,10 @@ class AgentMachine:
         """Goes up behind where the ranks stand."""
         self._evicted = False
         self._departing: msg.NodeLeft | None = None
+        self._is_terminating = False
+        """Every script was sent SIGTERM."""
+        self._draining: str | None = None
+        """Why the node leaves as soon as no rank is on it."""
         self._heartbeat_s = 0.0
         self._beat_s = HEARTBEAT_S * zlib.crc32(joined.node.encode()) / 2**32
         self.clock_offset_s = 0.0
@@ -162,15 +174,28 @@ class AgentMachine:
         self._effects.append(Depart(self._departing))
         self._be_silent()
 
+    def drain(self, reason: str) -> None:
+        """The node is to leave the job when its ranks have moved to other ones; it leaves at once if it holds none."""
+        self._draining = reason
+        self._say(msg.NodeDraining(self.node, reason))
+        self._leave_if_drained()
+
+    def _leave_if_drained(self) -> None:
+        is_empty = all(process.rank is None for process in self._processes.values())
+        if self._draining is not None and is_empty and self._departing is None and not self._is_terminating:
+            self.depart(self._draining)
+
     def next_deadline(self) -> float:
         """When `tick` and `packets` are next due, apart from the regular looks at the workers."""
+        if self._departing is not None:
+            return math.inf
         return min(self._heartbeat_s, self._held_since_s + HOLD_S) if self._held else self._heartbeat_s
 
     def tick(self, now_s: float) -> None:
         """Judges the workers by what was observed of them, and lets go what was held too long."""
         if self._evicted:
             return
-        for verdict in self.liveness.judge(now_s):
+        for verdict in () if self._is_terminating else self.liveness.judge(now_s):
             if isinstance(verdict, msg.JobStalled):
                 self._stall = verdict
             else:
@@ -219,12 +244,18 @@ class AgentMachine:
                     self._effects.append(HandOver((order.worker,), order))
             case msg.StoreAnswered() | msg.OnceAnswered():
                 self._effects.append(HandOver((order.worker,), order))
-            case msg.Stop() | msg.Recover() | msg.Resume() | msg.Complete() | msg.Abandon() | msg.Rescue():
+            case msg.Terminate():
+                self._is_terminating = True
+                self._effects.append(Signal(tuple(self._processes)))
+                self._for_holders(order, now_s)
+            case (
+                msg.Stop() | msg.Recover() | msg.Resume() | msg.Complete() | msg.Abandon() | msg.Rescue() | msg.Drain()
+            ):
                 self._for_holders(order, now_s)
             case _:
                 raise RemoteProtocolError(f"a controller sent {type(order).__name__}, which is a report")
 
-    def _for_holders(self, order: msg.WorkerOrder, now_s: float) -> None:
+    def _for_holders(self, order: msg.HolderOrder, now_s: float) -> None:
         holders = tuple(number for number, process in self._processes.items() if process.rank is not None)
         match order:
             case msg.Stop():
@@ -233,6 +264,8 @@ class AgentMachine:
             case msg.Recover():
                 for number in holders:
                     self.liveness.recovering(number, now_s)
+            case msg.Drain():
+                self.liveness.resumed(now_s)  # a checkpoint may take as long as between any two steps
             case msg.Resume():
                 self.liveness.resumed(now_s)
                 self._first_steps = {order.generation: _FirstSteps()}
@@ -299,7 +332,8 @@ class AgentMachine:
             return
         if self._evicted:
             self._be_reborn(at_s)
-        elif process.told_lost:
+            return
+        if process.told_lost:
             self._say(msg.WorkerEnded(number, cause, detail or MIDDLE_OF_A_STEP))
         elif process.fenced:
             self._say(msg.WorkerFenced(number))
@@ -307,6 +341,7 @@ class AgentMachine:
             self._say(msg.WorkerDone(number, tag.step + 1 if tag.phase is Phase.UPDATED else None))
         else:
             self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s))
+        self._leave_if_drained()
 
     def training_thread_died(self, number: int, tag: Tag, at_s: float) -> bool:
         """The kernel has taken the life of a worker's training thread; the process goes after it.

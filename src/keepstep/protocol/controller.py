@@ -1,6 +1,6 @@
 """The controller's machine as its shell sees it: packets of all nodes in, packets out, leases, and a journal.
 
-Everything that changes the decisions of `RecoveryMachine` is one of six events, and each is written to the journal
+Everything that changes the decisions of `RecoveryMachine` is one of seven events, and each is written to the journal
 before anything that follows from it is transmitted. The machine is a function of its events, so a controller that was
 killed comes back by living through its journal once more: the same state, the same orders with the same numbers. What
 an agent sent after the last entry was never acknowledged, so it comes again, and orders that an agent has not heard
@@ -69,7 +69,13 @@ class CalledOff(msgspec.Struct, frozen=True, tag=True):
     order: msg.EndJob
 
 
-Event = Heard | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff
+class DrainAsked(msgspec.Struct, frozen=True, tag=True):
+    """The job is to end soon, at a step that all ranks have come to."""
+
+    reason: str
+
+
+Event = Heard | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,6 +103,8 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
             return job.restarted(now_s)
         case CalledOff():
             return job.called_off(event.order)
+        case DrainAsked():
+            return job.drained(event.reason, now_s)
         case _:
             assert_never(event)
 
@@ -211,6 +219,10 @@ class ControllerMachine:
     def call_off(self, order: msg.EndJob, now_s: float) -> None:
         """Ends the job from outside."""
         self._happened(CalledOff(order), now_s)
+
+    def drain(self, reason: str, now_s: float) -> None:
+        """Has the job end soon, at a step that all ranks have come to. Asked once more it changes nothing."""
+        self._happened(DrainAsked(reason), now_s)
 
     def tick(self, now_s: float) -> None:
         """Acts on leases and deadlines that have come; harmless when none has."""

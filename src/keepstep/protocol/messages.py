@@ -6,9 +6,7 @@ is dropped at a single entrance (`RecoveryMachine.receive`, and `WorkerMachine.r
 
 An order that concerns every rank names no worker: it is the same for all nodes, and each agent hands it to those of
 its workers that hold a rank. What all ranks answer alike names the workers it speaks for, so an agent sends one answer
-for its node.
-
-On the wire they are msgpack arrays, tagged with the class name: `keepstep.transports.codec`.
+for its node. The wire form is in `keepstep.transports.codec`.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ class Cause(enum.StrEnum):
     NODE = "node lost"
     CONTROLLER = "controller restarted"
     MOVED = "rank moved"
+    DRAIN = "drain"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
@@ -130,6 +129,14 @@ class StepsFinished(Message, frozen=True):
     generation: int
     step: int
     digest: str | None
+
+
+class Drained(Message, frozen=True):
+    """The workers stand at the job's last step; ``is_saved``: one of them has written a checkpoint of it."""
+
+    workers: tuple[int, ...]
+    generation: int
+    is_saved: bool
 
 
 class WorkerFailed(Message, frozen=True):
@@ -263,6 +270,13 @@ class StepObserved(Message, frozen=True):
     step_s: Seconds
 
 
+class NodeDraining(Message, frozen=True):
+    """The node is to leave soon. Its ranks train on until spares of other nodes take them."""
+
+    node: str
+    reason: str
+
+
 class PhasesObserved(Message, frozen=True):
     """What the workers of a node went through of late. It is for the eye only: nothing is decided by it, it goes by the
     packets, and what is lost is not repeated.
@@ -373,6 +387,19 @@ class Rescue(Message, frozen=True):
     reason: str
 
 
+class Drain(Message, frozen=True):
+    """All ranks stand at ``step``, where the job ends: rank 0 writes a checkpoint, if the job has them."""
+
+    generation: int
+    step: int
+
+
+class Terminate(Message, frozen=True):
+    """The agent sends SIGTERM to every worker. A script that handles it may then leave its loop and save."""
+
+    reason: str
+
+
 class StoreAnswered(Message, frozen=True):
     """The answer to a `StoreRequested`: no ``values`` where its generation is over; ``error``: why it is refused."""
 
@@ -408,16 +435,18 @@ class EndJob(Message, frozen=True):
     reason: str
 
 
-GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished
+GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished | Drained
 """What every rank answers to the same order; see `AgentMachine`."""
 Question: TypeAlias = StoreRequested | OnceRequested
 """What a worker asks and waits for."""
 WorkerReport: TypeAlias = (
     GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
 )
-NodeReport: TypeAlias = NodeJoined | JobStalled | RanksStand | StepObserved
+NodeReport: TypeAlias = NodeJoined | NodeDraining | JobStalled | RanksStand | StepObserved
 AgentReport: TypeAlias = NodeReport | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
-WorkerOrder: TypeAlias = Assign | Stop | Recover | Resume | Complete | Abandon | Rescue | StoreAnswered | OnceAnswered
+HolderOrder: TypeAlias = Stop | Recover | Resume | Complete | Abandon | Rescue | Drain | Terminate
+"""For every worker that holds a rank."""
+WorkerOrder: TypeAlias = HolderOrder | Assign | StoreAnswered | OnceAnswered
 AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
 
 Report: TypeAlias = WorkerReport | AgentReport

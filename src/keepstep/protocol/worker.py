@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import LocalProtocolError, RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import resume
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
@@ -29,6 +29,8 @@ class Doing(enum.StrEnum):
     LOADING = "loading"
     RECOVERED = "recovered"
     TRAINING = "training"
+    SAVING = "saving"
+    DRAINED = "drained"
     FINISHED = "finished"
     COMPLETE = "complete"
 
@@ -88,8 +90,16 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Save:
+    """Every rank stands at the step at which the job is to end: write a checkpoint, if it is due, and call `saved`."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """Every rank has completed its last step: the script's code after the loop may run."""
+    """The loop is over, and the script's code after it may run: every rank has completed its last step, or the job is
+    drained and the script has handled SIGTERM."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +109,7 @@ class SaveAndEnd:
     order: msg.Rescue
 
 
-Move = Wait | Say | Build | Connect | Undo | Update | Load | Train | End | SaveAndEnd
+Move = Wait | Say | Build | Connect | Undo | Update | Load | Train | Save | End | SaveAndEnd
 
 
 class Urgency(enum.Enum):
@@ -150,6 +160,9 @@ class WorkerMachine:
         self._resumed = 0
         self._completed = 0
         self._rescue: msg.Rescue | None = None
+        self._drain: msg.Drain | None = None
+        self.drained = False
+        """The job ends at the step at which this rank stands, and the script has been told to end."""
         self._started = False
         """Whether the script has come to its first step."""
         self._sayings: list[msg.WorkerReport] = []
@@ -173,6 +186,10 @@ class WorkerMachine:
                 return Urgency.BREAK
             case msg.Rescue():
                 self._rescue = order
+            case msg.Drain():
+                self._drain = order
+            case msg.Terminate():
+                self.drained = True
             case _:
                 pass
         return Urgency.NONE
@@ -284,7 +301,13 @@ class WorkerMachine:
             case Doing.RECOVERED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
+                if self._drain is not None and self._drain.generation == self.generation:
+                    return self._go_on(Doing.SAVING, Save(self._drain.step))
                 return self._go_on(Doing.TRAINING, Train()) if self._resumed == self.generation else Wait()
+            case Doing.SAVING:
+                raise LocalProtocolError(f"rank {self.rank} asks for more before its checkpoint is written")
+            case Doing.DRAINED:
+                return self._go_on(Doing.COMPLETE, End()) if self.drained else Wait()
             case Doing.TRAINING:
                 return self._stand(self.generation) if self.interrupted else Train()
             case Doing.FINISHED:
@@ -452,6 +475,11 @@ class WorkerMachine:
     def can_load(self, snapshots: tuple[int, ...]) -> None:
         """The steps of the checkpoints that this rank can read, as of the safe point it has come to."""
         self._snapshots = snapshots
+
+    def saved(self, is_saved: bool) -> None:
+        """The checkpoint of the step at which the job is drained is written, where this rank is to write one."""
+        self._sayings.append(msg.Drained((self.worker,), self.generation, is_saved))
+        self.doing = Doing.DRAINED
 
     def finished(self, digest: str | None) -> None:
         """The last step is complete."""

@@ -52,6 +52,9 @@ OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
 WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
 
+DRAINS = ("drain", "node drain")
+"""Each in a tenth of the plans, behind all that is drawn for the others: a job that is drained is over."""
+
 SHORT_PHASES = (Phase.SYNCED, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
 """Where a failure is hardest and a random time seldom hits: around the gradient barrier and the update."""
 
@@ -69,6 +72,8 @@ def draw_plan(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
         phase = rng.choice(SHORT_PHASES) if not during and rng.random() < 0.4 else None
         lasts_s = rng.choice((0.05, 0.5, 2.0, 5.0, 12.0)) * (0.5 + rng.random())
         faults.append(Fault(kind, at_s, recovery, phase, rng.randrange(64), lasts_s))
+    for kind in (each for each in DRAINS if rng.random() < 0.1):
+        faults += [Fault(kind, rng.uniform(0.3, span_s), None, None, rng.randrange(64), 5.0)]
     return tuple(faults)
 
 
@@ -267,7 +272,20 @@ class Injector:
     def _clock_jump(self, fault: Fault) -> None:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s
 
+    def _node_drain(self, fault: Fault) -> None:
+        """SIGTERM for an agent, whose grace period is over after a while. Its machine comes back later."""
+        name = self._node(fault)
+        self._world.oracle.drain.leaving.add(name)
+        self._world.nodes[name].drain()
+        self._until(fault, name, "depart")
+        self._until(dataclasses.replace(fault, lasts_s=2 * fault.lasts_s), name, "boot")
+
     # ---- the controller ---------------------------------------------------------------------------------------------
+
+    def _drain(self, fault: Fault) -> None:
+        """SIGTERM for the job."""
+        self._world.oracle.drains_job()
+        self._world.controller.drain()
 
     def _controller_crash(self, fault: Fault) -> None:
         self._world.oracle.num_failures += 1

@@ -6,7 +6,16 @@ import itertools
 from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import CalledOff, DeadlineCame, Departed, Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.controller import (
+    CalledOff,
+    DeadlineCame,
+    Departed,
+    DrainAsked,
+    Heard,
+    JournalEntry,
+    LeaseExpired,
+    Restarted,
+)
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
@@ -50,6 +59,8 @@ class Story:
                 self.add(entry.at_s, "controller", "is back, and has lived through its journal")
             case CalledOff():
                 self.add(entry.at_s, "controller", f"is told to end the job: {entry.event.order.reason}")
+            case DrainAsked():
+                self.add(entry.at_s, "controller", f"is to end the job: {entry.event.reason}")
             case DeadlineCame():
                 self.add(entry.at_s, "controller", "does not wait any longer")
             case Heard():
@@ -96,6 +107,10 @@ def _brief(message: msg.AnyMessage) -> str:
             return f"start worker {message.worker} as {role}"
         case msg.CollectiveFailed():
             return f"{message.error} ({message.group}, generation {message.generation})"
+        case msg.Drain():
+            return f"the job ends at step {message.step}"
+        case msg.Terminate():
+            return "SIGTERM for every worker"
         case msg.EndJob():
             return f"the job ends with exit code {message.exit_code}"
         case _:

@@ -138,14 +138,20 @@ class World:
     def step_completed(self, worker: SimulatedWorker, step: int) -> None:
         """A rank has completed a step: it may be time for a checkpoint."""
         self.oracle.completed(worker, step)
-        every = self.layout.checkpoint_every
-        rank = worker.machine.rank
-        if every and (step + 1) % every == 0 and self.layout.shards.index(self.shard_of(rank)) == rank:
-            parts = self._checkpoints.setdefault(step + 1, {})
-            parts[self.shard_of(rank)] = worker.parameters, worker.local.rows
-            if len(parts) == len(set(self.layout.shards)):
-                self._whole_s.setdefault(step + 1, self.schedule.now_s)
+        if (every := self.layout.checkpoint_every) and (step + 1) % every == 0:
+            self.checkpoint(worker, step + 1)
         worker.node.step_completed(worker, worker.machine.generation, step)
+
+    def checkpoint(self, worker: SimulatedWorker, step: int) -> bool:
+        """The first rank of each shard writes a checkpoint, in a job that has them. Says whether this one did."""
+        rank, shard = worker.machine.rank, self.shard_of(worker.machine.rank)
+        if self.layout.checkpoint_every is None or self.layout.shards.index(shard) != rank:
+            return False
+        parts = self._checkpoints.setdefault(step, {})
+        parts[shard] = worker.parameters, worker.local.rows
+        if len(parts) == len(set(self.layout.shards)):
+            self._whole_s.setdefault(step, self.schedule.now_s)
+        return True
 
     def checkpoints_of(self, worker: SimulatedWorker) -> tuple[int, ...]:
         """The steps of the checkpoints that a worker can load."""

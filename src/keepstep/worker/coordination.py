@@ -7,6 +7,7 @@ safe points and asks `next_move` what to do; nobody else ever touches parameters
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import warnings
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from keepstep.config import adopt_rank
 from keepstep.errors import InternalError, PeerLost
 from keepstep.protocol import worker as moves
-from keepstep.protocol.messages import Rescue, StateRescued, Stop, WorkerOrder, WorkerReady, text
+from keepstep.protocol.messages import Rescue, StateRescued, Stop, Terminate, WorkerOrder, WorkerReady, text
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.waiting.operations import Operation
@@ -37,7 +38,9 @@ SETTLE_S = 0.25
 """How long a backward may go on whose step a lost rank was synced in. It ends in milliseconds: what it still waits for
 was sent before. Only where another loss comes on top does it wait in vain."""
 
-Work: TypeAlias = moves.Build | moves.Undo | moves.Update | moves.Load | moves.Train | moves.End | moves.SaveAndEnd
+Work: TypeAlias = (
+    moves.Build | moves.Undo | moves.Update | moves.Load | moves.Train | moves.Save | moves.End | moves.SaveAndEnd
+)
 """A move that is not done here: it concerns the script or the state."""
 
 
@@ -95,6 +98,8 @@ class Coordination:
 
     def on_order(self, order: WorkerOrder) -> None:
         """What cannot wait for the training thread. Runs in the listener."""
+        if isinstance(order, Terminate) and not callable(signal.getsignal(signal.SIGTERM)):
+            return  # a script that does not handle the signal must not go on behind its loop: it would seem complete
         with self._news:
             urgency = self.machine.receive(order)
             self._num_orders += 1

@@ -11,7 +11,7 @@ from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, Remot
 from keepstep.protocol.messages import Rescue, text
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import Action
-from keepstep.protocol.worker import Build, End, Load, SaveAndEnd, Train, Undo, Update
+from keepstep.protocol.worker import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.weights.lines.line import Interrupted
 from keepstep.worker.coordination import Coordination, StepInterrupted
@@ -185,6 +185,8 @@ class Recovery:
                     self.after_interruption()
                 case Load() as move:
                     self._load(move)
+                case Save() as move:
+                    self._drain(move.step)
                 case SaveAndEnd() as move:
                     self._rescue(move.order)
                 case Train() | End() as move:
@@ -257,6 +259,15 @@ class Recovery:
     def _moved(self) -> None:
         self._coordination.page.progress()
         self._coordination.observe("bucket")
+
+    def _drain(self, step: int) -> None:
+        """The job ends at this step: rank 0 writes a checkpoint, and weights on their way to consumers arrive."""
+        is_saved = False
+        if self._checkpoints is not None and self._machine.rank == 0:
+            is_saved = self._checkpoints.write_now(step, self._machine.generation)
+        if self._publication is not None:
+            self._publication.flush()
+        self._machine.saved(is_saved)
 
     def _rescue(self, order: Rescue) -> NoReturn:
         """The job cannot go on: saves what this rank holds, if it is whole, and ends the process."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
-from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, endpoint_of, owns, place_of, shape_of
+from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, endpoint_of, grace_of, owns, place_of, shape_of
 from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.cluster.node import NodeOptions, run_node
 from keepstep.launcher.cluster.trust import credentials_of, secret_of
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     chosen = parse_flags(parser, arguments)
     if chosen.parent is not None:
-        end_with_parent(chosen.parent, signal.SIGTERM)
+        end_with_parent(chosen.parent, signal.SIGHUP)  # at once: SIGTERM would drain the node
     if chosen.engine != NO_ENGINE:
         raise ConfigurationError(f"--engine {chosen.engine}: the engine has started this agent, so leave it out")
     endpoints = tuple(endpoint_of("--controller", each) for each in chosen.controller.split(","))
@@ -61,7 +61,9 @@ def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may
     place = place_of(arguments, shape, endpoint)
     credentials, host_name = credentials_of(arguments, place.node)
     settings = agent_settings(arguments, place)
-    options = NodeOptions(settings, endpoints, credentials, host_name, arguments.controller_timeout)
+    options = NodeOptions(
+        settings, endpoints, credentials, host_name, arguments.controller_timeout, grace_of(arguments)
+    )
     hosted = None
     if may_host and place.position == 0 and owns(endpoint):
         secret = secret_of(arguments)
@@ -84,6 +86,7 @@ def hosted_controller(
     command = [sys.executable, "-m", "keepstep.cli.main", "controller", "--parent", str(os.getpid())]
     command += ["--listen", endpoint, "--nnodes", arguments.nnodes, "--nproc-per-node", str(shape.ranks_per_node)]
     command += ["--spares", str(shape.num_spares), "--lease", str(arguments.lease), "--tls", arguments.tls]
+    command += ["--grace", str(grace_of(arguments))]
     command += ["--run-dir", str(run_dir)]
     for flag in ("max_restarts", "min_nodes", "quarantine", "report", "trace", "log_json"):
         if getattr(arguments, flag) is not None:

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     """Serves the agents of a job until it has ended, and returns the job's exit code."""
     chosen = _parser().parse_args(arguments)
     if chosen.parent is not None:
-        end_with_parent(chosen.parent, signal.SIGTERM)
+        end_with_parent(chosen.parent, signal.SIGHUP)  # at once: SIGTERM would drain the job
     secret = secret_of(chosen)
     if secret is None:
         raise ConfigurationError(f"a controller needs the job's secret: {HOW_TO_SHARE}")
@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> int:
         lease_s=chosen.lease,
         outputs=outputs_of(chosen),
         is_continuing=chosen.is_continuing,
+        is_draining=chosen.drain,
         is_standby=chosen.standby,
         takeover_s=chosen.takeover_after,
         is_durable=chosen.parent is None,  # a child only comes back where it was
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         help="not heard of for so long, this controller is taken for gone by others (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--drain", action="store_true", help=argparse.SUPPRESS)
     add_placement_flags(parser)
     add_controller_flags(parser)
     add_output_flags(parser)

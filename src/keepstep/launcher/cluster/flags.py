@@ -15,7 +15,7 @@ from keepstep import config
 from keepstep.agent.settings import Place
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import LEASE_S
-from keepstep.protocol.recovery import RecoverySettings
+from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.placement.quarantine import NUM_FAILURES, WINDOW_S
 from keepstep.transports.lines import PATIENCE_S
 
@@ -75,6 +75,7 @@ class Shape:
             max_restarts=arguments.max_restarts,
             quarantine_failures=num_failures,
             quarantine_window_s=window_s,
+            grace_s=grace_of(arguments),
         )
 
 
@@ -118,6 +119,11 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
         "--min-nodes", type=int, metavar="N",
         help="go on with so few nodes: ranks of those that are gone share the devices of others until they are back",
     )  # fmt: skip
+    parser.add_argument(
+        "--grace", type=float, metavar="SECONDS",
+        help="from SIGTERM until what still runs is killed: the ranks come to one step, save it, and get the signal "
+        f"(default: torchrun's --shutdown-timeout, else {GRACE_S:g})",
+    )  # fmt: skip
     add_secret_flag(parser)
     parser.add_argument(
         "--tls", default="auto", metavar="auto|off|FILES",
@@ -150,6 +156,20 @@ def _bundle(text: str) -> dict[str, float]:
         if not name or not 0 < found[name] < math.inf:
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=N, as in CPU=8,GPU=8")
     return found
+
+
+def grace_of(arguments: argparse.Namespace) -> float:
+    """Seconds from SIGTERM until what still runs is killed: ``--grace``, or the flag that torchrun has from 2.13 on.
+
+    Raises:
+        ConfigurationError: it is below 0, or no number.
+    """
+    asked = arguments.grace
+    if asked is None:
+        asked = getattr(arguments, "shutdown_timeout", None)
+    if asked is not None and not 0 <= asked < math.inf:
+        raise ConfigurationError(f"--grace {asked}: must be a number of seconds, 0 or more")
+    return GRACE_S if asked is None else float(asked)
 
 
 def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:

@@ -40,6 +40,7 @@ class HostedController:
         self._environment = {**os.environ, SECRET_VARIABLE: secret}  # environ: passed on to the child
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = False
+        self._is_draining = False
 
     async def run(self) -> int:
         """Keeps it running until the job has ended; returns the job's exit code.
@@ -63,14 +64,21 @@ class HostedController:
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             print(f"keepstep: the controller died ({how}): it is started again", file=sys.stderr, flush=True)
             again = ("--standby",) if code == EXIT_SUPERSEDED else ("--continue",)
+            again += ("--drain",) if self._is_draining else ()
+
+    def drain(self) -> None:
+        """Has it drain the job. One that is just being started again hears of it when it is."""
+        self._is_draining = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
 
     async def end(self) -> None:
-        """Has it end the job, and waits until it has; kills it if it does not."""
+        """Has it end the job at once, and waits until it has; kills it if it does not."""
         self._is_ending = True
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.terminate()
+        process.send_signal(signal.SIGHUP)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_DEADLINE_S):
                 await _ended(process)

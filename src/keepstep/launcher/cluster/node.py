@@ -15,7 +15,7 @@ from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.hosting import HostedController
-from keepstep.launcher.signals import StopSignal, ended_by, stop_signal
+from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.transports.rpc.client import RpcControllerLine
@@ -41,12 +41,15 @@ class NodeOptions:
     """What the controller's certificate is made out to; None: to its address."""
     patience_s: float
     """How long the node waits for a controller that it cannot reach."""
+    grace_s: float
+    """From a SIGTERM until the node leaves the job, if its ranks have not moved to other nodes by then."""
 
 
 def run_node(options: NodeOptions, hosted: HostedController | None = None) -> EndJob:
     """Serves a job on this node until it has ended.
 
-    SIGINT, SIGTERM and SIGHUP end this node's part; on the node that hosts the controller, the job.
+    SIGTERM drains the job on the node that hosts its controller, and on another one the node: its ranks train on until
+    spares of other nodes take them. A second SIGTERM, SIGINT and SIGHUP end the job, or the node's part, at once.
 
     Raises:
         ConfigurationError: the controller does not let this node in, or does not come up; or another process of this
@@ -80,10 +83,10 @@ async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
     line = RpcControllerLine(options.endpoints, options.credentials, options.host_name, options.patience_s)
     agent = Agent(options.agent, line)
     line.on_trouble = lambda trouble: _tell_trouble(trouble) if agent.left is None else None
-    part = _Part(agent, line, hosted)
-    with stop_signal() as stopped:
+    part = _Part(agent, line, hosted, options.grace_s)
+    with end_signals() as signals:
         try:
-            return await part.run(stopped)
+            return await part.run(signals)
         finally:
             await part.end()
 
@@ -91,23 +94,26 @@ async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
 class _Part:
     """What runs on this node: an agent, its line to the controller, and perhaps the controller."""
 
-    def __init__(self, agent: Agent, line: RpcControllerLine, hosted: HostedController | None) -> None:
+    def __init__(self, agent: Agent, line: RpcControllerLine, hosted: HostedController | None, grace_s: float) -> None:
         self._agent = agent
         self._line = line
         self._hosted = hosted
+        self._grace_s = grace_s
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def run(self, stopped: StopSignal) -> EndJob:
-        """Runs until the job has ended, this node's part of it has, or a signal came."""
+    async def run(self, signals: EndSignals) -> EndJob:
+        """Runs until the job has ended, this node's part of it has, or a signal has ended it."""
         hosting = self._begin(self._hosted.run()) if self._hosted is not None else None
         starting = self._begin(self._agent.start())
-        await _first_of(starting, stopped)
-        if stopped.done():
-            return ended_by(stopped.result())
+        await _first_of(starting, signals.stop, signals.drain)
+        if not starting.done():
+            return ended_by((signals.stop if signals.stop.done() else signals.drain).result())
         starting.result()
         connecting = self._begin(self._line.run())
         serving = self._begin(self._agent.run())
-        await _first_of(connecting, serving, stopped, hosting)
+        await _first_of(connecting, serving, signals.stop, signals.drain, hosting)
+        if signals.drain.done() and not (connecting.done() or serving.done() or signals.stop.done()):
+            await self._drain(connecting, serving, signals, hosting)
         if connecting.done():
             connecting.result()  # the controller does not let this node in, or was not to be reached
         if hosting is not None and hosting.done():
@@ -115,20 +121,40 @@ class _Part:
         if serving.done() and self._agent.left is None and hosting is not None and not hosting.done():
             serving.result()
             print("keepstep: the workers of this node are lost; its controller goes on", file=sys.stderr, flush=True)
-            await _first_of(hosting, stopped)
-        if stopped.done() and self._hosted is not None:
+            await _first_of(hosting, signals.stop)
+        if signals.stop.done() and self._hosted is not None:
             await self._hosted.end()
-        elif stopped.done() and not serving.done():
-            self._agent.depart(ended_by(stopped.result()).reason)
+        elif signals.stop.done() and not serving.done():
+            self._agent.depart(ended_by(signals.stop.result()).reason)
             await asyncio.wait({serving}, timeout=DEPART_S)
-        return await self._take_leave(connecting, serving, hosting, stopped)
+        return await self._take_leave(connecting, serving, hosting, signals)
+
+    async def _drain(
+        self,
+        connecting: asyncio.Task[None],
+        serving: asyncio.Task[None],
+        signals: EndSignals,
+        hosting: asyncio.Task[int] | None,
+    ) -> None:
+        """Until the job, or this node's part of it, has been drained, or the grace period is over."""
+        others = [each for each in (connecting, serving, signals.stop, hosting) if each is not None]
+        reason = ended_by(signals.drain.result()).reason
+        if self._hosted is not None:
+            self._hosted.drain()
+            await asyncio.wait(others, timeout=self._grace_s + LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+            return
+        self._agent.drain(reason)
+        await asyncio.wait(others, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if not any(each.done() for each in others):
+            self._agent.depart(reason)
+            await asyncio.wait({serving}, timeout=DEPART_S)
 
     async def _take_leave(
         self,
         connecting: asyncio.Task[None],
         serving: asyncio.Task[None],
         hosting: asyncio.Task[int] | None,
-        stopped: StopSignal,
+        signals: EndSignals,
     ) -> EndJob:
         """The job has ended, or this node's part of it: has the rest end in order, and says how it ended."""
         if self._hosted is not None:
@@ -139,14 +165,15 @@ class _Part:
             await asyncio.wait({connecting}, timeout=LAST_WORDS_S)
         if hosting is not None:
             await asyncio.wait({hosting}, timeout=LAST_WORDS_S)
-        if stopped.done() and self._hosted is None:
-            return ended_by(stopped.result())
+        if signals.stop.done() and self._hosted is None:
+            return ended_by(signals.stop.result())
         if self._agent.left is not None:
             return EndJob(self._agent.left.exit_code, self._agent.left.reason)
         if hosting is not None and hosting.done():
             return EndJob(hosting.result() or EXIT_FAILED, "the job ended, and this node's agent was not told")
-        if stopped.done():
-            return ended_by(stopped.result())
+        for each in (signals.stop, signals.drain):
+            if each.done():
+                return ended_by(each.result())
         return self._agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
     async def end(self) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import resource
+import signal
 import socket
 import sys
 import time
@@ -26,7 +27,7 @@ from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
 from keepstep.launcher.console import follow
 from keepstep.launcher.recording import Outputs, record_run
-from keepstep.launcher.signals import ended_by, stop_signal
+from keepstep.launcher.signals import end_signals, ended_by, stop_signal
 from keepstep.protocol.controller import LEASE_S, ControllerMachine, JournalEntry
 from keepstep.protocol.lease import HOLD_S
 from keepstep.protocol.messages import EndJob
@@ -59,6 +60,8 @@ class ControllerOptions:
     outputs: Outputs = dataclasses.field(default_factory=Outputs)
     is_continuing: bool = False
     """Go on with the unfinished run in the folder; otherwise it is moved aside."""
+    is_draining: bool = False
+    """Drain the job: its former controller was told so, and may have died before it did."""
     is_standby: bool = False
     """Wait until the controller of the folder's run is gone, then go on in its place."""
     takeover_s: float = HOLD_S
@@ -70,7 +73,7 @@ class ControllerOptions:
 def run_controller(options: ControllerOptions) -> dict[str, Any]:
     """Serves a job until it has ended and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGINT, SIGTERM and SIGHUP end the job; one that only waits ends alone.
+    SIGTERM drains the job; a second one, SIGINT and SIGHUP end it. A controller that only waits ends alone.
 
     Raises:
         ConfigurationError: it cannot be served as asked.
@@ -177,6 +180,8 @@ async def _serve(
         is_restarted=entries is not None,
         kept=kept,
     )
+    if options.is_draining:
+        controller.drain(ended_by(signal.SIGTERM).reason)
     async with control.serve(options.run_dir, lambda: describe(machine.job, _places(machine.job))):
         try:
             await _until_ended(controller, lease)
@@ -195,13 +200,16 @@ def _confirmed(entries: list[JournalEntry], lease: RunLease) -> Iterator[Journal
 
 async def _until_ended(controller: Controller, lease: RunLease) -> None:
     """Runs the controller until its job has ended, by itself or by a signal, or somebody else serves it."""
-    with stop_signal() as stopped:
+    with end_signals() as signals:
         deciding = asyncio.create_task(controller.run())
         keeping = asyncio.create_task(lease.keep())
         following = asyncio.create_task(follow(controller.job))
+        waited: set[asyncio.Future[Any]] = {deciding, keeping, signals.stop, signals.drain}
         try:
-            either: set[asyncio.Future[Any]] = {deciding, keeping, stopped}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            while not (deciding.done() or keeping.done() or signals.stop.done()):
+                done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                if signals.drain in done:
+                    controller.drain(ended_by(signals.drain.result()).reason)
             if deciding.done():
                 deciding.result()
             elif keeping.done():
@@ -209,7 +217,7 @@ async def _until_ended(controller: Controller, lease: RunLease) -> None:
             else:
                 deciding.cancel()
                 await asyncio.wait({deciding})
-                await controller.end(ended_by(stopped.result()))
+                await controller.end(ended_by(signals.stop.result()))
         finally:
             for task in (deciding, keeping, following):
                 task.cancel()

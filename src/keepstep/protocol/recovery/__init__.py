@@ -2,9 +2,11 @@
 
 from keepstep.protocol.recovery.machine import RecoveryMachine
 from keepstep.protocol.recovery.stages import (
+    EXIT_DRAINED,
     EXIT_FAILED,
     EXIT_NOTHING_TO_RECOVER,
     EXIT_TOO_FEW_RANKS,
+    GRACE_S,
     TRANSITIONS,
     Effect,
     RecoverySettings,
@@ -12,9 +14,11 @@ from keepstep.protocol.recovery.stages import (
 )
 
 __all__ = [
+    "EXIT_DRAINED",
     "EXIT_FAILED",
     "EXIT_NOTHING_TO_RECOVER",
     "EXIT_TOO_FEW_RANKS",
+    "GRACE_S",
     "TRANSITIONS",
     "Effect",
     "RecoveryMachine",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 
 from keepstep.protocol import resume
@@ -36,23 +36,6 @@ def begins_again(progress: Progress, roster: Roster, step: int) -> bool:
 def ready_now(worker: Worker, generation: int) -> bool:
     """Whether the worker came to its first step in this generation (and not in one that is over)."""
     return worker.ready is not None and worker.ready.generation == generation
-
-
-def movable(roster: Roster, shard_of: Mapping[int, str]) -> list[Worker]:
-    """The workers that share a device, as far as warm spares can take their ranks, and others hold their shards.
-
-    None of them while more such spares are still starting: all go in one recovery.
-    """
-    if roster.num_ready_spares < min(len(roster.spares()), len(roster.crowded())):
-        return []
-    left = Counter(shard_of[worker.rank] for worker in roster.holders() if worker.rank is not None)
-    chosen: list[Worker] = []
-    for worker in sorted(roster.crowded(), key=lambda each: each.worker):
-        assert worker.rank is not None
-        if len(chosen) < roster.num_ready_spares and left[shard_of[worker.rank]] > 1:
-            left[shard_of[worker.rank]] -= 1
-            chosen.append(worker)
-    return chosen
 
 
 def snapshots_of(worker: Worker) -> frozenset[int]:

@@ -13,13 +13,17 @@ from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import resume
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.recovery import ending, invariants
-from keepstep.protocol.recovery.decision import begins_again, decide, movable, reachable_step, ready_now
+from keepstep.protocol.recovery import invariants
+from keepstep.protocol.recovery.decision import begins_again, decide, reachable_step, ready_now
+from keepstep.protocol.recovery.end import verdicts
+from keepstep.protocol.recovery.end.draining import Draining
+from keepstep.protocol.recovery.end.ending import Ending
 from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.gathering import Gathering
 from keepstep.protocol.recovery.placement.processes import Processes
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
+from keepstep.protocol.recovery.placement.replacing import Replacing
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.records import Failure, RecoveryRecord
@@ -40,8 +44,6 @@ class RecoveryMachine(Course):
         self.digests: dict[int, str] = {}
         self.progress = Progress()
         self.standstill = Standstill(self, self.roster)
-        self._waited_in = 0
-        """The last generation in which processes or nodes were waited for."""
         self._connected: set[int] = set()
         """The rank holders whose groups are connected in this generation."""
         self._checkpointing = False
@@ -51,7 +53,9 @@ class RecoveryMachine(Course):
         self._processes = Processes(settings, self.roster, self._orders)
         self._claims = Claims(self.roster, self._orders)
         self._gathering = Gathering(settings, self, self._processes)
-        self._ending = ending.Ending(self, self.roster, self._orders, self.progress, settings.end_deadline_s)
+        self._ending = Ending(self, self.roster, self._orders, self.progress, settings.end_deadline_s)
+        self._replacing = Replacing(settings, self, self.roster, self._orders, self._processes, self._ending)
+        self._draining = Draining(self, self.roster, self._orders, self._ending, settings.grace_s)
 
     # ---- the entrances ----------------------------------------------------------------------------------------------
 
@@ -93,16 +97,25 @@ class RecoveryMachine(Course):
     def tick(self, now_s: float) -> list[Effect]:
         """Acts on a deadline that has come; harmless when none has."""
         self.standstill.tick(now_s)
-        if self.deadline_s is None or now_s < self.deadline_s:
+        if (due_s := self._draining.due_s) is not None and now_s >= due_s:
+            self._draining.overdue()
+        elif self.deadline_s is not None and now_s >= self.deadline_s:
+            self.deadline_s = None
+            self._overdue(now_s)
+        else:
             return []
-        self.deadline_s = None
-        self._overdue(now_s)
         return self._proceed(now_s)
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None while nothing is waited for."""
-        dues = (self.deadline_s, None if self.stage is Stage.ENDED else self.standstill.due_s)
+        dues = (self.deadline_s, None if self.stage is Stage.ENDED else self.standstill.due_s, self._draining.due_s)
         return min((due for due in dues if due is not None), default=None)
+
+    def drained(self, reason: str, now_s: float) -> list[Effect]:
+        """The job is to end soon, at a step that all ranks have come to."""
+        if self._draining.begin(reason, now_s, has_trained=self.progress.has_trained):
+            self._interrupt(msg.Cause.DRAIN, reason, [], now_s)
+        return self._proceed(now_s)
 
     def called_off(self, order: msg.EndJob) -> list[Effect]:
         """Whoever runs the job wants it ended."""
@@ -128,7 +141,11 @@ class RecoveryMachine(Course):
                 self._step_observed(message, now_s)
             case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
-            case msg.SafePointReached() | msg.GroupsReset() | msg.StateRecovered() | msg.StepsFinished():
+            case msg.NodeDraining():
+                pass
+            case (
+                msg.SafePointReached() | msg.GroupsReset() | msg.StateRecovered() | msg.StepsFinished() | msg.Drained()
+            ):
                 self._answered(node, message)
             case _:
                 worker = self.roster.workers.get(message.worker)
@@ -154,6 +171,9 @@ class RecoveryMachine(Course):
             case msg.StateRecovered():
                 self._record.received_bytes += message.received_bytes * len(numbers)
                 self._answered_in(Stage.RECOVERING, numbers)
+            case msg.Drained():
+                self._draining.saved(message)
+                self._answered_in(Stage.DRAINING, numbers)
             case msg.StepsFinished():
                 self._answered_in(Stage.TRAINING, numbers)
                 self.standstill.finished(numbers, message.step)
@@ -241,21 +261,15 @@ class RecoveryMachine(Course):
         self._spread(now_s)
 
     def _spread(self, now_s: float) -> None:
-        """A rank that shares a device goes to a spare that has one of its own, as soon as that is warm."""
-        if self.stage is not Stage.TRAINING or not self.roster.crowded():
-            return
-        detail = "it shared a device, and another one is free"
-        moved = movable(self.roster, self.shard_of)
-        for worker in moved:
-            self.roster.mark_lost(worker, gone=False)
-        self._mourn([(w, msg.WorkerLost(w.worker, msg.Cause.MOVED, detail, False, None, now_s)) for w in moved], now_s)
+        """A rank that shares a device, or whose node is to leave, goes to a warm spare that has a place of its own."""
+        self._mourn(self._replacing.move(self.shard_of, now_s) if self.stage is Stage.TRAINING else [], now_s)
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 
     def _failed(self, worker: Worker, message: msg.WorkerFailed) -> None:
         worker.error = message.error
         if message.fatal or self._ending.is_in_start_up(worker):
-            self._ending.end(ending.failed(worker, message.error))
+            self._ending.end(verdicts.failed(worker, message.error))
 
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.rank is not None and message.tag:
@@ -310,7 +324,6 @@ class RecoveryMachine(Course):
             self._record.superseded = self.stage is Stage.RECOVERING
             self.generation += 1
             self._record = RecoveryRecord(self.generation, cause, detail, now_s)
-            self.records.append(self._record)
             self._connected.clear()
             self.standstill.clear()
             for worker in self.roster.holders():
@@ -318,6 +331,8 @@ class RecoveryMachine(Course):
             self.enter(Stage.STOPPING, self.roster.holder_numbers(), now_s + self.settings.stop_deadline_s)
             synced_step = next((each.step for each in failures if each.phase == Phase.SYNCED), None)
             self._orders.to_all(msg.Stop(self.generation, detail, synced_step), detail)
+        if self._record not in self.records[-1:] and (failures or cause != msg.Cause.DRAIN):
+            self.records.append(self._record)
         for failure in failures:
             self._record.add_failure(failure, cause, detail)
             self.deadline_s = max(self.deadline_s or 0.0, now_s + self.settings.end_deadline_s)  # its fence takes time
@@ -344,9 +359,11 @@ class RecoveryMachine(Course):
                 if not self.awaited and self.roster.num_holders:
                     self._ending.complete()
                 elif uneven := self.standstill.uneven():
-                    self._ending.end(ending.uneven_steps(uneven))
+                    self._ending.end(verdicts.uneven_steps(uneven))
             case Stage.FINISHED | Stage.RESCUING:
                 self._ending.proceed(self._record.detail)
+            case Stage.DRAINING:
+                self._draining.proceed()
             case Stage.ENDED:
                 pass
         return self._orders.take()
@@ -356,20 +373,23 @@ class RecoveryMachine(Course):
         record.stopped_s = record.stopped_s or now_s
         if (idle := self.generation - self.progress.last_generation) > self.settings.max_recoveries_without_progress:
             self._ending.rescue(f"{idle} failures in a row without a completed step: {record.detail}", now_s)
-        elif ended_early := ending.ended_early(self.roster):
+        elif ended_early := verdicts.ended_early(self.roster):
             self._ending.end(ended_early)
         elif record.num_exceptions == self.settings.world_size:
-            self._ending.end(ending.failed_everywhere(record.detail))
+            self._ending.end(verdicts.failed_everywhere(record.detail))
         elif (step := reachable_step(self.roster, self.shard_of, self.generation)) is None:
             self._nobody_reaches(now_s)
         elif begins_again(self.progress, self.roster, step):
-            self._ending.end(ending.no_checkpoint_found(self.progress.trained_to))
-        elif self._fill_ranks(now_s):
+            self._ending.end(verdicts.no_checkpoint_found(self.progress.trained_to))
+        elif self._replacing.fill_ranks(record, now_s, self._draining.reason):
             self._decide(step, now_s)
 
     def _nobody_reaches(self, now_s: float) -> None:
         if self.progress.trained_to > 0 and not self._checkpointing:
-            self._ending.end(ending.nothing_to_recover(self.generation, self._record.detail))
+            self._ending.end(verdicts.nothing_to_recover(self.generation, self._record.detail))
+            return
+        if self._draining.reason is not None:
+            self._draining.terminate("no live rank holds the state, but the newest checkpoint does")
             return
         reason = "no live rank reaches a step: all ranks start anew"
         self._processes.fence_ranks(reason)
@@ -377,36 +397,13 @@ class RecoveryMachine(Course):
         if self.roster.unfenced():
             return
         if not self.roster.may_start(self.settings.world_size):
-            self._ending.end(ending.restarts_used_up(self._record.detail))
+            self._ending.end(verdicts.restarts_used_up(self._record.detail))
             return
         if self._processes.room_for_ranks() < self.settings.world_size:
-            self._wait_for_help(now_s)  # another node has to come
+            self._replacing.wait_for_help(now_s)  # another node has to come
             return
         self._record.decided_s = now_s
         self._start_ranks(now_s, reason)
-
-    def _fill_ranks(self, now_s: float) -> bool:
-        """Gives every missing rank a warm spare, or none yet where there are too few. True when all are filled."""
-        replacements = self.roster.replacements()
-        if replacements is None:
-            self._wait_for_processes(now_s)
-            return False
-        self.roster.give_ranks(replacements)
-        for rank, worker in replacements.items():
-            self._record.replacements[rank] = worker.worker
-            self._orders.assign(worker, self.generation, f"spare {worker.worker} takes rank {rank}")
-        return True
-
-    def _wait_for_processes(self, now_s: float) -> None:
-        if not self._processes.start_fresh(self.roster.missing_ranks()):
-            self._ending.rescue(f"--max-restarts is used up: {self._record.detail}", now_s)
-            return
-        self._wait_for_help(now_s)
-
-    def _wait_for_help(self, now_s: float) -> None:
-        """For a process to come up or a node to join: once in a recovery, for events must not put the end off."""
-        if self._waited_in != self.generation:
-            self._waited_in, self.deadline_s = self.generation, now_s + self.settings.start_deadline_s
 
     # ---- decide and recover -----------------------------------------------------------------------------------------
 
@@ -416,7 +413,7 @@ class RecoveryMachine(Course):
                 self.shard_of.setdefault(worker.rank, worker.ready.shard)
         step = reachable_step(self.roster, self.shard_of, self.generation)
         if step is None or begins_again(self.progress, self.roster, step):
-            self._ending.end(ending.no_checkpoint_found(self.progress.trained_to))
+            self._ending.end(verdicts.no_checkpoint_found(self.progress.trained_to))
         else:
             self._decide(step, now_s)
 
@@ -435,6 +432,9 @@ class RecoveryMachine(Course):
     def _recovered(self, now_s: float) -> None:
         self._record.restored_s = now_s
         self.progress.stands()
+        if self._draining.reason is not None:
+            self._draining.stand(self.progress.resume_at, is_checkpointing=self._checkpointing)
+            return
         self.standstill.all_move()
         self.enter(Stage.TRAINING, self.roster.holder_numbers(), None)
         self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self.progress.resume_at}")
@@ -455,6 +455,8 @@ class RecoveryMachine(Course):
         self.awaited.discard(worker.worker)
         if worker.rank is None:
             self._spare_lost(worker, msg.Cause.EXIT, "its script ended", now_s)
+        elif self.stage is Stage.DRAINING:
+            pass
         elif not self.roster.num_holders:
             self._ending.through(self._record.detail)
         elif self.stage is Stage.TRAINING:
@@ -467,10 +469,10 @@ class RecoveryMachine(Course):
                 if self._processes.room_for_ranks() >= self.settings.world_size:
                     self._start_job(now_s)
                 else:
-                    order = ending.too_few_nodes(self.settings.world_size, self._processes.room_for_ranks())
+                    order = verdicts.too_few_nodes(self.settings.world_size, self._processes.room_for_ranks())
                     self._ending.end(order)
             case Stage.STARTING if not self.progress.has_trained:
-                self._ending.end(ending.start_overdue(late, self.settings.start_deadline_s))
+                self._ending.end(verdicts.start_overdue(late, self.settings.start_deadline_s))
             case Stage.STOPPING:
                 self._give_up([self.roster.workers[number] for number in sorted(self.awaited)], now_s)
             case Stage.STARTING | Stage.RECOVERING:
@@ -478,11 +480,11 @@ class RecoveryMachine(Course):
                 what = "come to their first step" if self.stage is Stage.STARTING else "recover"
                 self._interrupt(msg.Cause.HANG, f"ranks {late} did not {what} in time", [], now_s)
             case Stage.TRAINING:
-                if ended_early := ending.ended_early(self.roster):
+                if ended_early := verdicts.ended_early(self.roster):
                     self._ending.end(ended_early)
             case Stage.FINISHED | Stage.RESCUING:
                 self._ending.overdue()
-            case Stage.ENDED:
+            case Stage.DRAINING | Stage.ENDED:
                 pass
 
     def _give_up(self, overdue: list[Worker], now_s: float) -> None:

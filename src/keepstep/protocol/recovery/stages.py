@@ -10,6 +10,10 @@ from keepstep.protocol.messages import AgentOrder, EndJob
 from keepstep.protocol.recovery.placement.quarantine import NUM_FAILURES, WINDOW_S
 
 EXIT_FAILED = 1
+EXIT_DRAINED = 1
+"""torchrun's, where a signal has ended it (measured with torch 2.13)."""
+GRACE_S = 30.0
+"""torchrun's ``--shutdown-timeout``, and the ``terminationGracePeriodSeconds`` of Kubernetes."""
 EXIT_NOTHING_TO_RECOVER = 75
 EXIT_TOO_FEW_RANKS = 76
 
@@ -23,6 +27,7 @@ class Stage(enum.StrEnum):
     RECOVERING = "recovering"
     FINISHED = "finished"
     RESCUING = "rescuing"
+    DRAINING = "draining"
     ENDED = "ended"
 
 
@@ -30,10 +35,11 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     Stage.STARTING: {
         Stage.RECOVERING: "all ranks ready",
         Stage.STOPPING: "rank lost, or controller restarted",
+        Stage.DRAINING: "drain asked for",
         Stage.ENDED: "start-up failed",
     },
     Stage.TRAINING: {
-        Stage.STOPPING: "rank lost, collective failed, or job stalled",
+        Stage.STOPPING: "rank lost, collective failed, job stalled, or drain asked for",
         Stage.FINISHED: "all steps completed",
         Stage.ENDED: "scripts ended, or their loops unevenly",
     },
@@ -41,15 +47,18 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
         Stage.RECOVERING: "survivors safe, losses fenced, ranks filled",
         Stage.STARTING: "nothing trained yet, or checkpoint left: all ranks anew",
         Stage.RESCUING: "no process left to start",
+        Stage.DRAINING: "drain overdue, or no holder left",
         Stage.ENDED: "no holder left",
     },
     Stage.RECOVERING: {
         Stage.TRAINING: "all ranks at the resume step",
         Stage.STOPPING: "another failure",
+        Stage.DRAINING: "all ranks at the last step, or drain overdue",
         Stage.ENDED: "state does not match",
     },
-    Stage.FINISHED: {Stage.ENDED: "scripts ended"},
+    Stage.FINISHED: {Stage.DRAINING: "drain asked for", Stage.ENDED: "scripts ended"},
     Stage.RESCUING: {Stage.ENDED: "state saved"},
+    Stage.DRAINING: {Stage.ENDED: "scripts ended, or grace period over"},
     Stage.ENDED: {},
 }
 """Which stage may follow which, and on what; the diagram in docs/PROTOCOL.md is drawn from it."""
@@ -76,6 +85,8 @@ class RecoverySettings:
     """A backstop: a survivor that stands still is found by its agent long before."""
     recover_deadline_s: float = 300.0
     end_deadline_s: float = 60.0
+    grace_s: float = GRACE_S
+    """From the beginning of a drain until what still runs is killed."""
     quarantine_failures: int = NUM_FAILURES
     """A node or device that failed so often within the window is the last to be taken; 0: none is."""
     quarantine_window_s: float = WINDOW_S

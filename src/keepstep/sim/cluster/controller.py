@@ -26,12 +26,23 @@ class SimulatedController:
         self._dies_before: str | None = None
         self._wake_s: float | None = None
 
-    def hear(self, packet: msg.Packet | msg.NodeEvicted) -> None:
+    def hear(self, packet: msg.Packet | msg.NodeEvicted | msg.NodeLeft) -> None:
         """A packet of a node has come."""
         if self.is_up and isinstance(packet, msg.Packet):
             self.world.oracle.listens(packet)
             self.machine.receive(packet, self.world.schedule.now_s)
             self._proceed()
+        elif self.is_up and isinstance(packet, msg.NodeLeft):
+            self.machine.left(packet, self.world.schedule.now_s)
+            self._proceed()
+
+    def drain(self) -> None:
+        """SIGTERM: the job is to end. A controller that is not there hears of it when it is back."""
+        if self.is_up:
+            self.machine.drain("SIGTERM", self.world.schedule.now_s)
+            self._proceed()
+        else:
+            self.world.schedule.after(0.5, Event(CONTROLLER, "drain"))
 
     def reconnected(self, node: str) -> None:
         """The line to a node is a new one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.messages import NodeEvicted, Packet
+from keepstep.protocol.messages import NodeEvicted, NodeLeft, Packet
 from keepstep.sim.cluster.layout import NetworkLayout
 from keepstep.sim.cluster.schedule import Event
 
@@ -28,7 +28,7 @@ class Network:
 
     # ---- the control network ----------------------------------------------------------------------------------------
 
-    def send(self, source: str, destination: str, packet: Packet | NodeEvicted) -> None:
+    def send(self, source: str, destination: str, packet: Packet | NodeEvicted | NodeLeft) -> None:
         """Transmits one packet, which may be lost, doubled or late."""
         layout = self._layout
         if isinstance(packet, NodeEvicted):
@@ -47,7 +47,7 @@ class Network:
     def _happens(self, probability: float) -> bool:
         return probability > 0.0 and self._world.rng.random() < probability
 
-    def arrive(self, source: str, destination: str, packet: Packet | NodeEvicted, connection: int) -> None:
+    def arrive(self, source: str, destination: str, packet: Packet | NodeEvicted | NodeLeft, connection: int) -> None:
         """A packet comes out at the other end, if there still is a way."""
         if connection == self._connection.get(packet.node, 0) and not self.is_cut(source, destination):
             if destination == CONTROLLER and self._world.controller.is_up and isinstance(packet, Packet):

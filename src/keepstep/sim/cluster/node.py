@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Spawn
+from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause
 from keepstep.sim.cluster.layout import NodeLayout
@@ -16,6 +16,9 @@ from keepstep.sim.cluster.worker import SimulatedWorker
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
+
+DEPART_S = 2.0
+"""How long a node that leaves waits for the controller's answer."""
 
 
 class SimulatedNode:
@@ -67,6 +70,18 @@ class SimulatedNode:
         self.is_up = False
         for worker in list(self.workers.values()):
             worker.die(Cause.SIGNAL, "lost with its node")
+
+    def drain(self) -> None:
+        """SIGTERM for the agent."""
+        if self.is_up:
+            self._machine.drain("SIGTERM")
+            self._proceed()
+
+    def depart(self) -> None:
+        """The grace period of a node that is to leave is over."""
+        if self.is_up:
+            self._machine.depart("SIGTERM")
+            self._proceed()
 
     # ---- the agent's loop -------------------------------------------------------------------------------------------
 
@@ -134,18 +149,26 @@ class SimulatedNode:
                     counts = {number: self.workers[number].counts() for number in effect.workers}
                     self._machine.looked_closer(counts, self.clock_s)
                 case Leave():
-                    self._leave()
+                    self.leave(self._life)
+                case Signal():
+                    for number in effect.workers:
+                        self._terminate(number)
                 case Depart():
-                    raise InternalError("a simulated node is lost, and never takes its leave")
+                    self.world.oracle.node_began_new_life(self.name)
+                    self.world.network.send(self.name, CONTROLLER, effect.message)
+                    self.world.schedule.after(DEPART_S, Event(self.name, "leave", (self._life,)))
         for packet in self._machine.packets(self.clock_s):
             self.world.network.send(self.name, CONTROLLER, packet)
         due_s = self._machine.next_deadline()
-        if self.is_up and (not self._wake_s or due_s < self._wake_s):
+        if self.is_up and due_s < (self._wake_s or math.inf):
             self._wake_s = due_s
             delay_s = max(0.0, due_s - self.clock_s) / self.layout.clock_rate + 1e-6
             self.world.schedule.after(delay_s, Event(self.name, "wake", (due_s,)))
 
-    def _leave(self) -> None:
+    def leave(self, life: int) -> None:
+        """The agent ends, and its workers with it."""
+        if not self.is_up or life != self._life:
+            return
         for worker in list(self.workers.values()):
             worker.die(Cause.SIGNAL, "killed with the job")
         self.is_up = False
@@ -168,6 +191,12 @@ class SimulatedNode:
         if worker is not None and worker.is_alive:
             self.world.oracle.is_fenced(worker)
             worker.die(Cause.SIGNAL, "killed by SIGKILL")
+
+    def _terminate(self, number: int) -> None:
+        """SIGTERM for a worker: half of the scripts handle it, and the others are killed by it."""
+        worker = self.workers.get(number)
+        if worker is not None and worker.is_alive and self.world.coin():
+            worker.die(Cause.SIGNAL, "killed by SIGTERM")
 
     def _hand_over(self, number: int, order: msg.WorkerOrder) -> None:
         worker = self.workers.get(number)

@@ -196,6 +196,9 @@ class SimulatedWorker(SimulatedProcess):
                     return self._update()
                 case moves.Load():
                     return self._load(move)
+                case moves.Save():
+                    self.world.oracle.drains_at(self, move.step)
+                    return self._begin(self._drawn("optimizer_s"), "save")
                 case moves.End():
                     return self._begin(self._drawn("optimizer_s"), "end")
                 case moves.SaveAndEnd():
@@ -329,6 +332,10 @@ class SimulatedWorker(SimulatedProcess):
             self._activity += 1
             self.machine.loaded(received_bytes)
             self.go()
+
+    def _save(self) -> None:
+        self.machine.saved(self.world.checkpoint(self, len(self.parameters)))
+        self.go()
 
     def _save_and_end(self) -> None:
         at = self.machine.steps.parameters_at

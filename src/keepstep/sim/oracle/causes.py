@@ -22,6 +22,8 @@ def most_recoveries(kind: str, lasts_s: float) -> int:
     """How many recoveries one fault may begin."""
     if kind in HARMLESS:
         return 0
+    if kind == "node drain":
+        return 2  # its ranks are moved, and the rest of them is lost with it
     every_s = REPEATED_EVERY_S.get(kind)
     return 1 if every_s is None else 1 + int(lasts_s / every_s)
 

@@ -22,6 +22,7 @@ class Check(enum.StrEnum):
     ENDED = "ended without need"
     LOCAL_RANKS = "local ranks doubled or out of range"
     ONCE = "done twice, or by two at a time"
+    DRAIN = "drained wrongly, or not at all"
     RAISED = "a machine raised"
 
 

@@ -27,6 +27,7 @@ from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXI
 from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries
 from keepstep.sim.oracle.checks import Check, ViolationError
+from keepstep.sim.oracle.drain import DrainWatch
 from keepstep.sim.oracle.placement import Loss, SpareChoice
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Oracle:
         self._world = world
         self.cohorts: list[Cohort] = []
         self.causes = Causes()
+        self.drain = DrainWatch(world)
         self._spare_choice = SpareChoice(world)
         self.furthest = 0
         """The greatest step that any process ever began."""
@@ -235,6 +237,7 @@ class Oracle:
         if (
             worker.machine.rank is None  # a spare costs nothing but itself
             or worker.process in self._blamed
+            or worker.node.name in self.drain.leaving
             or self._is_unreachable(worker)
             or len(self._finished) == self._world.layout.world_size
             or self._excuses
@@ -248,7 +251,9 @@ class Oracle:
         if given := self._spare_choice.given(entry):
             self._spare_choice.check(given, self._only_loss())
         stop = next((reason for _, order, reason in entry.orders if isinstance(order, Stop)), None)
-        is_given_up = isinstance(entry.event, LeaseExpired) and self._may_be_given_up(entry.event.node)
+        is_given_up = False
+        if isinstance(entry.event, LeaseExpired) and self._may_be_given_up(entry.event.node):
+            is_given_up, self._given_up_s[entry.event.node] = True, self._world.schedule.now_s
         if stop is not None and not is_given_up:
             self.causes.begins(stop)
 
@@ -275,12 +280,14 @@ class Oracle:
     def job_ended(self, order: EndJob) -> None:
         """The controller has ended the job."""
         layout = self._world.layout
-        if layout.ends_early is not None and self.furthest == layout.num_steps - 1:
+        if layout.ends_early is not None and self.furthest == layout.num_steps - 1 and not self.drain.is_asked:
             if order.exit_code != EXIT_FAILED or "give session.steps() the same number" not in order.reason:
                 raise ViolationError(
                     Check.ENDED, f"exit code {order.exit_code} ({order.reason}), and a loop has ended before the others"
                 )
             return
+        if layout.ends_early is None and (wrong := self.drain.wrong(order)):
+            raise ViolationError(Check.DRAIN, wrong)
         if order.exit_code == 0:
             right = tuple(range(layout.num_steps))
             for rank in range(layout.world_size):
@@ -289,7 +296,7 @@ class Oracle:
                         Check.UPDATES, f"the job has ended well, and rank {rank} holds {self._finished.get(rank)}"
                     )
             return
-        if why := self._may_not_end(order):
+        if not self.drain.is_asked and (why := self._may_not_end(order)):
             raise ViolationError(Check.ENDED, f"exit code {order.exit_code} ({order.reason}), and {why}")
 
     # ---- what the injector and the network tell ---------------------------------------------------------------------
@@ -297,13 +304,28 @@ class Oracle:
     def suffers(self, worker: SimulatedWorker, fault: str, lasts_s: float = 0.0) -> None:
         """A process is hurt, or accused by an injected false alarm."""
         self.num_failures += 1
+        self.drain.troubled(lasts_s)
         self._blamed[worker.process] = fault
         self.causes.add(f"{fault} of process {worker.process}", most_recoveries(fault, lasts_s))
 
     def strikes(self, fault: str, lasts_s: float = 0.0) -> None:
         """Something happens to a node, the network or the controller, or a false alarm is raised."""
+        if fault not in ("drain", "node drain"):
+            self.drain.troubled(lasts_s)
         if most := most_recoveries(fault, lasts_s):
             self.causes.add(f"{fault} at {self._world.schedule.now_s:.3f} s", most)
+
+    def drains_job(self) -> None:
+        """The job is told to end."""
+        ranks = self._trained.members.values() if self._trained is not None else ()
+        are_well = all(worker.is_alive and worker.process not in self._blamed for worker in ranks)
+        trains = are_well and len(self._finished) < len(ranks)
+        self.drain.asked(is_calm=trains and self._world.num_recoveries == self._recoveries_at_last_step)
+
+    def drains_at(self, worker: SimulatedWorker, step: int) -> None:
+        """A rank stands at the step at which the job ends."""
+        self.stands_at(worker, step)
+        self.drain.stands(worker, step)
 
     def excuses(self, fault: str) -> None:
         """A fault after which the job may end whatever it does."""

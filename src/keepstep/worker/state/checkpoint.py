@@ -118,7 +118,18 @@ class Checkpoints:
         A checkpoint that cannot be written does not end the training: the user is told, and the next one is tried.
         """
         self._finish(wait=False)
-        if step % self._every or self._writing is not None or step in self._found():
+        if step % self._every == 0 and self._writing is None:
+            self._begin(step, generation)
+
+    def write_now(self, step: int, generation: int) -> bool:
+        """Writes a checkpoint of ``step``, in which the job is, and waits for it. Says whether there is one."""
+        self._finish(wait=True)
+        self._begin(step, generation)
+        self._finish(wait=True)
+        return step in self._found()
+
+    def _begin(self, step: int, generation: int) -> None:
+        if step in self._found():
             return
         # The generation is part of the name: what a fenced rank began can never be taken for ours.
         draft = self._directory / f"draft_{step:010d}_generation_{generation}"

@@ -68,9 +68,9 @@ class Processes:
     def top_up_spares(self, reason: str) -> None:
         """Brings the number of spares back to what was asked for: of sound ones where they can be had.
 
-        Ranks that share a device need one more each, on a device that is free.
+        Ranks that are to move need one more each.
         """
-        wanted = self._settings.num_spares + len(self._roster.crowded())
+        wanted = self._settings.num_spares + len(self._roster.displaced())
         for _ in range(wanted - self._roster.num_sound_spares):
             node = self._roster.roomiest()
             if node is None or self.keep_failing or not self._roster.may_start():

@@ -60,6 +60,8 @@ class Node:
     """So many workers it takes in where there is no other room, and then they share devices."""
     domain: str
     position: int = 0
+    is_closed: bool = False
+    """It is to leave, and has no room for anything."""
     workers: dict[int, int] = dataclasses.field(default_factory=dict)
     """Those whose process exists there, be it that of a worker that is lost and not yet gone, with its device."""
 
@@ -95,7 +97,7 @@ class Roster:
         self._holders: dict[int, Worker] = {}
         self._spares: dict[int, Worker] = {}
         self._unfenced: dict[int, Worker] = {}
-        self._crowded: dict[int, Worker] = {}
+        self._displaced: dict[int, Worker] = {}
         self._last_place: dict[int, Placement] = {}
         """rank -> where its process is, or was: the node itself may be given up by now."""
         self._last_local_rank: dict[int, int] = {}
@@ -121,6 +123,17 @@ class Roster:
         self.num_free -= node.num_free
         del self.nodes[name]
         return live
+
+    def close_node(self, name: str) -> list[Worker]:
+        """A node is to leave: it has no room any more, and its ranks are displaced. Returns the spares there."""
+        node = self.nodes.get(name)
+        if node is None:
+            return []
+        self.num_free -= node.num_free
+        node.slots, node.most, node.is_closed = 0, 0, True
+        live = [self.workers[number] for number in sorted(node.workers) if not self.workers[number].lost]
+        self._displaced |= {worker.worker: worker for worker in live if worker.rank is not None}
+        return [worker for worker in live if worker.rank is None]
 
     def roomiest(self, near: str | None = None) -> Node | None:
         """The node for a new process: ``near`` if it has a free device, else that with most; None if none has.
@@ -203,7 +216,7 @@ class Roster:
         self._holders[rank] = worker
         self._last_place[rank] = self._place(worker)
         if worker.device >= self.nodes[worker.node].slots:
-            self._crowded[worker.worker] = worker
+            self._displaced[worker.worker] = worker
 
     def mark_lost(self, worker: Worker, *, gone: bool) -> None:
         """A worker can do nothing any more; ``gone`` where its process no longer exists."""
@@ -233,7 +246,7 @@ class Roster:
 
     def _forget_live(self, worker: Worker) -> None:
         self._spares.pop(worker.worker, None)
-        self._crowded.pop(worker.worker, None)
+        self._displaced.pop(worker.worker, None)
         if worker.rank is not None and self._holders.get(worker.rank) is worker:
             del self._holders[worker.rank]
 
@@ -264,9 +277,12 @@ class Roster:
         """The live workers without a rank, warm or still starting; a view that changes with the roster."""
         return self._spares.values()
 
-    def crowded(self) -> Collection[Worker]:
-        """The live workers that hold a rank and share a device; a view that changes with the roster."""
-        return self._crowded.values()
+    def displaced(self) -> Collection[Worker]:
+        """The live workers that hold a rank and ought to be elsewhere: they share a device, or their node is to leave.
+
+        A view that changes with the roster.
+        """
+        return self._displaced.values()
 
     @property
     def num_sound_spares(self) -> int:

@@ -1,0 +1,68 @@
+"""What the oracle knows of drains: when one was asked for, where the ranks stood, and what stood in its way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.protocol.messages import EndJob
+
+if TYPE_CHECKING:
+    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.world import World
+
+LATE_S = 5.0
+"""An order to end travels that long at the most, where nothing disturbs it."""
+CALM_S = 1.0
+"""What has happened so long before is over, or a recovery is under way."""
+
+
+class DrainWatch:
+    """Of one run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.leaving: set[str] = set()
+        """Nodes that were told to leave: what runs there may be killed."""
+        self._asked_s: float | None = None
+        self._was_calm = False
+        self._troubled_until_s = 0.0
+        self._stood: dict[int, int] = {}
+        """rank -> the step at which it stood when it was told that the job ends there."""
+
+    def troubled(self, lasts_s: float) -> None:
+        """A fault comes about, and lasts so long."""
+        self._troubled_until_s = max(self._troubled_until_s, self._world.schedule.now_s + lasts_s)
+
+    def asked(self, *, is_calm: bool) -> None:
+        """The job is to end; ``is_calm``: it trains, and no recovery is under way."""
+        if self._asked_s is None:
+            self._asked_s = self._world.schedule.now_s
+            self._was_calm = is_calm and self._troubled_until_s + CALM_S < self._asked_s
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the job is to end."""
+        return self._asked_s is not None
+
+    def stands(self, worker: SimulatedWorker, step: int) -> None:
+        """A rank stands at the step at which the job ends."""
+        assert worker.machine.rank is not None
+        self._stood[worker.machine.rank] = step
+
+    def wrong(self, order: EndJob) -> str | None:
+        """What is wrong with the end of a job that was to end; None where nothing is, or something stood in its way."""
+        if self._asked_s is None or not self._was_calm or self._troubled_until_s >= self._asked_s:
+            return None
+        layout, now_s = self._world.layout, self._world.schedule.now_s
+        if order.exit_code == 0:
+            return f"the job was to end at {self._asked_s:.3f} s, and trained to its end"
+        if now_s > self._asked_s + layout.settings.grace_s + LATE_S:
+            return f"the job was to end at {self._asked_s:.3f} s, and did at {now_s:.3f} s"
+        if len(self._stood) < layout.world_size:
+            return f"of all ranks only {sorted(self._stood)} stood at the last step"
+        if len(set(self._stood.values())) > 1:
+            return f"the ranks stood at different steps: {self._stood}"
+        step = self._stood[0]
+        if layout.checkpoint_every is not None and step not in self._world.checkpoints():
+            return f"the job ended at step {step}, of which there is no checkpoint"
+        return None
