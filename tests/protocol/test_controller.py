@@ -408,7 +408,7 @@ def test_the_journal_has_all_that_the_story_is_to_have() -> None:
     kinds = {type(entry.event) for entry in cluster.entries()}
     assert kinds == {Heard, LeaseExpired}
     stages = {entry.stage for entry in cluster.entries()}
-    assert stages == {str(stage) for stage in Stage} - {Stage.RESCUING}
+    assert stages == {str(stage) for stage in Stage} - {Stage.RESCUING, Stage.DRAINING}
     assert cluster.controller.job.ended is not None
     assert cluster.controller.job.ended.exit_code == 0
 

@@ -21,12 +21,9 @@ from keepstep.protocol.messages import (
     WorkerJoined,
     WorkerReady,
 )
-from keepstep.protocol.phases import Phase, StepEvent
-from keepstep.protocol.resume import Action
-from keepstep.protocol.worker import (
+from keepstep.protocol.moves import (
     Build,
     Connect,
-    Doing,
     End,
     Load,
     Move,
@@ -35,10 +32,11 @@ from keepstep.protocol.worker import (
     Train,
     Undo,
     Update,
-    Urgency,
     Wait,
-    WorkerMachine,
 )
+from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.protocol.resume import Action
+from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
 
 NUMBER, PID, RANK = 4, 1234, 1
 EVENTS = {

@@ -16,6 +16,7 @@ from keepstep.protocol.agent import AgentMachine
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine
+from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine
 from keepstep.protocol.recovery.once import Claims
@@ -27,7 +28,7 @@ from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.standstill import Standstill
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
-from keepstep.protocol.worker import Load, Move, Update, Urgency, WorkerMachine
+from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NodeLayout
 from keepstep.sim.cluster.transfers import LocalValue, Rows
 from keepstep.sim.faults import Fault

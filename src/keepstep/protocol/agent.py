@@ -248,9 +248,7 @@ class AgentMachine:
                 self._is_terminating = True
                 self._effects.append(Signal(tuple(self._processes)))
                 self._for_holders(order, now_s)
-            case (
-                msg.Stop() | msg.Recover() | msg.Resume() | msg.Complete() | msg.Abandon() | msg.Rescue() | msg.Drain()
-            ):
+            case _ if isinstance(order, msg.HolderOrder):
                 self._for_holders(order, now_s)
             case _:
                 raise RemoteProtocolError(f"a controller sent {type(order).__name__}, which is a report")

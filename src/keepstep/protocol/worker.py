@@ -7,12 +7,12 @@ of a step's phases is in `keepstep.protocol.phases`.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 
 from keepstep.errors import LocalProtocolError, RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import resume
+from keepstep.protocol.moves import Build, Connect, End, Load, Move, Save, SaveAndEnd, Say, Train, Undo, Update, Wait
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.resume import Action
 
@@ -36,80 +36,6 @@ class Doing(enum.StrEnum):
 
 
 WAITS_FOR_ORDERS = frozenset({Doing.JOINING, Doing.READY, Doing.STANDING, Doing.RECOVERED, Doing.FINISHED})
-
-
-# ---- what the training thread is told to do -------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing can be done before another order has come."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Say:
-    """Send a report."""
-
-    report: msg.WorkerReport
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Build:
-    """Run the script up to its first step, then call `WorkerMachine.built`."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Connect:
-    """Connect all groups in this generation, then call `connected` or `fell_out`."""
-
-    generation: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Undo:
-    """Put the state back to where the interrupted step found it, then call `undone`."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Update:
-    """Every rank had complete gradients: leave the barrier, run the optimizer step and complete the step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Load:
-    """Get to the resume step, or help others to; then call `loaded` or `fell_out`."""
-
-    order: msg.Recover
-    action: Action
-    transfer: msg.Transfer | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Train:
-    """Every rank stands at the resume step: go on."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Save:
-    """Every rank stands at the step at which the job is to end: write a checkpoint, if it is due, and call `saved`."""
-
-    step: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class End:
-    """The loop is over, and the script's code after it may run: every rank has completed its last step, or the job is
-    drained and the script has handled SIGTERM."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SaveAndEnd:
-    """The job cannot go on: save the shard, report it, end."""
-
-    order: msg.Rescue
-
-
-Move = Wait | Say | Build | Connect | Undo | Update | Load | Train | Save | End | SaveAndEnd
 
 
 class Urgency(enum.Enum):
@@ -160,6 +86,11 @@ class WorkerMachine:
         self._resumed = 0
         self._completed = 0
         self._rescue: msg.Rescue | None = None
+        self._hold: msg.Holding | None = None
+        """What this rank has answered to the last `Hold`."""
+        self._unsent: msg.Holding | None = None
+        self._next_stop = 0
+        """The step at which it asks for the next time what to do."""
         self._drain: msg.Drain | None = None
         self.drained = False
         """The job ends at the step at which this rank stands, and the script has been told to end."""
@@ -186,6 +117,8 @@ class WorkerMachine:
                 return Urgency.BREAK
             case msg.Rescue():
                 self._rescue = order
+            case msg.Hold() if order.generation == self.generation:
+                self._hold = self._unsent = msg.Holding((self.worker,), order.generation, self._next_stop)
             case msg.Drain():
                 self._drain = order
             case msg.Terminate():
@@ -207,6 +140,11 @@ class WorkerMachine:
             return Urgency.NONE
         self._settling = None
         return Urgency.BREAK
+
+    def holding(self) -> msg.Holding | None:
+        """The answer to a `Hold` that has just come, to be sent at once: the training thread may be in a collective."""
+        answer, self._unsent = self._unsent, None
+        return answer
 
     # ---- what any thread may ask or tell ----------------------------------------------------------------------------
 
@@ -301,21 +239,50 @@ class WorkerMachine:
             case Doing.RECOVERED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
-                if self._drain is not None and self._drain.generation == self.generation:
-                    return self._go_on(Doing.SAVING, Save(self._drain.step))
-                return self._go_on(Doing.TRAINING, Train()) if self._resumed == self.generation else Wait()
+                if self._resumed != self.generation and not self._is_draining:
+                    return Wait()
+                self.doing = Doing.TRAINING
+                return self._next_step()
+            case Doing.TRAINING:
+                return self._stand(self.generation) if self.interrupted else self._next_step()
             case Doing.SAVING:
                 raise LocalProtocolError(f"rank {self.rank} asks for more before its checkpoint is written")
             case Doing.DRAINED:
+                if self.is_over(self.generation):
+                    return self._stand(self.generation)
                 return self._go_on(Doing.COMPLETE, End()) if self.drained else Wait()
-            case Doing.TRAINING:
-                return self._stand(self.generation) if self.interrupted else Train()
             case Doing.FINISHED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
+                if self._stands_at_the_end:
+                    return self._go_on(Doing.SAVING, Save(self._at))
                 return self._go_on(Doing.COMPLETE, End()) if self._completed == self.generation else Wait()
             case Doing.COMPLETE:
                 return End()
+
+    @property
+    def _is_draining(self) -> bool:
+        return self._drain is not None and self._drain.generation == self.generation
+
+    @property
+    def _at(self) -> int:
+        at = self.steps.parameters_at
+        assert at is not None
+        return at
+
+    @property
+    def _stands_at_the_end(self) -> bool:
+        return self._drain is not None and self._is_draining and self._at >= self._drain.step
+
+    def _next_step(self) -> Move:
+        """The next step, unless the job ends before it."""
+        if self._stands_at_the_end:
+            return self._go_on(Doing.SAVING, Save(self._at))
+        is_held = self._hold is not None and self._hold.generation == self.generation and self._at >= self._hold.step
+        if is_held and not self._is_draining:
+            return Wait()
+        self._next_stop = self._at + 1
+        return Train()
 
     def _go_on(self, doing: Doing, move: Move) -> Move:
         self.doing = doing
@@ -464,6 +431,7 @@ class WorkerMachine:
         if self.torn:
             self.torn = False
             self.steps.restored(order.resume_step)
+        self._next_stop = order.resume_step
         self._sayings.append(msg.StateRecovered((self.worker,), order.generation, received_bytes))
         self.doing = Doing.RECOVERED
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from keepstep.config import adopt_rank
 from keepstep.errors import InternalError, PeerLost
-from keepstep.protocol import worker as moves
+from keepstep.protocol import moves
 from keepstep.protocol.messages import Rescue, StateRescued, Stop, Terminate, WorkerOrder, WorkerReady, text
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
@@ -102,8 +102,11 @@ class Coordination:
             return  # a script that does not handle the signal must not go on behind its loop: it would seem complete
         with self._news:
             urgency = self.machine.receive(order)
+            holding = self.machine.holding()
             self._num_orders += 1
             self._news.notify_all()
+        if holding is not None:
+            self.link.send(holding)
         self.follow(order)
         if urgency is Urgency.BREAK:
             self._break()

@@ -9,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError
 from keepstep.protocol.messages import Rescue, text
+from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import Action
-from keepstep.protocol.worker import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.weights.lines.line import Interrupted
 from keepstep.worker.coordination import Coordination, StepInterrupted

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from keepstep import config, lifeline, tagpage
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
+from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
-from keepstep.protocol.worker import End
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkToNobody

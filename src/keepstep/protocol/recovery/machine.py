@@ -98,7 +98,8 @@ class RecoveryMachine(Course):
         """Acts on a deadline that has come; harmless when none has."""
         self.standstill.tick(now_s)
         if (due_s := self._draining.due_s) is not None and now_s >= due_s:
-            self._draining.overdue()
+            if self._draining.overdue():
+                self._interrupt(msg.Cause.DRAIN, "the ranks did not come to one step by themselves", [], now_s)
         elif self.deadline_s is not None and now_s >= self.deadline_s:
             self.deadline_s = None
             self._overdue(now_s)
@@ -113,8 +114,7 @@ class RecoveryMachine(Course):
 
     def drained(self, reason: str, now_s: float) -> list[Effect]:
         """The job is to end soon, at a step that all ranks have come to."""
-        if self._draining.begin(reason, now_s, has_trained=self.progress.has_trained):
-            self._interrupt(msg.Cause.DRAIN, reason, [], now_s)
+        self._draining.begin(reason, now_s, has_trained=self.progress.has_trained)
         return self._proceed(now_s)
 
     def called_off(self, order: msg.EndJob) -> list[Effect]:
@@ -142,10 +142,10 @@ class RecoveryMachine(Course):
             case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
             case msg.NodeDraining():
-                pass
-            case (
-                msg.SafePointReached() | msg.GroupsReset() | msg.StateRecovered() | msg.StepsFinished() | msg.Drained()
-            ):
+                self._replacing.close_node(node, message.reason)
+                self._there_is_room(message.reason)
+                self._spread(now_s)
+            case _ if isinstance(message, msg.GroupAnswer):
                 self._answered(node, message)
             case _:
                 worker = self.roster.workers.get(message.worker)
@@ -171,9 +171,8 @@ class RecoveryMachine(Course):
             case msg.StateRecovered():
                 self._record.received_bytes += message.received_bytes * len(numbers)
                 self._answered_in(Stage.RECOVERING, numbers)
-            case msg.Drained():
-                self._draining.saved(message)
-                self._answered_in(Stage.DRAINING, numbers)
+            case msg.Holding() | msg.Drained():
+                self._draining.answered(message)
             case msg.StepsFinished():
                 self._answered_in(Stage.TRAINING, numbers)
                 self.standstill.finished(numbers, message.step)
@@ -326,6 +325,7 @@ class RecoveryMachine(Course):
             self._record = RecoveryRecord(self.generation, cause, detail, now_s)
             self._connected.clear()
             self.standstill.clear()
+            self._draining.interrupted()
             for worker in self.roster.holders():
                 worker.safe = None
             self.enter(Stage.STOPPING, self.roster.holder_numbers(), now_s + self.settings.stop_deadline_s)
@@ -389,7 +389,7 @@ class RecoveryMachine(Course):
             self._ending.end(verdicts.nothing_to_recover(self.generation, self._record.detail))
             return
         if self._draining.reason is not None:
-            self._draining.terminate("no live rank holds the state, but the newest checkpoint does")
+            self._ending.end(verdicts.drained_in_vain(str(self._draining.reason), self._record.detail))
             return
         reason = "no live rank reaches a step: all ranks start anew"
         self._processes.fence_ranks(reason)
@@ -432,11 +432,10 @@ class RecoveryMachine(Course):
     def _recovered(self, now_s: float) -> None:
         self._record.restored_s = now_s
         self.progress.stands()
-        if self._draining.reason is not None:
-            self._draining.stand(self.progress.resume_at, is_checkpointing=self._checkpointing)
-            return
         self.standstill.all_move()
         self.enter(Stage.TRAINING, self.roster.holder_numbers(), None)
+        if self._draining.stands(self.progress.resume_at):
+            return
         self._orders.to_all(msg.Resume(self.generation), f"all ranks stand at step {self.progress.resume_at}")
 
     def _step_observed(self, message: msg.StepObserved, now_s: float) -> None:

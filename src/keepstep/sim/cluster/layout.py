@@ -101,7 +101,7 @@ class Layout:
 
 
 SETTINGS = RecoverySettings(
-    1, 0, start_deadline_s=120.0, stop_deadline_s=30.0, recover_deadline_s=40.0, end_deadline_s=20.0
+    1, 0, start_deadline_s=120.0, stop_deadline_s=30.0, recover_deadline_s=40.0, end_deadline_s=20.0, grace_s=12.0
 )
 """Shorter than the defaults, in the same order: a run that has to wait for one of them ends sooner."""
 LIVENESS = LivenessSettings(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
-from keepstep.protocol import worker as moves
+from keepstep.protocol import moves
 from keepstep.protocol.agent import Spawn
 from keepstep.protocol.liveness import Observation, was_passed
 from keepstep.protocol.messages import Cause, Tag
@@ -110,6 +110,8 @@ class SimulatedWorker(SimulatedProcess):
         if isinstance(order, msg.Assign):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
+        if (holding := self.machine.holding()) is not None:
+            self._say(holding)
         if self.is_idle:
             self.is_idle = False
             self.go()
@@ -356,6 +358,7 @@ class SimulatedWorker(SimulatedProcess):
             machine.finished(repr(self.parameters))
             self.go()
             return
+        self.world.oracle.drain.begins_step(self, step)
         self._gradients = None
         self.local.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import EndJob
+from keepstep.protocol.recovery.end.draining import HOLDING
+from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
     from keepstep.sim.cluster.worker import SimulatedWorker
     from keepstep.sim.world import World
 
-LATE_S = 5.0
+LATE_S = 1.0
 """An order to end travels that long at the most, where nothing disturbs it."""
 CALM_S = 1.0
 """What has happened so long before is over, or a recovery is under way."""
@@ -23,7 +26,7 @@ class DrainWatch:
         self._world = world
         self.leaving: set[str] = set()
         """Nodes that were told to leave: what runs there may be killed."""
-        self._asked_s: float | None = None
+        self._asked_s = math.inf
         self._was_calm = False
         self._troubled_until_s = 0.0
         self._stood: dict[int, int] = {}
@@ -35,14 +38,34 @@ class DrainWatch:
 
     def asked(self, *, is_calm: bool) -> None:
         """The job is to end; ``is_calm``: it trains, and no recovery is under way."""
-        if self._asked_s is None:
+        if not self.is_asked:
             self._asked_s = self._world.schedule.now_s
             self._was_calm = is_calm and self._troubled_until_s + CALM_S < self._asked_s
+
+    def begins_step(self, worker: SimulatedWorker, step: int) -> None:
+        """A rank begins a step.
+
+        Raises:
+            ViolationError: it was to train no more.
+        """
+        if self._is_clear and self._world.schedule.now_s > self._asked_s + HOLDING * self._grace_s + LATE_S:
+            raise ViolationError(
+                Check.DRAIN, f"{worker} begins step {step}, and the job was to end at {self._asked_s:.3f} s"
+            )
+
+    @property
+    def _is_clear(self) -> bool:
+        """Whether a drain was asked for, and nothing has stood in its way."""
+        return self._was_calm and self._troubled_until_s < self._asked_s
+
+    @property
+    def _grace_s(self) -> float:
+        return self._world.layout.settings.grace_s
 
     @property
     def is_asked(self) -> bool:
         """Whether the job is to end."""
-        return self._asked_s is not None
+        return self._asked_s < math.inf
 
     def stands(self, worker: SimulatedWorker, step: int) -> None:
         """A rank stands at the step at which the job ends."""
@@ -51,13 +74,13 @@ class DrainWatch:
 
     def wrong(self, order: EndJob) -> str | None:
         """What is wrong with the end of a job that was to end; None where nothing is, or something stood in its way."""
-        if self._asked_s is None or not self._was_calm or self._troubled_until_s >= self._asked_s:
+        if not self._is_clear:
             return None
         layout, now_s = self._world.layout, self._world.schedule.now_s
-        if order.exit_code == 0:
-            return f"the job was to end at {self._asked_s:.3f} s, and trained to its end"
-        if now_s > self._asked_s + layout.settings.grace_s + LATE_S:
+        if now_s > self._asked_s + self._grace_s + LATE_S:
             return f"the job was to end at {self._asked_s:.3f} s, and did at {now_s:.3f} s"
+        if len(self._world.oracle.finished_ranks) == layout.world_size:
+            return None
         if len(self._stood) < layout.world_size:
             return f"of all ranks only {sorted(self._stood)} stood at the last step"
         if len(set(self._stood.values())) > 1:

@@ -1,19 +1,23 @@
 """The drain of a job: all ranks come to one step, rank 0 saves a checkpoint there, and every script gets SIGTERM.
 
-It begins like a recovery, so the resume rule chooses the step. It has ``grace_s`` in all, and half of that to bring the
-ranks to one step: what they do not agree on by then, the scripts may still save by themselves.
+Nothing is broken off as long as there is time: the ranks hold before their next steps and say which these are, and
+then go on to the greatest of them. At most one more step is trained, since the gradient barrier keeps ranks within one
+step of each other. Where that takes too long the ranks are stopped as after a failure, and the resume rule chooses the
+step. A failure in between is recovered from, and then the job ends where all ranks stand. A job that has completed its
+last step ends by itself if it can: what its scripts save at their end is worth more than the signal.
 """
 
 from __future__ import annotations
 
-from keepstep.protocol.messages import Drain, Drained, EndJob, Terminate
+from keepstep.protocol.messages import Drain, Drained, EndJob, Hold, Holding, Terminate
 from keepstep.protocol.recovery.end.ending import Ending
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.roster import Roster
 from keepstep.protocol.recovery.stages import EXIT_DRAINED, Course, Stage
 
-AGREEING = 0.5
-"""The part of the grace in which the ranks may come to one step. Scripts that save by themselves need the rest."""
+HOLDING, AGREEING = 0.25, 0.5
+"""The parts of the grace in which the ranks may come to one step by themselves, and then after having been stopped. The
+rest is for the checkpoint, and for scripts that save by themselves when they get the signal."""
 
 
 class Draining:
@@ -27,57 +31,72 @@ class Draining:
         self._grace_s = grace_s
         self.reason: str | None = None
         """Why the job is to end; None while it is not."""
-        self._agree_by_s = self._end_by_s = 0.0
+        self._begun_s, self._next = 0.0, 0
+        self._may_hold = True
+        """Whether the ranks may still come to one step by themselves."""
+        self._awaited: set[int] = set()
+        """The workers whose answer to the last order is missing."""
+        self._step: int | None = None
+        """The step at which the job ends, as soon as that is known."""
+        self._is_saved = False
         self._how = ""
-        self._is_saved = self._is_told = False
 
-    def begin(self, reason: str, now_s: float, *, has_trained: bool) -> bool:
-        """The job is to end. Asked once more it changes nothing.
-
-        Returns:
-            whether the ranks train, and have to be stopped first.
-        """
+    def begin(self, reason: str, now_s: float, *, has_trained: bool) -> None:
+        """The job is to end. Asked once more it changes nothing."""
         if self.reason is not None or self._course.stage is Stage.ENDED:
-            return False
-        self.reason = reason
-        self._agree_by_s, self._end_by_s = now_s + AGREEING * self._grace_s, now_s + self._grace_s
+            return
+        self.reason, self._begun_s = reason, now_s
         match self._course.stage:
-            case Stage.FINISHED:
-                self.terminate("all ranks had completed the last step")
+            case Stage.TRAINING:
+                self._awaited, self._next = self._roster.holder_numbers(), 0
+                self._orders.to_all(Hold(self._course.generation), reason)
             case Stage.STARTING if has_trained:
                 self.terminate("all ranks were starting anew from the newest checkpoint")
             case Stage.STARTING | Stage.STOPPING | Stage.RECOVERING if not has_trained:
                 self.terminate("training had not begun")
             case _:
                 pass
-        return self._course.stage is Stage.TRAINING
 
-    def stand(self, step: int, *, is_checkpointing: bool) -> None:
-        """All ranks stand at a step, which is the job's last one for now."""
-        self._course.enter(Stage.DRAINING, self._roster.holder_numbers(), None)
-        self._how = f"drained at step {step}"
-        if not is_checkpointing:
-            self._how += "; keepstep writes no checkpoint without protect(checkpoint_dir=...)"
+    def interrupted(self) -> None:
+        """A new generation begins: what was agreed in the former one counts no more."""
+        self._awaited, self._step = set(), None
+
+    def answered(self, message: Holding | Drained) -> None:
+        """Ranks hold before a step, or stand at the last one and have done their part."""
+        self._awaited.difference_update(message.workers)
+        match message:
+            case Holding():
+                self._next = max(self._next, message.step)
+                if not self._awaited and self._step is None:
+                    self._end_at(self._next)
+            case Drained():
+                self._is_saved = self._is_saved or message.is_saved
+                if not self._awaited and self._course.stage is Stage.TRAINING:
+                    how = "with" if self._is_saved else "without"
+                    self.terminate(f"drained at step {self._step}, {how} a checkpoint")
+
+    def _end_at(self, step: int) -> None:
+        """The job ends at this step, which no rank has gone beyond, and every one can come to."""
+        self._step = step
+        self._awaited = self._roster.holder_numbers()
         self._orders.to_all(Drain(self._course.generation, step), f"{self.reason}: the job ends at step {step}")
 
-    def saved(self, message: Drained) -> None:
-        """Ranks have done their part, and rank 0 may have written a checkpoint."""
-        if message.is_saved and not self._is_saved:
-            self._is_saved = True
-            self._how += ", with a checkpoint"
+    def stands(self, step: int) -> bool:
+        """All ranks stand at a step after a recovery. Says whether the job ends there."""
+        if self.reason is not None:
+            self._may_hold = False
+            self._end_at(step)
+        return self.reason is not None
 
-    def terminate(self, how: str = "") -> None:
+    def terminate(self, how: str) -> None:
         """Every script gets SIGTERM, wherever it is."""
         self._course.enter(Stage.DRAINING, set(), None)
-        self._how = how or self._how
-        self._is_told = True
-        self._orders.to_all(Terminate(str(self.reason)), f"{self.reason}: {self._how}")
+        self._how = how
+        self._orders.to_all(Terminate(str(self.reason)), f"{self.reason}: {how}")
 
     def proceed(self) -> None:
-        """Goes on when all ranks have done their part, and ends the job when no script runs any more."""
-        if not self._is_told and not self._course.awaited:
-            self.terminate()
-        if self._is_told and not self._roster.num_holders:
+        """Ends the job when no script runs any more."""
+        if not self._roster.num_holders:
             self._end()
 
     @property
@@ -85,16 +104,31 @@ class Draining:
         """When `overdue` is to be called, on the clock of ``now_s``; None while there is no drain."""
         if self.reason is None or self._course.stage is Stage.ENDED:
             return None
-        return self._agree_by_s if self._course.stage in (Stage.STOPPING, Stage.RECOVERING) else self._end_by_s
+        match self._course.stage:
+            case Stage.TRAINING if self._may_hold:
+                part = HOLDING
+            case Stage.STOPPING | Stage.RECOVERING | Stage.FINISHED:
+                part = AGREEING
+            case _:
+                part = 1.0
+        return self._begun_s + part * self._grace_s
 
-    def overdue(self) -> None:
-        """Its time is over."""
-        if self._course.stage in (Stage.STOPPING, Stage.RECOVERING):
-            late = self._roster.ranks_of(self._course.awaited)
-            self.terminate(f"ranks {late} did not come to one step with the others within half of the grace period")
-        else:
-            self._how += "; what still ran was killed after the grace period"
-            self._end()
+    def overdue(self) -> bool:
+        """Its time is over. Says whether the ranks have to be stopped."""
+        match self._course.stage:
+            case Stage.TRAINING if self._may_hold:
+                self._may_hold = False
+                return True
+            case Stage.STOPPING | Stage.RECOVERING:
+                late = self._roster.ranks_of(self._course.awaited)
+                self.terminate(f"ranks {late} did not come to one step with the others in half of the grace period")
+            case Stage.FINISHED:
+                self.terminate("all ranks had completed the last step, and their scripts did not end")
+            case _:
+                self._how = f"{self._how}; " if self._how else ""
+                self._how += "what still ran was killed after the grace period"
+                self._end()
+        return False
 
     def _end(self) -> None:
         self._ending.end(EndJob(EXIT_DRAINED, f"{self.reason}: {self._how}"))

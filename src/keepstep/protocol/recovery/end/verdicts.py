@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
-from keepstep.protocol.recovery.stages import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
+from keepstep.protocol.recovery.stages import EXIT_DRAINED, EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 
 NOT_PROTECTED = "no rank has called keepstep.init(), so the job is not protected: a lost rank ends it"
 
@@ -98,6 +98,11 @@ def no_checkpoint_found(trained_to: int) -> EndJob:
         EXIT_NOTHING_TO_RECOVER,
         f"training had reached step {trained_to}, and the fresh ranks find no checkpoint to go on from",
     )
+
+
+def drained_in_vain(reason: str, detail: str) -> EndJob:
+    """The job was to end, and no rank holds any state that could be saved."""
+    return EndJob(EXIT_DRAINED, f"{reason}: no live rank holds the state, but the newest checkpoint does: {detail}")
 
 
 def restarts_used_up(detail: str) -> EndJob:

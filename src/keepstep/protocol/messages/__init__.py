@@ -1,0 +1,197 @@
+"""Every message between processes.
+
+Three kinds of program talk: worker, agent, controller. Reports travel up and are named in the past tense; orders
+travel down and are named in the imperative. Each carries the generation it belongs to; one of another generation
+is dropped at a single entrance (`RecoveryMachine.receive`, and `WorkerMachine.receive` on the worker's side).
+
+An order that concerns every rank names no worker: it is the same for all nodes, and each agent hands it to those of
+its workers that hold a rank. What all ranks answer alike names the workers it speaks for, so an agent sends one answer
+for its node. The wire form is in `keepstep.transports.codec`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from keepstep.protocol.messages.base import (
+    Cause,
+    Message,
+    Seconds,
+    Tag,
+)
+from keepstep.protocol.messages.orders import (
+    Abandon,
+    Assign,
+    ClockTold,
+    Complete,
+    Drain,
+    EndJob,
+    FenceWorker,
+    Hold,
+    OnceAnswered,
+    Recover,
+    Rescue,
+    Resume,
+    StartWorker,
+    Stop,
+    StoreAnswered,
+    Terminate,
+    Transfer,
+)
+from keepstep.protocol.messages.reports import (
+    ClockAsked,
+    CollectiveFailed,
+    Drained,
+    GroupsReset,
+    Holding,
+    JobStalled,
+    NodeDraining,
+    NodeJoined,
+    OnceRequested,
+    PhasesObserved,
+    RankAwaited,
+    RanksStand,
+    SafePointReached,
+    StateRecovered,
+    StateRescued,
+    StepObserved,
+    StepsFinished,
+    StoreRequested,
+    WorkerDone,
+    WorkerEnded,
+    WorkerFailed,
+    WorkerFenced,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+)
+
+__all__ = [
+    "Abandon",
+    "AgentOrder",
+    "AgentReport",
+    "AnyMessage",
+    "Aside",
+    "Assign",
+    "Cause",
+    "ClockAsked",
+    "ClockTold",
+    "CollectiveFailed",
+    "Complete",
+    "Drain",
+    "Drained",
+    "EndJob",
+    "FenceWorker",
+    "GroupAnswer",
+    "GroupsReset",
+    "Hold",
+    "HolderOrder",
+    "Holding",
+    "JobStalled",
+    "Message",
+    "NodeDraining",
+    "NodeEvicted",
+    "NodeJoined",
+    "NodeLeft",
+    "NodeReport",
+    "OnceAnswered",
+    "OnceRequested",
+    "Packet",
+    "PhasesObserved",
+    "Question",
+    "RankAwaited",
+    "RanksStand",
+    "Recover",
+    "Report",
+    "Rescue",
+    "Resume",
+    "SafePointReached",
+    "Seconds",
+    "StartWorker",
+    "StateRecovered",
+    "StateRescued",
+    "StepObserved",
+    "StepsFinished",
+    "Stop",
+    "StoreAnswered",
+    "StoreRequested",
+    "Tag",
+    "Terminate",
+    "Transfer",
+    "WorkerDone",
+    "WorkerEnded",
+    "WorkerFailed",
+    "WorkerFenced",
+    "WorkerJoined",
+    "WorkerLost",
+    "WorkerOrder",
+    "WorkerReady",
+    "WorkerReport",
+    "WorkerStarted",
+    "text",
+]
+
+GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished | Holding | Drained
+"""What every rank answers to the same order; see `AgentMachine`."""
+Question: TypeAlias = StoreRequested | OnceRequested
+"""What a worker asks and waits for."""
+WorkerReport: TypeAlias = (
+    GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
+)
+NodeReport: TypeAlias = NodeJoined | NodeDraining | JobStalled | RanksStand | StepObserved
+AgentReport: TypeAlias = NodeReport | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
+HolderOrder: TypeAlias = Stop | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
+"""For every worker that holds a rank."""
+WorkerOrder: TypeAlias = HolderOrder | Assign | StoreAnswered | OnceAnswered
+AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
+
+Report: TypeAlias = WorkerReport | AgentReport
+
+
+class Packet(Message, frozen=True):
+    """What one end of a `keepstep.protocol.conversation.Conversation` transmits.
+
+    ``life`` tells one life of a node's agent from the next: a new agent, or one whose node was given up, begins anew.
+    ``first`` is the number of ``messages[0]``; ``received`` is how many of the other end's have arrived without a gap.
+    ``misses``: something has arrived beyond a gap. Without that a small ``received`` says nothing: it may have met
+    the messages on the way.
+    """
+
+    node: str
+    life: int
+    first: int
+    received: int
+    messages: tuple[Report | AgentOrder, ...]
+    misses: bool
+
+
+class NodeEvicted(Message, frozen=True):
+    """The node was given up in this life: its ranks belong to others. End its workers and offer it anew.
+
+    ``is_final``: do not offer it again, and end.
+    """
+
+    node: str
+    life: int
+    reason: str
+    is_final: bool
+
+
+class NodeLeft(Message, frozen=True):
+    """The node takes its leave in this life, with everything on it. The answer is a `NodeEvicted` that is final."""
+
+    node: str
+    life: int
+    reason: str
+
+
+Aside: TypeAlias = PhasesObserved | ClockAsked | ClockTold
+"""What agent and controller say outside of any packet, and nothing is decided by."""
+
+AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | NodeLeft | Aside
+
+
+def text(value: object, limit: int = 4000) -> str:
+    """What ``str`` makes of a value, cut to ``limit`` characters and free of what UTF-8 cannot carry."""
+    return str(value)[:limit].encode("utf-8", "backslashreplace").decode()

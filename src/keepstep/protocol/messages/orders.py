@@ -1,0 +1,148 @@
+"""Orders, downwards: from the controller to agents, and through them to workers. Named in the imperative."""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepstep.protocol.messages.base import Message, Seconds
+
+
+class StartWorker(Message, frozen=True):
+    """Start a process on one of the node's devices, counted from 0; ``rank`` and ``local_rank`` are None for a spare.
+
+    ``local_rank`` and ``local_world_size`` are torchrun's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+    """
+
+    worker: int
+    rank: int | None
+    device: int
+    local_rank: int | None
+    local_world_size: int
+    reason: str
+
+
+class FenceWorker(Message, frozen=True):
+    """Kill the worker's process and confirm with `WorkerFenced` that it is gone."""
+
+    worker: int
+    reason: str
+
+
+class Assign(Message, frozen=True):
+    """This worker holds ``rank`` in this generation, and ``local_rank`` among the ranks of its node."""
+
+    worker: int
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+class Stop(Message, frozen=True):
+    """Every generation before ``generation`` is over: break the communicators, drain to a safe point, report it.
+
+    ``synced_step`` is the step whose gradients a lost rank had complete. A rank that is in the backward of that step
+    has all it needs in its own sockets, and ends the backward before it breaks anything.
+    """
+
+    generation: int
+    reason: str
+    synced_step: int | None
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """State that moves within one replica group: ranks that hold it at the resume step, and ranks that need it."""
+
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+class Recover(Message, frozen=True):
+    """Get to the resume step in this generation.
+
+    A rank that is among the receivers of a transfer restores. Every other one knows from what it reported, by
+    `keepstep.protocol.resume.action`, whether it stays, advances or rewinds.
+    """
+
+    generation: int
+    resume_step: int
+    transfers: tuple[Transfer, ...]
+
+
+class Resume(Message, frozen=True):
+    """Every rank stands at the resume step: training goes on."""
+
+    generation: int
+
+
+class Complete(Message, frozen=True):
+    """Every rank has completed the last step: the script's code after the loop may run."""
+
+    generation: int
+
+
+class Abandon(Message, frozen=True):
+    """A peer was lost after the last step: break the communicators, let the errors reach the script."""
+
+    reason: str
+
+
+class Rescue(Message, frozen=True):
+    """The job cannot go on: save the shard, report it with `StateRescued`, and end."""
+
+    reason: str
+
+
+class Hold(Message, frozen=True):
+    """The job is to end: complete the step that you are in, and wait. Say at once before which step that is."""
+
+    generation: int
+
+
+class Drain(Message, frozen=True):
+    """The job ends at ``step``: go as far as that, and have rank 0 write a checkpoint, if the job has them."""
+
+    generation: int
+    step: int
+
+
+class Terminate(Message, frozen=True):
+    """The agent sends SIGTERM to every worker. A script that handles it may then leave its loop and save."""
+
+    reason: str
+
+
+class StoreAnswered(Message, frozen=True):
+    """The answer to a `StoreRequested`: no ``values`` where its generation is over; ``error``: why it is refused."""
+
+    worker: int
+    request: int
+    values: tuple[bytes, ...] | None
+    error: str = ""
+
+
+class OnceAnswered(Message, frozen=True):
+    """The answer to a claim or a hold: whether it is this worker that does it."""
+
+    worker: int
+    request: int
+    is_mine: bool
+
+
+class ClockTold(Message, frozen=True):
+    """The answer to `ClockAsked`: the controller's monotonic time, ``told_ns``.
+
+    ``gather_s`` is how often it wants to hear of phases from each node: the more nodes, the less often.
+    """
+
+    asked_ns: int
+    told_ns: int
+    gather_s: Seconds
+
+
+class EndJob(Message, frozen=True):
+    """End every process of the job and leave with ``exit_code``."""
+
+    exit_code: int
+    reason: str

@@ -1,0 +1,258 @@
+"""Reports, upwards: from workers to their agent, and from agents to the controller. Named in the past tense."""
+
+from __future__ import annotations
+
+from keepstep.protocol.messages.base import Cause, Message, Seconds, Tag
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.waiting.operations import Standing
+
+# ---- worker -> agent -> controller: reports -----------------------------------------------------------------------
+
+
+class WorkerJoined(Message, frozen=True):
+    """The worker's script has called `keepstep.init()` and asks for its rank."""
+
+    worker: int
+    pid: int
+
+
+class RankAwaited(Message, frozen=True):
+    """A spare's script has come to a line that needs its rank: it can go no further, and can be given one."""
+
+    worker: int
+
+
+class WorkerReady(Message, frozen=True):
+    """The worker stands at its first step with everything protected, and waits.
+
+    ``reach`` holds step 0, or nothing where the start-up ran on an echoing group; ``snapshots`` are the steps of
+    the checkpoints it can read, ``checkpointing`` says whether it writes any.
+    """
+
+    worker: int
+    generation: int
+    reach: tuple[int, ...]
+    snapshots: tuple[int, ...]
+    checkpointing: bool
+    shard: str
+
+
+class CollectiveFailed(Message, frozen=True):
+    """A collective ended in an error on this worker: a hint that a peer is gone."""
+
+    worker: int
+    generation: int
+    group: str
+    error: str
+
+
+class SafePointReached(Message, frozen=True):
+    """The workers stand still and can say what their shards can be at. ``generation`` is the one named by `Stop`.
+    ``would_communicate``: the update that they were synced for holds a collective, which would be cut off."""
+
+    workers: tuple[int, ...]
+    generation: int
+    step: int
+    phase: Phase
+    reach: tuple[int, ...]
+    current_step: int | None
+    snapshots: tuple[int, ...]
+    would_communicate: bool
+
+
+class GroupsReset(Message, frozen=True):
+    """The process groups of the workers are connected in this generation."""
+
+    workers: tuple[int, ...]
+    generation: int
+
+
+class StateRecovered(Message, frozen=True):
+    """The shards of the workers are at the resume step, checked; they wait for `Resume`."""
+
+    workers: tuple[int, ...]
+    generation: int
+    received_bytes: int
+
+
+class StepsFinished(Message, frozen=True):
+    """The workers have completed their last step. ``digest`` is of all protected state, where it was asked for."""
+
+    workers: tuple[int, ...]
+    generation: int
+    step: int
+    digest: str | None
+
+
+class Holding(Message, frozen=True):
+    """The workers begin no step from ``step`` on before they are told where the job ends."""
+
+    workers: tuple[int, ...]
+    generation: int
+    step: int
+
+
+class Drained(Message, frozen=True):
+    """The workers stand at the job's last step; ``is_saved``: one of them has written a checkpoint of it."""
+
+    workers: tuple[int, ...]
+    generation: int
+    is_saved: bool
+
+
+class WorkerFailed(Message, frozen=True):
+    """An exception that nobody caught is about to end the worker. ``fatal``: a fresh process would end the same."""
+
+    worker: int
+    error: str
+    traceback: str
+    fatal: bool
+
+
+class StateRescued(Message, frozen=True):
+    """The worker has saved its shard on `Rescue`. ``path`` names the file, or ``error`` says why there is none."""
+
+    worker: int
+    path: str | None
+    error: str | None
+
+
+class StoreRequested(Message, frozen=True):
+    """One call on the rendezvous of a generation, the record of the start-up, or the store of the job."""
+
+    worker: int
+    generation: int
+    request: int
+    operation: str
+    keys: tuple[str, ...]
+    value: bytes
+
+
+class OnceRequested(Message, frozen=True):
+    """What is to happen once in the job's life. ``operation``: claim; hold, and then done or give_up."""
+
+    worker: int
+    request: int
+    operation: str
+    name: str
+
+
+# ---- agent -> controller: reports ---------------------------------------------------------------------------------
+
+
+class NodeJoined(Message, frozen=True):
+    """A node offers itself: room for ``slots`` workers at a time. Nodes of one ``domain`` may fail together.
+
+    Ranks are given out by ``position`` (torchrun's ``--node-rank``), then in the order in which nodes have joined.
+    ``world_size`` is what the node was told; a node of a job of another size was started by mistake. 0: it was told
+    nothing.
+    """
+
+    node: str
+    slots: int
+    domain: str
+    position: int
+    world_size: int
+
+
+class WorkerStarted(Message, frozen=True):
+    """The agent has started a worker's process."""
+
+    worker: int
+    pid: int
+
+
+class WorkerLost(Message, frozen=True):
+    """A worker's process is gone, or must be taken for gone.
+
+    ``gone`` is True where the process no longer exists (it then needs no fence). ``since_s`` is the time of the failure
+    itself on the controller's monotonic clock, as well as either is known, for the report.
+    """
+
+    worker: int
+    cause: Cause
+    detail: str
+    gone: bool
+    tag: Tag | None
+    since_s: Seconds
+
+
+class WorkerEnded(Message, frozen=True):
+    """How the process of a worker ended that has been reported lost before that was known."""
+
+    worker: int
+    cause: Cause
+    detail: str
+
+
+class WorkerDone(Message, frozen=True):
+    """A worker ended with exit code 0 outside of any step: its script is through.
+
+    ``steps`` is how many its tag page shows as completed, None where it never came to its first.
+    """
+
+    worker: int
+    steps: int | None
+
+
+class WorkerFenced(Message, frozen=True):
+    """The agent confirms that a worker's process no longer exists."""
+
+    worker: int
+
+
+class JobStalled(Message, frozen=True):
+    """Every rank of the node waits in a collective past its deadline, and nobody can be told apart."""
+
+    node: str
+    generation: int
+    detail: str
+
+
+class RanksStand(Message, frozen=True):
+    """All ranks of the node that have stood still for long, and where. The others have moved lately."""
+
+    node: str
+    generation: int
+    standing: tuple[Standing, ...]
+
+
+class StepObserved(Message, frozen=True):
+    """A node's ranks have completed their first step in a generation, as their tag pages show.
+
+    ``at_s`` is the time at which the last of them did, on the controller's monotonic clock as well as it is known,
+    ``step_s`` what the slowest took.
+    """
+
+    node: str
+    generation: int
+    step: int
+    at_s: Seconds
+    step_s: Seconds
+
+
+class NodeDraining(Message, frozen=True):
+    """The node is to leave soon. Its ranks train on until spares of other nodes take them."""
+
+    node: str
+    reason: str
+
+
+class PhasesObserved(Message, frozen=True):
+    """What the workers of a node went through of late. It is for the eye only: nothing is decided by it, it goes by the
+    packets, and what is lost is not repeated.
+
+    ``phases`` are records as `keepstep.trace.record.phaselog` lays them out, on the controller's clock; that is known
+    to ``error_ns`` either way.
+    """
+
+    node: str
+    error_ns: int
+    phases: bytes
+
+
+class ClockAsked(Message, frozen=True):
+    """What time is it where the controller is? ``asked_ns`` is the node's own."""
+
+    node: str
+    asked_ns: int

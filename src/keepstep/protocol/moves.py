@@ -1,0 +1,79 @@
+"""What the training thread of a worker is told to do next; the answers of `keepstep.protocol.worker.WorkerMachine`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.resume import Action
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing can be done before another order has come."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Say:
+    """Send a report."""
+
+    report: msg.WorkerReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Build:
+    """Run the script up to its first step, then call `WorkerMachine.built`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect all groups in this generation, then call `connected` or `fell_out`."""
+
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Undo:
+    """Put the state back to where the interrupted step found it, then call `undone`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """Every rank had complete gradients: leave the barrier, run the optimizer step and complete the step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """Get to the resume step, or help others to; then call `loaded` or `fell_out`."""
+
+    order: msg.Recover
+    action: Action
+    transfer: msg.Transfer | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Train:
+    """Every rank stands at the resume step: go on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Save:
+    """The job ends at this step: write a checkpoint, if this rank is to, and call `saved`."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """The loop is over, and the script's code after it may run: every rank has completed its last step, or the job is
+    drained and the script has handled SIGTERM."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveAndEnd:
+    """The job cannot go on: save the shard, report it, end."""
+
+    order: msg.Rescue
+
+
+Move = Wait | Say | Build | Connect | Undo | Update | Load | Train | Save | End | SaveAndEnd
