@@ -37,6 +37,6 @@ def test_a_page_left_open_shows_the_next_run(page: Page, tmp_path: Path) -> None
         expect(page.get_by_test_id("connection")).to_contain_text("live", timeout=DEADLINE_MS)
         expect(card(page, "step")).to_contain_text(TRAINS, timeout=DEADLINE_MS)
         second.job.process.send_signal(signal.SIGTERM)
-        assert second.finish() == 128 + signal.SIGTERM, "".join(second.lines)
+        assert second.finish() == 1, "".join(second.lines)
     expect(page.get_by_test_id("connection")).to_contain_text("job ended", timeout=DEADLINE_MS)
     assert (tmp_path / "run" / "earlier-1" / "journal.jsonl").exists()

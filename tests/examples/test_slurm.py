@@ -166,7 +166,7 @@ def test_a_job_that_is_cancelled_ends_as_one(job: Job) -> None:
     await_training(job.run / "node-0")
     for node in range(3):
         os.killpg(job.task(node).pid, signal.SIGTERM)
-    assert job.wait(process) == 128 + signal.SIGTERM, job.output()
+    assert job.wait(process) == 1, job.output()
 
 
 def test_flags_are_those_of_keepstep() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from pathlib import Path
@@ -98,16 +99,30 @@ def test_a_script_that_fails_ends_all_nodes(nodes: Nodes, tmp_path: Path) -> Non
     assert "ValueError: bad" in out_1
 
 
-def test_a_signal_to_the_hosting_node_ends_the_job(nodes: Nodes) -> None:
-    host, other = nodes.run(0, steps=1000), nodes.run(1, steps=1000)
+@pytest.mark.parametrize("is_told_both", [False, True], ids=["the host alone", "both nodes at once, as by scancel"])
+def test_a_signal_to_the_hosting_node_drains_the_job(is_told_both: bool, nodes: Nodes) -> None:
+    host, other = nodes.run(0, steps=100_000), nodes.run(1, steps=100_000)
     controller = await_controller(nodes.folder, host.pid)
     await_training(nodes.folder / "run-0")
+    if is_told_both:
+        other.send_signal(signal.SIGTERM)
     host.send_signal(signal.SIGTERM)
-    assert nodes.wait("out-0")[0] == 128 + signal.SIGTERM
-    code, out = nodes.wait("out-1")
-    assert other.returncode == code
-    assert code == 128 + signal.SIGTERM, out
+    codes, said = zip(*(nodes.wait(f"out-{number}") for number in range(2)), strict=True)
+    assert codes == (1, 1), said
+    assert all(re.search(r"ended by SIGTERM: drained at step \d+", out) for out in said), said
     assert not psutil.pid_exists(controller.pid)
+
+
+def test_a_hosted_controller_that_dies_in_a_drain_goes_on_with_it(nodes: Nodes) -> None:
+    host = nodes.run(0, steps=100_000)
+    nodes.run(1, steps=100_000)
+    controller = await_controller(nodes.folder, host.pid)
+    await_training(nodes.folder / "run-0")
+    controller.kill()
+    host.send_signal(signal.SIGTERM)
+    codes, said = zip(*(nodes.wait(f"out-{number}") for number in range(2)), strict=True)
+    assert codes == (1, 1), said
+    assert all("ended by SIGTERM" in out for out in said), said
 
 
 def test_agents_and_controller_apart(nodes: Nodes, tmp_path: Path) -> None:

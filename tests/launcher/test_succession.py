@@ -178,7 +178,7 @@ def test_a_second_controller_by_mistake_is_refused(succession: Succession, undis
     succession.begin()
     succession.nodes.started["second"].terminate()
     code, said = succession.nodes.wait("second")
-    assert (code, said.splitlines()[-1]) == (128 + signal.SIGTERM, "keepstep: ended by SIGTERM while it waited")
+    assert (code, said.splitlines()[-1]) == (1, "keepstep: ended by SIGTERM while it waited")
     succession.controller("second", *([flag] if flag else []))
     code, said = succession.nodes.wait("second")
     assert code == 2
@@ -213,7 +213,7 @@ def test_who_stands_by_ends_with_the_job(succession: Succession) -> None:
     succession.begin()
     succession.nodes.started["first"].terminate()
     ended = {name: succession.nodes.wait(name)[0] for name in succession.nodes.started}
-    assert set(ended.values()) == {128 + signal.SIGTERM}, ended
+    assert set(ended.values()) == {1}, ended
     assert f"the run in {succession.run_dir} has ended: ended by SIGTERM" in succession.nodes.output("second")
     assert "controller listens" not in succession.nodes.output("second")
 

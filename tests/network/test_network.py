@@ -87,15 +87,15 @@ def test_a_machine_loses_its_power(lab: Lab, tmp_path: Path, undisturbed: dict[i
         assert cluster.digests() == undisturbed
 
 
-def test_a_machine_is_told_to_end(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
-    """Its agent says so, and nobody waits for its lease."""
+def test_a_machine_is_drained(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """Its rank moves to a warm spare elsewhere, and then it leaves."""
     with a_job(lab, tmp_path).running() as cluster:
         cluster.wait_until(trains_with_a_spare, "training")
         cluster.nodes[1].send_signal(signal.SIGTERM)
         cluster.wait_until(has_recovered, "a recovery")
-        assert cluster.wait() == {0: 0, 1: 128 + signal.SIGTERM, 2: 0}
+        assert cluster.wait() == {0: 0, 1: 1, 2: 0}
         (record,) = cluster.job.records
-        assert record.detail.endswith("has left: ended by SIGTERM")
+        assert (record.cause, record.detail) == ("rank moved", "rank 1 lost: its node is to leave")
         assert cluster.digests() == undisturbed
 
 
@@ -128,7 +128,7 @@ def test_a_machine_takes_in_the_ranks_of_another_until_that_is_back(seed: int, t
         cluster.wait_until(are_apart, "training")
         cluster.power_off(1)
         cluster.wait_until(has_recovered, "a recovery")
-        assert len(cluster.job.roster.crowded()) == 1
+        assert len(cluster.job.roster.displaced()) == 1
         lab.heal()
         cluster.start(1)
         cluster.wait_until(are_apart, "the rank back on the other machine")

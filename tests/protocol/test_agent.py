@@ -17,6 +17,7 @@ from keepstep.protocol.agent import (
     Kill,
     Leave,
     LookCloser,
+    Signal,
     Spawn,
 )
 from keepstep.protocol.conversation import Conversation
@@ -462,6 +463,37 @@ def test_a_node_that_takes_its_leave_says_so_until_it_was_heard_and_nothing_else
     node.agent.receive(msg.NodeEvicted(NODE, LIFE, "ended by SIGTERM", is_final=True), node.now_s)
     assert node.agent.take() == [Leave(1, "ended by SIGTERM")]
     assert node.agent.packets(node.now_s + 1000.0) == []
+
+
+def test_a_drained_node_leaves_when_its_ranks_have_moved() -> None:
+    node = Node(ranks=1)
+    node.agent.drain("ended by SIGTERM")
+    assert msg.NodeDraining(NODE, "ended by SIGTERM") in node.heard()
+    assert node.agent.take() == []
+    node.order(msg.FenceWorker(0, "its node is to leave"))
+    node.exit(0, "killed by SIGKILL", IN_A_STEP)
+    assert Depart(msg.NodeLeft(NODE, LIFE, "ended by SIGTERM")) in node.agent.take()
+
+
+def test_a_drained_node_without_ranks_leaves_at_once() -> None:
+    node = Node(ranks=0)
+    node.agent.drain("ended by SIGTERM")
+    assert Depart(msg.NodeLeft(NODE, LIFE, "ended by SIGTERM")) in node.agent.take()
+
+
+def test_a_drained_node_stays_until_a_drained_job_has_ended() -> None:
+    node = Node(ranks=1)
+    node.agent.drain("ended by SIGTERM")
+    assert Signal((0,)) in node.order(msg.Terminate("ended by SIGTERM"))
+    node.exit(0, "killed by SIGTERM", Tag(1, 3, Phase.UPDATED))
+    assert node.agent.take() == []
+    assert node.order(msg.EndJob(1, "drained")) == [Leave(1, "drained")]
+
+
+def test_nobody_is_hung_who_was_told_to_end() -> None:
+    node = Node(ranks=1)
+    node.order(msg.Terminate("ended by SIGTERM"))
+    assert node.wait(1000.0) == []
 
 
 def test_times_go_up_on_the_controllers_clock() -> None:

@@ -10,7 +10,9 @@ from keepstep.protocol import messages
 from keepstep.protocol.messages import (
     Cause,
     CollectiveFailed,
+    Drained,
     GroupsReset,
+    Holding,
     JobStalled,
     NodeJoined,
     RankAwaited,
@@ -82,6 +84,8 @@ def of_generation(generation: int) -> list[messages.Report]:
         GroupsReset((0,), generation),
         StateRecovered((0,), generation, 64),
         StepsFinished((0,), generation, 20, "0f0f"),
+        Holding((0,), generation, 5),
+        Drained((0,), generation, False),
         StepObserved(NODE, generation, 30, 5.0, 0.5),
         JobStalled(NODE, generation, "all 3 ranks wait"),
         RanksStand(NODE, generation, (Standing(0, 9, Phase.SYNCED, WaitsFor.RANKS, 30.0, ()),)),
@@ -119,12 +123,16 @@ MEANINGFUL_IN = {
     StepObserved: Stage.TRAINING,
     JobStalled: Stage.TRAINING,
     RanksStand: Stage.TRAINING,
+    Holding: Stage.TRAINING,
+    Drained: Stage.TRAINING,
 }
 
 
 @pytest.mark.parametrize("kind", MEANINGFUL_IN, ids=lambda kind: kind.__name__)
 def test_the_same_reports_do_change_something_in_their_own_generation(kind: type) -> None:
     job = held_in(MEANINGFUL_IN[kind])
+    if kind in (Holding, Drained):
+        job.machine.drained("SIGTERM", job.now_s)
     before = state_of(job.machine)
     (report,) = [report for report in of_generation(job.machine.generation) if type(report) is kind]
     job.machine.receive(NODE, report, job.now_s)

@@ -27,6 +27,7 @@ from keepstep.protocol.moves import (
     End,
     Load,
     Move,
+    Save,
     SaveAndEnd,
     Say,
     Train,
@@ -618,3 +619,101 @@ def test_a_rescue_waits_until_the_rank_stands() -> None:
     assert moves(machine) == [Undo()]
     machine.undone()
     assert moves(machine) == [SaveAndEnd(rescue)]
+
+
+# ---- the drain -------------------------------------------------------------------------------------------------------
+
+
+def step_on(machine: WorkerMachine) -> None:
+    for event in (*EVENTS[Phase.OPTIMIZER], StepEvent.STEP_COMPLETED):
+        machine.steps.advance(event)
+
+
+def held(machine: WorkerMachine) -> msg.Holding | None:
+    assert machine.receive(msg.Hold(1)) is Urgency.NONE
+    return machine.holding()
+
+
+def test_a_rank_holds_before_its_next_step_and_goes_on_to_the_last() -> None:
+    machine = training(Phase.BACKWARD)
+    assert held(machine) == msg.Holding((NUMBER,), 1, 1)
+    assert machine.holding() is None, "it is said once"
+    for event in EVENTS[Phase.OPTIMIZER][2:]:
+        machine.steps.advance(event)
+    machine.steps.advance(StepEvent.STEP_COMPLETED)
+    assert moves(machine) == [Wait()]
+    machine.receive(msg.Drain(1, 2))
+    assert moves(machine) == [Train()]
+    step_on(machine)
+    assert moves(machine) == [Save(2)]
+    machine.saved(True)
+    assert moves(machine) == [msg.Drained((NUMBER,), 1, True), Wait()]
+    assert not machine.drained
+    machine.receive(msg.Terminate("SIGTERM"))
+    assert moves(machine) == [End()]
+
+
+def test_a_step_that_was_handed_out_is_not_taken_back() -> None:
+    machine = training(Phase.UPDATED)
+    assert moves(machine) == [Train()]
+    assert held(machine) == msg.Holding((NUMBER,), 1, 1)
+
+
+def test_a_rank_that_stands_at_the_resume_step_holds_there() -> None:
+    machine = ready()
+    machine.receive(Recover(1, 0, ()))
+    assert moves(machine) == [load(1, 0, Action.STAY)]
+    machine.loaded(0)
+    moves(machine)
+    machine.receive(Resume(1))
+    assert held(machine) == msg.Holding((NUMBER,), 1, 0)
+    assert moves(machine) == [Wait()]
+
+
+def test_what_was_agreed_in_a_generation_that_is_over_counts_no_more() -> None:
+    machine = training(Phase.UPDATED, 3)
+    held(machine)
+    machine.receive(stop(2))
+    machine.receive(msg.Hold(1))
+    moves(machine)
+    reconnect(machine, Recover(2, 3, ()))
+    resume(machine, 2)
+    machine.receive(msg.Drain(1, 3))
+    assert moves(machine) == [Train()]
+
+
+def test_a_rank_ends_where_all_stand_after_a_recovery() -> None:
+    machine = training(Phase.UPDATED, 3)
+    machine.receive(stop(2))
+    moves(machine)
+    reconnect(machine, Recover(2, 3, ()))
+    machine.loaded(0)
+    assert moves(machine) == [StateRecovered((NUMBER,), 2, 0), Wait()]
+    machine.receive(msg.Drain(2, 3))
+    assert moves(machine) == [Save(3)]
+
+
+def test_a_failure_after_a_rank_has_saved_is_recovered_from() -> None:
+    machine = training(Phase.UPDATED, 3)
+    machine.receive(msg.Drain(1, 3))
+    assert moves(machine) == [Save(3)]
+    machine.saved(False)
+    moves(machine)
+    machine.receive(stop(2))
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 2, Phase.UPDATED, (3,), 3, (), False), Wait()]
+
+
+def test_a_rank_that_has_finished_its_loop_ends_at_its_last_step_too() -> None:
+    machine = training(Phase.UPDATED, 6)
+    machine.finished(None)
+    moves(machine)
+    machine.receive(msg.Drain(1, 6))
+    assert moves(machine) == [Save(6)]
+
+
+def test_a_drain_beyond_the_last_step_leaves_the_loop_to_its_end() -> None:
+    machine = training(Phase.UPDATED, 6)
+    machine.finished(None)
+    moves(machine)
+    machine.receive(msg.Drain(1, 7))
+    assert moves(machine) == [Wait()]

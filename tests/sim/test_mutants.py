@@ -13,12 +13,14 @@ import pytest
 from keepstep.protocol import controller, conversation, resume
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine
-from keepstep.protocol.controller import ControllerMachine, JournalEntry
+from keepstep.protocol.controller import ControllerMachine, DrainAsked, JournalEntry
 from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
-from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine
+from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine, stages
+from keepstep.protocol.recovery.end import draining
+from keepstep.protocol.recovery.end.draining import Draining
 from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement import roster
@@ -471,6 +473,43 @@ def a_rank_in_its_last_step_has_begun_another(patch: pytest.MonkeyPatch) -> None
     patch.setattr(RankState, "has_begun", lambda self, step: right(self, step - 1))
 
 
+def a_drain_is_not_in_the_journal(patch: pytest.MonkeyPatch) -> None:
+    right = ControllerMachine.from_journal
+
+    def from_journal(settings: RecoverySettings, entries: list[JournalEntry], now_s: float) -> ControllerMachine:
+        return right(settings, [entry for entry in entries if not isinstance(entry.event, DrainAsked)], now_s)
+
+    patch.setattr(ControllerMachine, "from_journal", from_journal)
+
+
+def a_drain_sends_the_signal_at_once(patch: pytest.MonkeyPatch) -> None:
+    def begin(self: Draining, reason: str, now_s: float, *, has_trained: bool) -> None:
+        self.reason = reason
+        self.terminate("at once")
+
+    patch.setattr(Draining, "begin", begin)
+    patch.setitem(stages.TRANSITIONS, Stage.TRAINING, stages.TRANSITIONS[Stage.TRAINING] | dict.fromkeys(Stage, ""))
+
+
+def a_drain_ends_where_the_first_rank_holds(patch: pytest.MonkeyPatch) -> None:
+    def answered(self: Draining, message: msg.Holding | msg.Drained) -> None:
+        if isinstance(message, msg.Holding) and self._step is None:
+            self._end_at(message.step)
+        else:
+            right(self, message)
+
+    right = Draining.answered
+    patch.setattr(Draining, "answered", answered)
+
+
+def a_drained_rank_does_not_wait_at_the_last_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerMachine, "_stands_at_the_end", property(lambda self: self._is_draining))
+
+
+def a_drain_breaks_the_collectives_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(draining, "HOLDING", 0.0)
+
+
 MUTANTS: dict[Plant, Check] = {
     reports_of_old_generations_are_heard: Check.RECOMPUTED,
     a_recover_is_carried_out_once_more: Check.RAISED,
@@ -524,6 +563,11 @@ MUTANTS: dict[Plant, Check] = {
     the_job_ends_when_one_rank_is_through: Check.ENDED,
     loops_that_end_unevenly_are_not_noticed: Check.NO_CAUSE,
     a_rank_in_its_last_step_has_begun_another: Check.ENDED,
+    a_drain_is_not_in_the_journal: Check.RAISED,
+    a_drain_sends_the_signal_at_once: Check.DRAIN,
+    a_drain_ends_where_the_first_rank_holds: Check.DRAIN,
+    a_drained_rank_does_not_wait_at_the_last_step: Check.DRAIN,
+    a_drain_breaks_the_collectives_off: Check.DRAIN,
 }
 
 

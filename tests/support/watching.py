@@ -25,6 +25,14 @@ def attempts(folder: Path, timeout_s: float) -> Iterator[None]:
             watch.wait(LOOK_S)
 
 
+def await_journal(path: Path, word: str, count: int) -> None:
+    """Waits until ``word`` stands ``count`` times in a job's journal."""
+    for _ in attempts(path.parent, 60.0):
+        if path.exists() and path.read_text().count(f'"{word}"') >= count:
+            return
+    raise AssertionError(f"{word} did not come")
+
+
 class FolderWatch:
     """Told by the kernel of what is written, made or moved in a folder (not below it) from now on."""
 

@@ -63,6 +63,8 @@ class Draining:
 
     def answered(self, message: Holding | Drained) -> None:
         """Ranks hold before a step, or stand at the last one and have done their part."""
+        if self.reason is None:
+            return
         self._awaited.difference_update(message.workers)
         match message:
             case Holding():
