@@ -227,7 +227,7 @@ def test_every_scenario_is_shown_briefly() -> None:
         for match in excerpts.EXCERPT.finditer(PROTOCOL.read_text("utf-8"))
     }
     assert shown.keys() <= {path.stem for path in excerpts.SCENARIOS.glob("*.txt")}
-    assert len(shown) == 7
+    assert len(shown) == 8
     assert max(shown.values()) <= 20
 
 

@@ -677,6 +677,7 @@ def test_what_was_agreed_in_a_generation_that_is_over_counts_no_more() -> None:
     machine.receive(msg.Hold(1))
     moves(machine)
     reconnect(machine, Recover(2, 3, ()))
+    assert moves(machine)[-1] == load(2, 3, Action.STAY)
     resume(machine, 2)
     machine.receive(msg.Drain(1, 3))
     assert moves(machine) == [Train()]
@@ -687,6 +688,7 @@ def test_a_rank_ends_where_all_stand_after_a_recovery() -> None:
     machine.receive(stop(2))
     moves(machine)
     reconnect(machine, Recover(2, 3, ()))
+    assert moves(machine)[-1] == load(2, 3, Action.STAY)
     machine.loaded(0)
     assert moves(machine) == [StateRecovered((NUMBER,), 2, 0), Wait()]
     machine.receive(msg.Drain(2, 3))

@@ -33,6 +33,7 @@ _PLACE = re.compile(
     r"(kill|stop) (?:rank (\d+)|ranks (\d+) and (\d+)) (?:in|when rank (\d+) is in) (\w+) of step (\d+)$"
 )
 _MOMENT = re.compile(r"(?:crash the controller|kill rank (\d+)) at (.+)$")
+_DRAIN = re.compile(r"drain when rank (\d+) is in (\w+) of step (\d+)$")
 CONTROLLER_IS_AWAY_S = 2.0
 
 
@@ -98,6 +99,9 @@ def _deed(line: str) -> Deed:
     if found := _MOMENT.fullmatch(line):
         rank, moment = found.groups()
         return Deed("kill" if rank else "crash", (int(rank),) if rank else (), None, moment)
+    if found := _DRAIN.fullmatch(line):
+        rank, phase, step = found.groups()
+        return Deed("drain", (), (int(rank), int(step), Phase(phase)), None)
     raise ConfigurationError(f"scenario: {line!r} is no fault such as 'kill rank 1 in forward of step 2'")
 
 
@@ -179,6 +183,12 @@ class _Doer:
         self._world.oracle.strikes("controller crash")
         self._world.controller.crash()
         self._world.schedule.after(CONTROLLER_IS_AWAY_S, Event(CONTROLLER, "restart"))
+
+    def drain(self) -> None:
+        """SIGTERM for the job."""
+        self._tell("the launcher gets SIGTERM")
+        self._world.oracle.drains_job()
+        self._world.controller.drain()
 
     def _victim(self, rank: int, what: str) -> SimulatedWorker:
         victim = next(worker for worker in reversed(self._world.rank_holders()) if worker.machine.rank == rank)
