@@ -28,7 +28,7 @@ from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.drain import DrainWatch
-from keepstep.sim.oracle.placement import Loss, SpareChoice
+from keepstep.sim.oracle.placement import Loss, SpareChoice, check_local_ranks
 
 if TYPE_CHECKING:
     from keepstep.sim.cluster.worker import History, SimulatedWorker
@@ -116,26 +116,10 @@ class Oracle:
                 raise ViolationError(
                     Check.TWO_HOLDERS, f"rank {rank} is process {worker.process}, and process {before.process} lives"
                 )
-        self._check_local_ranks(members)
+        check_local_ranks(members)
         cohort = Cohort(len(self.cohorts) + 1, members)
         self.cohorts.append(cohort)
         return cohort
-
-    def _check_local_ranks(self, members: dict[int, SimulatedWorker]) -> None:
-        """One number each among the members of a node, and inside of the lists that scripts make for them."""
-        taken: dict[tuple[str, int], int] = {}
-        for rank, worker in members.items():
-            local_rank = worker.local_rank
-            if local_rank is None or not 0 <= local_rank < worker.local_world_size:
-                raise ViolationError(
-                    Check.LOCAL_RANKS, f"{worker} has local rank {local_rank} of {worker.local_world_size}"
-                )
-            other = taken.setdefault((worker.node.name, local_rank), rank)
-            if other != rank:
-                raise ViolationError(
-                    Check.LOCAL_RANKS,
-                    f"ranks {other} and {rank} are both {local_rank} of {worker.node.name}",
-                )
 
     def came_twice(self, rank: int, process: int, other: int) -> None:
         """Two live processes come to the same rendezvous as the same rank."""

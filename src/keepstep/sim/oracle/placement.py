@@ -1,4 +1,4 @@
-"""Which spare takes a rank: that it is the one from the right place.
+"""Which spare takes a rank: that it is the one from the right place; and the local ranks of a node.
 
 After a software fault a spare on the lost rank's own node is the best, then one in its failure domain: what they have
 in common is known to work. After the loss of a node it is the other way around. Looked at only where a single fault has
@@ -80,3 +80,20 @@ class SpareChoice:
     def _near(self, worker: SimulatedWorker, lost_on: str) -> int:
         name = worker.node.name
         return (name == lost_on) + (self._domains[name] == self._domains[lost_on])
+
+
+def check_local_ranks(members: dict[int, SimulatedWorker]) -> None:
+    """One number each among the members of a node, and inside of the lists that scripts make for them."""
+    taken: dict[tuple[str, int], int] = {}
+    for rank, worker in members.items():
+        local_rank = worker.local_rank
+        if local_rank is None or not 0 <= local_rank < worker.local_world_size:
+            raise ViolationError(
+                Check.LOCAL_RANKS, f"{worker} has local rank {local_rank} of {worker.local_world_size}"
+            )
+        other = taken.setdefault((worker.node.name, local_rank), rank)
+        if other != rank:
+            raise ViolationError(
+                Check.LOCAL_RANKS,
+                f"ranks {other} and {rank} are both {local_rank} of {worker.node.name}",
+            )
