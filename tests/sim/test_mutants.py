@@ -24,6 +24,7 @@ from keepstep.protocol.recovery.end.draining import Draining
 from keepstep.protocol.recovery.once import Claims
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement import roster
+from keepstep.protocol.recovery.placement.replacing import Replacing
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
 from keepstep.protocol.recovery.progress import Progress
@@ -510,6 +511,10 @@ def a_drain_breaks_the_collectives_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draining, "HOLDING", 0.0)
 
 
+def a_drained_node_keeps_its_ranks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replacing, "close_node", lambda self, name, reason: None)
+
+
 MUTANTS: dict[Plant, Check] = {
     reports_of_old_generations_are_heard: Check.RECOMPUTED,
     a_recover_is_carried_out_once_more: Check.RAISED,
@@ -568,6 +573,7 @@ MUTANTS: dict[Plant, Check] = {
     a_drain_ends_where_the_first_rank_holds: Check.DRAIN,
     a_drained_rank_does_not_wait_at_the_last_step: Check.DRAIN,
     a_drain_breaks_the_collectives_off: Check.DRAIN,
+    a_drained_node_keeps_its_ranks: Check.DRAIN,
 }
 
 
@@ -605,11 +611,20 @@ def data_is_cut_off_in_the_last_step(seed: int) -> Case:
     return two_ranks(seed, 2, None, Fault("cut data", 1.0 + seed % 20 / 10, None, Phase.SYNCED, 1, 20.0))
 
 
+def a_node_is_drained(seed: int) -> Case:
+    """Spares of other nodes are warm, and training goes on for longer than the node may stay."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
+    layout = Layout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40)
+    return Case(seed, layout, (Fault("node drain", 6.0 + seed % 10 / 10, pick=seed % 2, lasts_s=5.0),))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
     loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
     a_rank_in_its_last_step_has_begun_another: data_is_cut_off_in_the_last_step,
     the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier,
     a_spare_close_to_a_lost_node_is_preferred: a_node_is_lost_and_two_have_spares,
+    a_drained_node_keeps_its_ranks: a_node_is_drained,
 }
 """Where among all seeds too few have what it takes: seeds of a cluster and a fault that have."""
 

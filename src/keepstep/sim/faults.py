@@ -275,7 +275,7 @@ class Injector:
     def _node_drain(self, fault: Fault) -> None:
         """SIGTERM for an agent, whose grace period is over after a while. Its machine comes back later."""
         name = self._node(fault)
-        self._world.oracle.drain.leaving.add(name)
+        self._world.oracle.drains_node(name)
         self._world.nodes[name].drain()
         self._until(fault, name, "depart")
         self._until(dataclasses.replace(fault, lasts_s=2 * fault.lasts_s), name, "boot")

@@ -80,6 +80,7 @@ class SimulatedNode:
     def depart(self) -> None:
         """The grace period of a node that is to leave is over."""
         if self.is_up:
+            self.world.oracle.drain.node_departs(self.name)
             self._machine.depart("SIGTERM")
             self._proceed()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery.end.draining import HOLDING
+from keepstep.protocol.worker import Doing
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 LATE_S = 1.0
 """An order to end travels that long at the most, where nothing disturbs it."""
+SPARE_IS_WARM_S = 4.0
+"""A spare that has run for so long is warm, and its rank has moved, where nothing disturbs it."""
 CALM_S = 1.0
 """What has happened so long before is over, or a recovery is under way."""
 
@@ -29,6 +32,8 @@ class DrainWatch:
         self._asked_s = math.inf
         self._was_calm = False
         self._troubled_until_s = 0.0
+        self._node_asked: dict[str, tuple[float, bool]] = {}
+        """node -> when it was told to leave, and whether nothing was going on then."""
         self._stood: dict[int, int] = {}
         """rank -> the step at which it stood when it was told that the job ends there."""
 
@@ -41,6 +46,37 @@ class DrainWatch:
         if not self.is_asked:
             self._asked_s = self._world.schedule.now_s
             self._was_calm = is_calm and self._troubled_until_s + CALM_S < self._asked_s
+
+    def node_asked(self, node: str, *, is_calm: bool) -> None:
+        """A node is to leave."""
+        now_s = self._world.schedule.now_s
+        self.leaving.add(node)
+        self._node_asked[node] = now_s, is_calm and self._troubled_until_s + CALM_S < now_s
+
+    def node_departs(self, node: str) -> None:
+        """The grace period of a node is over, and it leaves with what is on it.
+
+        Raises:
+            ViolationError: spares of other nodes could have taken its ranks, and nothing stood in their way.
+        """
+        asked_s, was_calm = self._node_asked[node]
+        layout, now_s = self._world.layout, self._world.schedule.now_s
+        if not was_calm or self._troubled_until_s >= asked_s or self.is_asked or len(self.leaving) > 1:
+            return
+        there = {worker.machine.rank for worker in self._world.rank_holders() if worker.node.name == node}
+        elsewhere = {worker.shard for worker in self._world.rank_holders() if worker.node.name != node}
+        spares = [
+            spare
+            for spare in self._world.spares()
+            if spare.node.name != node
+            and spare.machine.doing is Doing.READY
+            and spare.spawned_s + SPARE_IS_WARM_S < now_s
+        ]
+        can_move = {layout.shards[rank] for rank in there if rank is not None} <= elsewhere
+        if there and can_move and len(spares) >= len(there) and len(self._world.oracle.finished_ranks) == 0:
+            raise ViolationError(
+                Check.DRAIN, f"{node} leaves with ranks {sorted(map(str, there))}, and spares are warm"
+            )
 
     def begins_step(self, worker: SimulatedWorker, step: int) -> None:
         """A rank begins a step.

@@ -301,10 +301,18 @@ class Oracle:
 
     def drains_job(self) -> None:
         """The job is told to end."""
+        self.drain.asked(is_calm=self._is_calm())
+
+    def drains_node(self, node: str) -> None:
+        """A node is told to leave."""
+        self.drain.node_asked(node, is_calm=self._is_calm())
+
+    def _is_calm(self) -> bool:
+        """Whether all ranks train, and no recovery is under way."""
         ranks = self._trained.members.values() if self._trained is not None else ()
         are_well = all(worker.is_alive and worker.process not in self._blamed for worker in ranks)
         trains = are_well and len(self._finished) < len(ranks)
-        self.drain.asked(is_calm=trains and self._world.num_recoveries == self._recoveries_at_last_step)
+        return trains and self._world.num_recoveries == self._recoveries_at_last_step
 
     def drains_at(self, worker: SimulatedWorker, step: int) -> None:
         """A rank stands at the step at which the job ends."""
