@@ -103,6 +103,7 @@ class Watcher:
 
     def __init__(self, echoes: bool = True, knows: bool = False) -> None:
         self.echoes, self.knows = echoes, knows
+        self.last_over = 0
         self.num_entered = self.num_left = self.num_echoed = self.num_missing = 0
         self.num_awaited = self.num_came = 0
         self.operations: list[tuple[str, Operation, int]] = []
@@ -122,6 +123,9 @@ class Watcher:
     def failed(self, group: str, error: Exception) -> bool:
         self.errors.append(f"{group}: {error}")
         return self.echoes
+
+    def is_over(self, generation: int) -> bool:
+        return generation <= self.last_over
 
     def knows_failure(self, within_s: float) -> bool:
         return self.knows

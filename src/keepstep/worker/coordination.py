@@ -165,6 +165,10 @@ class Coordination:
             self.link.send(hint)
         return True
 
+    def is_over(self, generation: int) -> bool:
+        """Whether a newer generation has begun: groups that are just being connected are to be broken."""
+        return self.machine.is_over(generation)
+
     def knows_failure(self, within_s: float) -> bool:
         """Whether a failure is known by which this rank is interrupted, now or ``within_s`` seconds."""
         with self._news:

@@ -1,6 +1,8 @@
 """The communicator inside a surviving group: whatever is under way ends when it is taken down, at any moment."""
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -140,3 +142,44 @@ def a_time_of_its_own(rank: int, size: int, path: Path, operation: str) -> str:
 @pytest.mark.parametrize("operation", ["all_reduce", "recv"])
 def test_operations_have_their_own_deadline_not_that_of_connecting(tmp_path: Path, operation: str) -> None:
     assert run_ranks(2, a_time_of_its_own, tmp_path, operation) == ["deadline", ""]
+
+
+class LosesOne(dist.Store):
+    """The member that uses it is killed when the others know where to reach it, before it connects to any of them."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: str, value: bytes) -> None:
+        self._inner.set(key, bytes(value))
+        self._inner.set("lost", b"")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_one_while_connecting(rank: int, size: int, path: Path, deadline: timedelta, breaks: bool) -> str:
+    """Rank 1 is lost. Its address is the greater one, and of two members that one connects to the other."""
+    group = Inner("world", Watcher(), host=f"127.0.0.{rank + 1}")
+    store = file_store(path, size)
+    if rank == 1:
+        group.connect(LosesOne(store), rank, size, deadline, NEVER)
+    store.wait(["lost"])
+    if breaks:
+        threading.Timer(0.3, group.take_down).start()
+    with pytest.raises(RuntimeError) as error:
+        group.connect(store, rank, size, deadline, NEVER)
+    assert not group.is_up
+    group.take_down()
+    group.release()
+    return str(error.value)
+
+
+def test_a_wait_for_a_member_that_died_before_it_connected_ends_when_it_is_taken_down(tmp_path: Path) -> None:
+    answers = run_ranks(2, lose_one_while_connecting, tmp_path, NEVER, True, silent=frozenset({1}))
+    assert answers == ["group world was taken down while it was being connected", None]
+
+
+def test_a_wait_for_a_member_that_died_before_it_connected_has_a_deadline(tmp_path: Path) -> None:
+    deadline = timedelta(seconds=0.5)
+    answers = run_ranks(2, lose_one_while_connecting, tmp_path, deadline, False, silent=frozenset({1}))
+    assert answers == ["group world, rank 0: not all 2 members connected in 0.5 s", None]

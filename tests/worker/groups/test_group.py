@@ -262,7 +262,7 @@ def interrupted(rank: int, size: int, path: Path, echoes: bool) -> Any:
     watcher = Watcher(echoes)
     registry = registry_of(path, size, watcher)
     world = registry.join_world(rank, size, lambda: rank)
-    world.connect(file_store(path, size), rank, timedelta(hours=1))
+    world.connect(file_store(path, size), rank, timedelta(hours=1), lambda: False)
     meet(path, size, "connected")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -447,3 +447,34 @@ def new_group_of_a_generation_that_ends(rank: int, size: int) -> str:
 
 def test_a_new_group_in_a_generation_that_ends_echoes() -> None:
     assert run_ranks(1, new_group_of_a_generation_that_ends) == ["down"]
+
+
+def taken_down_before_anything_is_there_to_break(rank: int, size: int, path: Path, name: str) -> list[str]:
+    """The order to stop comes when a group is about to be connected, to a rank that will never come."""
+    watcher = Watcher()
+
+    def store(generation: int, group: str) -> dist.Store:
+        if group == name:
+            watcher.last_over = generation
+            registry.take_down()
+        return file_store(path, size, generation, group)
+
+    registry = GroupRegistry(store, watcher)
+    registry.join_world(rank, size, lambda: rank)
+    try:
+        registry.connect(1, rank)
+        if rank == 0:
+            assert dist.new_group().is_down
+    except RuntimeError as error:
+        return [str(error)]
+    return watcher.errors
+
+
+def test_a_stop_just_before_a_group_is_connected_is_not_forgotten(tmp_path: Path) -> None:
+    down = "group world was taken down before it was connected"
+    assert run_ranks(2, taken_down_before_anything_is_there_to_break, tmp_path, "world") == [[down], [down]]
+
+
+def test_a_stop_just_before_a_new_group_is_connected_is_not_forgotten(tmp_path: Path) -> None:
+    down = "0-1.1: group 0-1.1 was taken down before it was connected"
+    assert run_ranks(2, taken_down_before_anything_is_there_to_break, tmp_path, "0-1.1") == [[down], []]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.worker.backends.background import in_background
 from keepstep.worker.backends.communicator import Communicator
 from keepstep.worker.backends.connections import LOOPBACK, Connections
 from keepstep.worker.backends.threads import GlooThreads
@@ -95,25 +97,49 @@ class Inner:
             timeout: for each operation, as in ``new_group(timeout=...)``.
 
         Raises:
-            RuntimeError: a member did not come, or `take_down` was called meanwhile.
+            RuntimeError: a member did not come in time, or `take_down` was called meanwhile.
+            PeerLost: from ``store``.
         """
         self._rank, self._size = rank, size
         with self._connections.recording(), self._threads.recording():
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
-            options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-            options._timeout = connect_deadline
-            communicator: Any = ProcessGroupGloo(store, rank, size, options)
+            communicator = self._built(store, connect_deadline)
         communicator._set_default_timeout(timeout)
         self._timeout = timeout
-        if self._is_down:
-            raise TakenDown(f"group {self._name} was taken down while it was being connected")
         self._communicator = communicator
+
+    def _built(self, store: Store, connect_deadline: timedelta) -> Communicator:
+        """Has another thread build the communicator, and waits for it no longer than the deadline or `take_down`.
+
+        Of each two members one connects to the other. If it dies before it does, gloo waits in the other, where there
+        is no connection yet that could be cut, for five times its timeout (``Pair::waitUntilConnected``). That thread
+        is left to itself then: it ends when gloo gives up, and drops what it may have built.
+        """
+        if self._is_down:
+            raise TakenDown(f"group {self._name} was taken down before it was connected")
+        building: Future[Communicator] = Future()
+        building.add_done_callback(lambda _: self._notify())
+        in_background(_build, building, store, self._rank, self._size, self._host, connect_deadline)
+        deadline_s = connect_deadline.total_seconds()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_down or building.done(), deadline_s)
+            if self._is_down:
+                raise TakenDown(f"group {self._name} was taken down while it was being connected")
+        if not building.done():
+            raise RuntimeError(
+                f"group {self._name}, rank {self._rank}: not all {self._size} members connected in {deadline_s:g} s"
+            )
+        return building.result()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def take_down(self) -> None:
         """Breaks the communicator: whoever waits in it is freed within milliseconds. Any number of times."""
         with self._changed:
             first = not self._is_down
             self._is_down = True
+            self._changed.notify_all()
             communicator = self._communicator if self._under_way else None
         self._connections.cut()
         if first and communicator is not None:
@@ -256,6 +282,22 @@ class Inner:
     def barrier(self) -> dist.Work:
         """Meets all members; waiting raises RuntimeError when one is gone or the group was taken down."""
         return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
+
+
+def _build(
+    building: Future[Communicator], store: Store, rank: int, size: int, host: str, connect_deadline: timedelta
+) -> None:
+    """Builds a gloo group together with its other members, and tells ``building`` of it, or of the error."""
+    try:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = connect_deadline
+        communicator: Any = ProcessGroupGloo(store, rank, size, options)
+    except BaseException as error:  # of any kind: it is raised where the result is awaited
+        building.set_exception(error)
+        del building  # the error's traceback holds this frame, and would keep gloo's listening socket open with it
+    else:
+        building.set_result(communicator)
 
 
 def _is_raised(_error: Exception) -> None:

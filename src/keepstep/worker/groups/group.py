@@ -55,6 +55,9 @@ class GroupObserver(OperationObserver, Protocol):
     def failed(self, group: str, error: Exception) -> bool:
         """A connection of the group has ended. True: the group shall echo; False: the error is raised."""
 
+    def is_over(self, generation: int) -> bool:
+        """Whether the generation is over, and its groups are taken down or about to be."""
+
     def knows_failure(self, within_s: float) -> bool:
         """Whether a failure of this generation is known, now or ``within_s`` seconds, for which the caller waits."""
 
@@ -104,15 +107,22 @@ class SurvivingGroup(dist.ProcessGroup):
         """Whether collectives are echoed."""
         return self._echoing > 0 or not self._inner.is_up
 
-    def connect(self, store: Store, rank: int, connect_deadline: timedelta) -> None:
+    def connect(self, store: Store, rank: int, connect_deadline: timedelta, is_over: Callable[[], bool]) -> None:
         """Builds the inner group, together with all other members; see `Inner.connect`.
+
+        Args:
+            store, rank, connect_deadline: as there.
+            is_over: whether the groups are to be taken down; it says so before `take_down` is called.
 
         Raises:
             RuntimeError: a member did not come, or `take_down` was called meanwhile.
+            PeerLost: from ``store``.
         """
         self._inner.release()
         self._rank, self._is_destroyed = rank, False
         self._inner = Inner(self.keepstep_name, self._observer, self._host)
+        if is_over():  # `take_down` may have come when there was only the one before
+            self._inner.take_down()
         self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
     def take_down(self) -> None:

@@ -117,9 +117,10 @@ class GroupRegistry:
             group.start_up = self._start_up
             self._start_up.joined(name, rank)
         self._groups.append((group, members))
-        if self._generation is not None and not self.world.is_down:
+        generation = self._generation
+        if generation is not None and not self.world.is_down:
             try:
-                group.connect(self._store(self._generation, name), members.index(self._rank), CONNECT_DEADLINE)
+                self._connect(group, generation, members.index(self._rank), lambda: self._generation != generation)
             except (RuntimeError, PeerLost) as error:
                 if not self._observer.failed(name, error):
                     raise
@@ -130,11 +131,15 @@ class GroupRegistry:
 
         Raises:
             RuntimeError: another rank did not come, or `take_down` was called meanwhile.
+            PeerLost: the store says that the generation is over.
         """
         self._rank = rank
         for group, members in self._groups:
-            group.connect(self._store(generation, group.keepstep_name), members.index(rank), CONNECT_DEADLINE)
+            self._connect(group, generation, members.index(rank), lambda: self._observer.is_over(generation))
         self._generation = generation
+
+    def _connect(self, group: SurvivingGroup, generation: int, rank: int, is_over: Callable[[], bool]) -> None:
+        group.connect(self._store(generation, group.keepstep_name), rank, CONNECT_DEADLINE, is_over)
 
     def drain(self) -> None:
         """Waits until no broken collective writes into a tensor any more.
