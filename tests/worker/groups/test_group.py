@@ -463,6 +463,7 @@ def taken_down_before_anything_is_there_to_break(rank: int, size: int, path: Pat
     registry.join_world(rank, size, lambda: rank)
     try:
         registry.connect(1, rank)
+        meet(path, size, "connected")
         if rank == 0:
             assert dist.new_group().is_down
     except RuntimeError as error:
