@@ -140,11 +140,11 @@ def test_a_question_to_the_store_passes_by_the_packets(tmp_path: Path) -> None:
     async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
         controller.order(START)
         assert (await controller.hear(2))[1] == question
-        controller.channel.send(msg.StoreAnswered(0, 5, (b"value",)))
+        controller.channel.send(msg.StoreAnswered(0, 5, (b"value",), ""))
         assert await controller.hear(1) == [msg.WorkerDone(0, None)]
 
     script = "os.write(LINK_FD, frame(StoreRequested(0, 1, 5, 'get', ('key',), b'')))\n"
-    script += "sys.exit(0 if orders(1) == [StoreAnswered(0, 5, (b'value',))] else 1)"
+    script += "sys.exit(0 if orders(1) == [StoreAnswered(0, 5, (b'value',), '')] else 1)"
     play(tmp_path, script, scene)
 
 

@@ -49,15 +49,15 @@ def test_a_wait_is_answered_when_its_last_key_comes_and_a_get_with_the_value() -
     store = Asking()
     assert store.ask("wait", "a", "b", "a", worker=3) == []
     assert store.ask("get", "b", worker=4) == []
-    assert store.ask("set", "a", value=b"1") == [StoreAnswered(0, 2, ())]
+    assert store.ask("set", "a", value=b"1") == [StoreAnswered(0, 2, (), "")]
     assert store.ask("wait", "b", worker=3) == []
     assert store.ask("add", "b", value=b"7") == [
-        StoreAnswered(0, 4, (b"7",)),
-        StoreAnswered(3, 0, ()),
-        StoreAnswered(3, 3, ()),
-        StoreAnswered(4, 1, (b"7",)),
+        StoreAnswered(0, 4, (b"7",), ""),
+        StoreAnswered(3, 0, (), ""),
+        StoreAnswered(3, 3, (), ""),
+        StoreAnswered(4, 1, (b"7",), ""),
     ]
-    assert store.ask("set", "b", value=b"8") == [StoreAnswered(0, 5, ())], "all were answered once"
+    assert store.ask("set", "b", value=b"8") == [StoreAnswered(0, 5, (), "")], "all were answered once"
 
 
 def test_a_key_that_is_deleted_while_another_one_is_waited_for_is_waited_for_again() -> None:
@@ -66,25 +66,25 @@ def test_a_key_that_is_deleted_while_another_one_is_waited_for_is_waited_for_aga
     store.ask("wait", "a", "b", worker=3)
     store.ask("delete", "b")
     assert store.ask("set", "a")[1:] == []
-    assert store.ask("set", "b")[1:] == [StoreAnswered(3, 1, ())]
+    assert store.ask("set", "b")[1:] == [StoreAnswered(3, 1, (), "")]
 
 
 def test_a_wait_that_is_cancelled_is_forgotten() -> None:
     store = Asking()
     store.ask("wait", "a", worker=3)
-    assert store.ask("cancel", value=b"0", worker=3) == [StoreAnswered(3, 1, ()), StoreAnswered(3, 0, ())]
-    assert store.ask("cancel", value=b"0", worker=3) == [StoreAnswered(3, 2, ())]
-    assert store.ask("set", "a") == [StoreAnswered(0, 3, ())]
+    assert store.ask("cancel", value=b"0", worker=3) == [StoreAnswered(3, 1, (), ""), StoreAnswered(3, 0, (), "")]
+    assert store.ask("cancel", value=b"0", worker=3) == [StoreAnswered(3, 2, (), "")]
+    assert store.ask("set", "a") == [StoreAnswered(0, 3, (), "")]
 
 
 def test_a_request_that_comes_twice_is_carried_out_once() -> None:
     store = JobStore()
     add = StoreRequested(0, 0, 100, "job_add", ("n",), b"2")
-    assert store.request(add) == store.request(add) == [StoreAnswered(0, 100, (b"2",))]
+    assert store.request(add) == store.request(add) == [StoreAnswered(0, 100, (b"2",), "")]
     wait = StoreRequested(1, 0, 7, "job_wait", ("late",), b"")
     assert store.request(wait) == store.request(wait) == []
     late = StoreRequested(0, 0, 101, "job_set", ("late",), b"")
-    assert store.request(late) == [StoreAnswered(0, 101, ()), StoreAnswered(1, 7, ())]
+    assert store.request(late) == [StoreAnswered(0, 101, (), ""), StoreAnswered(1, 7, (), "")]
 
 
 def test_answers_are_kept_for_the_newest_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_controller_that_is_started_again_still_has_it(tmp_path: Path, opened:
     for _ in range(2):
         again = opened(path)
         twice = StoreRequested(0, 0, 2, "job_add", ("n",), b"-5")
-        assert again.store.request(twice) == [StoreAnswered(0, 2, (b"-5",))], "it was carried out before"
+        assert again.store.request(twice) == [StoreAnswered(0, 2, (b"-5",), "")], "it was carried out before"
         check_filled(again)
 
 

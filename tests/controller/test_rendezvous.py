@@ -52,10 +52,10 @@ def test_every_operation() -> None:
 def test_a_get_waits_until_all_its_keys_are_there() -> None:
     store = Store()
     assert store.ask("get", "a", "b", worker=3) == []
-    assert store.ask("set", "a", value=b"1", worker=1) == [StoreAnswered(1, 1, ())]
+    assert store.ask("set", "a", value=b"1", worker=1) == [StoreAnswered(1, 1, (), "")]
     answers = store.ask("add", "b", value=b"2", worker=1)
-    assert answers == [StoreAnswered(1, 2, (b"2",)), StoreAnswered(3, 0, (b"1", b"2"))]
-    assert store.ask("set", "b", value=b"3") == [StoreAnswered(0, 3, ())], "it was answered once"
+    assert answers == [StoreAnswered(1, 2, (b"2",), ""), StoreAnswered(3, 0, (b"1", b"2"), "")]
+    assert store.ask("set", "b", value=b"3") == [StoreAnswered(0, 3, (), "")], "it was answered once"
 
 
 def test_one_set_serves_all_who_wait() -> None:
@@ -64,14 +64,20 @@ def test_one_set_serves_all_who_wait() -> None:
         assert store.ask("get", "key", worker=worker) == []
     assert store.ask("get", "other", worker=3) == []
     answers = store.ask("set", "key", value=b"v", worker=9)
-    assert answers == [StoreAnswered(9, 4, ()), *(StoreAnswered(worker, worker, (b"v",)) for worker in range(3))]
+    assert answers == [
+        StoreAnswered(9, 4, (), ""),
+        *(StoreAnswered(worker, worker, (b"v",), "") for worker in range(3)),
+    ]
 
 
 def test_one_worker_may_wait_for_the_same_key_twice() -> None:
     store = Store()
     store.ask("get", "key", worker=1)
     store.ask("get", "key", worker=1)
-    assert store.ask("set", "key", value=b"v")[1:] == [StoreAnswered(1, 0, (b"v",)), StoreAnswered(1, 1, (b"v",))]
+    assert store.ask("set", "key", value=b"v")[1:] == [
+        StoreAnswered(1, 0, (b"v",), ""),
+        StoreAnswered(1, 1, (b"v",), ""),
+    ]
 
 
 def test_another_generation_is_answered_at_once_with_nothing() -> None:
@@ -89,9 +95,11 @@ def test_a_new_generation_ends_who_waits_and_forgets_the_keys() -> None:
     store.ask("get", "missing", worker=4)
     assert store.rendezvous.begin(1) == [], "the same generation begins once"
     assert store.ask("check", "key")[0].values == (b"1",)
-    assert store.rendezvous.begin(2) == [StoreAnswered(4, 1, None)]
+    assert store.rendezvous.begin(2) == [StoreAnswered(4, 1, None, "")]
     assert store.ask("check", "key", generation=2)[0].values == (b"0",)
-    assert store.ask("set", "missing", value=b"", generation=2) == [StoreAnswered(0, 4, ())], "nobody waits any more"
+    assert store.ask("set", "missing", value=b"", generation=2) == [StoreAnswered(0, 4, (), "")], (
+        "nobody waits any more"
+    )
 
 
 def test_an_operation_that_does_not_exist_is_refused_by_name() -> None:
@@ -142,21 +150,21 @@ def test_a_request_that_comes_twice_is_carried_out_once() -> None:
     """The line to its node broke before the answer had gone through."""
     store = Store()
     added = StoreRequested(0, 1, 100, "add", ("n",), b"2")
-    assert store.rendezvous.request(added) == [StoreAnswered(0, 100, (b"2",))]
-    assert store.rendezvous.request(added) == [StoreAnswered(0, 100, (b"2",))]
+    assert store.rendezvous.request(added) == [StoreAnswered(0, 100, (b"2",), "")]
+    assert store.rendezvous.request(added) == [StoreAnswered(0, 100, (b"2",), "")]
     assert store.value("get", "n") == (b"2",)
     waits = StoreRequested(1, 1, 7, "get", ("late",), b"")
     assert store.rendezvous.request(waits) == []
     assert store.rendezvous.request(waits) == []
-    assert store.ask("set", "late", value=b"x") == [StoreAnswered(0, 1, ()), StoreAnswered(1, 7, (b"x",))]
-    assert store.rendezvous.request(waits) == [StoreAnswered(1, 7, (b"x",))]
+    assert store.ask("set", "late", value=b"x") == [StoreAnswered(0, 1, (), ""), StoreAnswered(1, 7, (b"x",), "")]
+    assert store.rendezvous.request(waits) == [StoreAnswered(1, 7, (b"x",), "")]
 
 
 def test_a_restarted_controller_remembers_nothing_of_the_generation_it_finds() -> None:
     """What others have set in it is lost, so nobody shall wait for that; the next generation is like any other."""
     found = Rendezvous(forgotten=3)
     assert found.begin(3) == []
-    assert found.request(StoreRequested(0, 3, 0, "get", ("a",), b"")) == [StoreAnswered(0, 0, None)]
-    assert found.request(StoreRequested(0, 3, 1, "set", ("a",), b"1")) == [StoreAnswered(0, 1, None)]
+    assert found.request(StoreRequested(0, 3, 0, "get", ("a",), b"")) == [StoreAnswered(0, 0, None, "")]
+    assert found.request(StoreRequested(0, 3, 1, "set", ("a",), b"1")) == [StoreAnswered(0, 1, None, "")]
     assert found.begin(4) == []
-    assert found.request(StoreRequested(0, 4, 2, "set", ("a",), b"1")) == [StoreAnswered(0, 2, ())]
+    assert found.request(StoreRequested(0, 4, 2, "set", ("a",), b"1")) == [StoreAnswered(0, 2, (), "")]

@@ -28,9 +28,9 @@ def test_who_asks_early_waits_until_all_ranks_stand_ready() -> None:
     assert ask(record, "group/0-1", worker=8) == []
     assert keep(record, "group/world", b"value") == (b"1",)
     assert record.settle(is_complete=False) == []
-    assert record.settle(is_complete=True) == [StoreAnswered(9, 5, (b"value",)), StoreAnswered(8, 5, ())]
+    assert record.settle(is_complete=True) == [StoreAnswered(9, 5, (b"value",), ""), StoreAnswered(8, 5, (), "")]
     assert record.settle(is_complete=True) == []
-    assert ask(record, "group/world", worker=7) == [StoreAnswered(7, 5, (b"value",))]
+    assert ask(record, "group/world", worker=7) == [StoreAnswered(7, 5, (b"value",), "")]
 
 
 def test_what_comes_late_or_of_another_generation_is_not_kept() -> None:
@@ -38,7 +38,7 @@ def test_what_comes_late_or_of_another_generation_is_not_kept() -> None:
     assert keep(record, "name", b"of an earlier start", generation=GENERATION + 1) is None
     record.settle(is_complete=True)
     assert keep(record, "name", b"late") is None
-    assert ask(record, "name") == [StoreAnswered(9, 5, ())]
+    assert ask(record, "name") == [StoreAnswered(9, 5, (), "")]
 
 
 def test_a_start_from_scratch_forgets_the_former_one() -> None:
@@ -48,7 +48,7 @@ def test_a_start_from_scratch_forgets_the_former_one() -> None:
     record.settle(is_complete=False)
     assert ask(record, "name") == []
     keep(record, "other", b"new")
-    assert record.settle(is_complete=True) == [StoreAnswered(9, 5, ())]
+    assert record.settle(is_complete=True) == [StoreAnswered(9, 5, (), "")]
 
 
 def test_a_controller_that_is_started_again_still_has_it(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_a_controller_that_is_started_again_still_has_it(tmp_path: Path) -> None
     for _ in range(2):
         again = StartUpRecord(path)
         assert again.settle(is_complete=True) == []
-        assert ask(again, "a") == [StoreAnswered(9, 5, (b"3",))]
-        assert ask(again, "b") == [StoreAnswered(9, 5, (b"2" * 100,))]
+        assert ask(again, "a") == [StoreAnswered(9, 5, (b"3",), "")]
+        assert ask(again, "b") == [StoreAnswered(9, 5, (b"2" * 100,), "")]
 
 
 def test_a_start_up_in_whose_middle_the_controller_was_restarted_does_not_count(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_start_up_in_whose_middle_the_controller_was_restarted_does_not_count(
     again = StartUpRecord(path)
     again.settle(is_complete=False)
     again.settle(is_complete=True)
-    assert ask(again, "a") == [StoreAnswered(9, 5, ())]
+    assert ask(again, "a") == [StoreAnswered(9, 5, (), "")]
     assert path.read_bytes() == b""
 
 
@@ -86,7 +86,7 @@ def test_a_controller_that_has_stood_still_writes_no_more_into_the_record_of_its
     late.settle(is_complete=False)
     third = StartUpRecord(path)
     third.settle(is_complete=True)
-    assert ask(third, "a") == [StoreAnswered(9, 5, (b"1",))]
+    assert ask(third, "a") == [StoreAnswered(9, 5, (b"1",), "")]
 
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from keepstep.protocol.messages import (
     WorkerFailed,
     WorkerFenced,
 )
+from keepstep.protocol.phases import Phase
 from keepstep.transports import codec
 from keepstep.transports.codec import MAX_MESSAGE_BYTES
 
@@ -225,6 +226,6 @@ def test_a_refusal_says_why() -> None:
 
 def test_a_tag_travels_inside_a_message() -> None:
     """`Tag` itself is no message: alone on the wire it is refused."""
-    assert refused(msgspec.msgpack.encode(Tag(1, 2, messages.Phase.FORWARD)))
+    assert refused(msgspec.msgpack.encode(Tag(1, 2, Phase.FORWARD)))
     assert not dataclasses.is_dataclass(Tag)
     assert codec.decode(codec.encode(WorkerFenced(3))) == WorkerFenced(3)

@@ -33,7 +33,7 @@ class Rendezvous:
         if generation == self._generation:
             return []
         self._generation = generation
-        ended = [StoreAnswered(request.worker, request.request, None) for request in self._waiting.values()]
+        ended = [StoreAnswered(request.worker, request.request, None, "") for request in self._waiting.values()]
         self._values, self._waiting, self._answered = {}, {}, {}
         return ended
 
@@ -44,7 +44,7 @@ class Rendezvous:
             RemoteProtocolError: an unknown operation.
         """
         if request.generation != self._generation or request.generation == self._forgotten:
-            return [StoreAnswered(request.worker, request.request, None)]
+            return [StoreAnswered(request.worker, request.request, None, "")]
         key = (request.worker, request.request)
         if (before := self._answered.get(key)) is not None:
             return [before]
@@ -98,4 +98,4 @@ class Rendezvous:
 
 
 def _answer(request: StoreRequested, *values: bytes) -> StoreAnswered:
-    return StoreAnswered(request.worker, request.request, values)
+    return StoreAnswered(request.worker, request.request, values, "")

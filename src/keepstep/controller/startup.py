@@ -90,11 +90,11 @@ class StartUpRecord:
             self._waiting[request.worker, request.request] = request
             return []
         if request.generation != generation or self._is_complete:
-            return [StoreAnswered(request.worker, request.request, None)]
+            return [StoreAnswered(request.worker, request.request, None, "")]
         is_kept = self._keep(request)
         if is_kept and self._file is not None:
             self._append(self._file, frame(request))
-        return [StoreAnswered(request.worker, request.request, (b"1" if is_kept else b"0",))]
+        return [StoreAnswered(request.worker, request.request, (b"1" if is_kept else b"0",), "")]
 
     def _keep(self, request: StoreRequested) -> bool:
         name = request.keys[0]
@@ -114,7 +114,7 @@ class StartUpRecord:
     def _answer(self, request: StoreRequested) -> StoreAnswered:
         """What was kept under the name; nothing where that is nothing."""
         value = self._kept.get(request.keys[0])
-        return StoreAnswered(request.worker, request.request, () if value is None else (value,))
+        return StoreAnswered(request.worker, request.request, () if value is None else (value,), "")
 
 
 def _of(name: str, value: bytes) -> StoreRequested:

@@ -119,7 +119,7 @@ class StoreAnswered(Message, frozen=True):
     worker: int
     request: int
     values: tuple[bytes, ...] | None
-    error: str = ""
+    error: str
 
 
 class OnceAnswered(Message, frozen=True):
