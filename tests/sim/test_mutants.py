@@ -614,6 +614,15 @@ def a_node_is_drained(seed: int) -> Case:
     return Case(seed, layout, (Fault("node drain", 6.0 + seed % 10 / 10, pick=seed % 2, lasts_s=5.0),))
 
 
+def a_job_is_drained_while_ranks_reduce(seed: int) -> Case:
+    """Behind the update, into the state: what is broken off there leaves every copy torn."""
+    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
+    nodes = (NodeLayout("node-0", 3, "rack"),)
+    durations = Durations(collective_s=0.2)
+    layout = Layout(nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=20, reduces_after_update=True)
+    return Case(seed, layout, (Fault("drain", 6.0 + seed % 97 / 97),))
+
+
 def a_job_is_drained_while_one_rank_is_ahead(seed: int) -> Case:
     """Updates take so long that some rank is in its next step before the others have completed theirs."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
@@ -630,6 +639,7 @@ CASES: dict[Plant, Callable[[int], Case]] = {
     the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier,
     a_spare_close_to_a_lost_node_is_preferred: a_node_is_lost_and_two_have_spares,
     a_drained_node_keeps_its_ranks: a_node_is_drained,
+    a_drain_breaks_the_collectives_off: a_job_is_drained_while_ranks_reduce,
     a_drain_ends_where_the_first_rank_holds: a_job_is_drained_while_one_rank_is_ahead,
 }
 """Where among all seeds too few have what it takes: seeds of a cluster and a fault that have."""
