@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.network.cluster import SCRIPT
+from tests.network.cluster import PATIENT, SCRIPT
 from tests.support.nodes import DEADLINE_S, SECRET, Nodes, await_training, end_all
 
 from keepstep.launcher.flags import make_parser
@@ -78,6 +78,7 @@ class Job:
             (r"^spares=\S+", "spares=1"),
             (r"^script=\S+", f"script=({script})"),
             (r"^port=\S+ \+ .*\)\)", f"port={port}"),
+            (r'--spares "\$spares"', " ".join(['--spares "$spares"', *map(str, PATIENT)])),
         ):
             text, count = re.subn(line, instead, text, flags=re.MULTILINE)
             assert count == 1, line

@@ -23,6 +23,9 @@ from keepstep.trace.timeline.run import Run
 from keepstep.trust.tokens import Secret
 
 PORT = 29400
+PATIENT = ("--hang-floor", 30)
+"""The steps here take milliseconds, and a loaded machine lets a process wait for its processor for longer than the
+default. What these tests lose is not found by that: a stopped process has a rule of its own."""
 DEADLINE_S = 240.0
 SCRIPT = Path(__file__).with_name("train.py")
 
@@ -69,7 +72,7 @@ class Cluster:
             command = ["agent", "--controller", ",".join([where, *others])]
         else:
             command = ["run", "--rdzv-endpoint", where]
-        command += ["--node-rank", str(node), "--run-dir", str(self.folder / f"node-{node}")]
+        command += ["--node-rank", str(node), "--run-dir", str(self.folder / f"node-{node}"), *map(str, PATIENT)]
         self._start(node, [*command, *self._flags, *self._script])
 
     def start_controller(self, *more: str, node: int = 0) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.network.cluster import SCRIPT
+from tests.network.cluster import PATIENT, SCRIPT
 from tests.support.watching import attempts
 
 from keepstep.config import SECRET_VARIABLE, TOKEN_VARIABLE
@@ -57,7 +57,7 @@ class Nodes:
     def run(self, rank: int, *more: object, script: Path = SCRIPT, steps: int = 8) -> subprocess.Popen[bytes]:
         """``keepstep run`` as one of two nodes."""
         where = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 0, "--rdzv-endpoint", self.endpoint]
-        where += ["--node-rank", rank, "--run-dir", self.folder / f"run-{rank}", *more]
+        where += ["--node-rank", rank, "--run-dir", self.folder / f"run-{rank}", *PATIENT, *more]
         return self.start(f"out-{rank}", "run", *where, script, steps, 0.01, **{SECRET_VARIABLE: SECRET.text()})
 
     def wait(self, name: str) -> tuple[int, str]:
@@ -107,7 +107,7 @@ def agent(
     text = Credentials.of(SECRET, Claim(Role.AGENT, credentials)).text()
     return nodes.start(
         output, "agent", "--controller", endpoints or nodes.endpoint, *job, "--node-name", as_node, "--run-dir",
-        nodes.folder / f"run-{output}", *script, **{TOKEN_VARIABLE: text},
+        nodes.folder / f"run-{output}", *PATIENT, *script, **{TOKEN_VARIABLE: text},
     )  # fmt: skip
 
 
