@@ -54,6 +54,9 @@ class Page:
     def knows_failure(self, within_s: float) -> bool:
         return False
 
+    def is_over(self, generation: int) -> bool:
+        return False
+
     def echoed(self, group: str) -> None:
         raise AssertionError(f"group {group} echoed")
 
