@@ -158,14 +158,14 @@ def test_a_recovery_leaves_keys_and_who_waits_as_they_are() -> None:
 
 def test_when_all_ranks_start_anew_the_store_is_empty() -> None:
     store = Asking()
-    store.settle(Stage.STARTING, generation=1)
+    store.store.start_anew()
     store.ask("set", "a", value=b"1")
     store.ask("wait", "late", worker=1)
     store.settle(Stage.STARTING, generation=1)
     assert store.value("check", "a") == (b"1",)
     store.settle(Stage.STOPPING, generation=2)
     assert store.value("check", "a") == (b"1",)
-    store.settle(Stage.STARTING, generation=2)
+    store.store.start_anew()
     assert store.value("num_keys") == (b"0",)
     assert [answer.worker for answer in store.ask("set", "late", worker=7)] == [7], "worker 1 is gone"
 
@@ -277,6 +277,6 @@ def test_a_former_controller_that_still_writes_harms_nothing(tmp_path: Path, ope
 
 def test_a_start_from_scratch_empties_the_file(tmp_path: Path, opened: Opened) -> None:
     store = fill(opened(tmp_path / "store"))
-    store.settle(Stage.STARTING, generation=3)
+    store.store.start_anew()
     assert (tmp_path / "store").stat().st_size == 0
     assert opened(tmp_path / "store").value("num_keys") == (b"0",)

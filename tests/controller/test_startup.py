@@ -45,6 +45,7 @@ def test_a_start_from_scratch_forgets_the_former_one() -> None:
     record = StartUpRecord()
     keep(record, "name", b"old")
     record.settle(is_complete=True)
+    record.start_anew()
     record.settle(is_complete=False)
     assert ask(record, "name") == []
     keep(record, "other", b"new")
@@ -70,6 +71,7 @@ def test_a_start_up_in_whose_middle_the_controller_was_restarted_does_not_count(
     path = tmp_path / "start-up"
     keep(StartUpRecord(path), "a", b"1")
     again = StartUpRecord(path)
+    again.start_anew()
     again.settle(is_complete=False)
     again.settle(is_complete=True)
     assert ask(again, "a") == [StoreAnswered(9, 5, (), "")]
@@ -83,6 +85,7 @@ def test_a_controller_that_has_stood_still_writes_no_more_into_the_record_of_its
     StartUpRecord(path)
     keep(late, "a", b"other")
     late.settle(is_complete=True)
+    late.start_anew()
     late.settle(is_complete=False)
     third = StartUpRecord(path)
     third.settle(is_complete=True)

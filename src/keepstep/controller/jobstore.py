@@ -58,8 +58,6 @@ class JobStore:
         """By the first key of each that is not there."""
         self._answered: dict[int, OrderedDict[int, StoreAnswered]] = {}
         """Answers to what has changed something, by worker and number."""
-        self._start: int | None = None
-        """The generation in which all ranks have started."""
         self._path = path
         self._is_durable = is_durable
         self._file: BinaryIO | None = None
@@ -200,8 +198,6 @@ class JobStore:
             awaited: the workers that the stage waits for.
             is_lost: whether a worker's requests count no more.
         """
-        if stage is Stage.STARTING and generation != self._start:
-            self._start_anew(generation)
         if not self._waiting or stage is not Stage.STOPPING:
             return []
         for asked in [asked for asked in self._waiting if is_lost(asked[0])]:
@@ -220,9 +216,9 @@ class JobStore:
             for worker in sorted(awaited)
         ]
 
-    def _start_anew(self, generation: int) -> None:
+    def start_anew(self) -> None:
         """All ranks start, and none of an earlier start is left: what those had agreed upon is void."""
-        self._values, self._num_bytes, self._start = {}, 0, generation
+        self._values, self._num_bytes = {}, 0
         self._waiting, self._waiting_for, self._answered = {}, {}, {}
         if self._path is not None:
             self._rewrite(self._path)

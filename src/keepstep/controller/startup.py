@@ -37,7 +37,6 @@ class StartUpRecord:
         self._waiting: dict[tuple[int, int], StoreRequested] = {}
         if path is not None and path.exists():
             self._take_over(path)
-            self._is_complete = True  # or else the start-up was interrupted with the controller, and does not count
         self._file: int | None = None
         """Its descriptor; closed with this object."""
         if path is not None:
@@ -47,8 +46,8 @@ class StartUpRecord:
     def _take_over(self, path: Path) -> None:
         """Reads a former controller's file, and puts a copy in its place.
 
-        The former controller may only have stood still: whatever it still writes goes into the file that it has open,
-        which nobody reads any more.
+        The former controller may only have stood still. It then writes into the file that it has open, which no
+        controller reads any more.
         """
         # A torn frame at the end stays in the decoder: its rank was not answered, and asks again.
         for request in FrameDecoder().feed(path.read_bytes()):
@@ -59,12 +58,14 @@ class StartUpRecord:
             file.flush()
             os.fsync(file.fileno())
 
+    def start_anew(self) -> None:
+        """All ranks start, and what those of an earlier start exchanged counts no more, be it complete or not."""
+        self._kept, self._num_bytes = {}, 0
+        if self._file is not None:
+            os.truncate(self._file, 0)
+
     def settle(self, *, is_complete: bool) -> list[StoreAnswered]:
         """Takes note of whether all ranks have come to their first step; returns answers to those who waited for it."""
-        if self._is_complete and not is_complete:
-            self._kept, self._num_bytes = {}, 0
-            if self._file is not None:
-                os.truncate(self._file, 0)
         self._is_complete = is_complete
         if not is_complete or not self._waiting:
             return []

@@ -47,7 +47,7 @@ def test_the_same_operations_have_the_same_results_as_with_a_hash_store(
     ours: Any = dist.PrefixStore("p", rank.store) if wrapped else rank.store
     theirs: Any = dist.PrefixStore("p", dist.HashStore()) if wrapped else dist.HashStore()
     theirs.set_timeout(timedelta(milliseconds=1))
-    rank.jobstore._start_anew(1)
+    rank.jobstore.start_anew()
     for number, each in enumerate(script):
         expected = outcome(theirs, *each)
         # What is waited for in vain is so for a moment; what is answered must not depend on how loaded the machine is.
@@ -76,14 +76,14 @@ def test_what_torchs_tcp_store_does_in_the_same_way(rank: Rank) -> None:
         ("has_extended_api",),
     ]
     rank.store.set_timeout(timedelta(seconds=60))
-    rank.jobstore._start_anew(1)
+    rank.jobstore.start_anew()
     for each in script:
         assert outcome(rank.store, *each) == outcome(tcp, *each), each
 
 
 def test_torchs_barrier_on_a_store(rank: Rank) -> None:
     rank.store.set_timeout(timedelta(seconds=60))
-    rank.jobstore._start_anew(1)
+    rank.jobstore.start_anew()
     store: Any = rank.store.clone()
     store.barrier("meet", 1, timedelta(seconds=60))
     with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.001 s, keys: of two/last_member"):
@@ -98,7 +98,7 @@ def test_what_is_not_there_is_refused(rank: Rank, call: Any) -> None:
 
 
 def test_a_value_that_no_message_can_carry_is_refused_before_it_is_sent(rank: Rank) -> None:
-    rank.jobstore._start_anew(1)
+    rank.jobstore.start_anew()
     large = bytes(default.MAX_VALUE_BYTES + 1)
     with pytest.raises(dist.DistStoreError, match="key 'large': a value of 8388609 bytes, and at most 8 MiB"):
         rank.store.set("large", large)
@@ -111,7 +111,7 @@ def test_a_value_that_no_message_can_carry_is_refused_before_it_is_sent(rank: Ra
 
 
 def test_a_wait_that_timed_out_leaves_nothing_behind(rank: Rank) -> None:
-    rank.jobstore._start_anew(1)
+    rank.jobstore.start_anew()
     for _ in range(3):
         with pytest.raises(dist.DistStoreError):
             rank.store.wait(["never"], timedelta(milliseconds=1))
