@@ -133,7 +133,7 @@ def test_a_full_store_refuses_with_its_size_and_takes_what_makes_it_smaller(monk
 
 
 def test_a_key_or_a_value_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobstore, "MAX_VALUE_BYTES", 10)
+    monkeypatch.setattr(jobstore, "MAX_STORE_VALUE_BYTES", 10)
     store = Asking()
     assert "a value of 11 bytes" in store.ask("set", "a", value=bytes(11))[0].error
     store.value("set", "a", value=bytes(10))

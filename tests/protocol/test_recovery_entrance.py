@@ -132,7 +132,7 @@ MEANINGFUL_IN = {
 def test_the_same_reports_do_change_something_in_their_own_generation(kind: type) -> None:
     job = held_in(MEANINGFUL_IN[kind])
     if kind in (Holding, Drained):
-        job.machine.drained("SIGTERM", job.now_s)
+        job.machine.drain_asked("SIGTERM", job.now_s)
     before = state_of(job.machine)
     (report,) = [report for report in of_generation(job.machine.generation) if type(report) is kind]
     job.machine.receive(NODE, report, job.now_s)

@@ -648,7 +648,7 @@ def test_a_rank_holds_before_its_next_step_and_goes_on_to_the_last() -> None:
     assert moves(machine) == [Save(2)]
     machine.saved(True)
     assert moves(machine) == [msg.Drained((NUMBER,), 1, True), Wait()]
-    assert not machine.drained
+    assert not machine.terminated
     machine.receive(msg.Terminate("SIGTERM"))
     assert moves(machine) == [End()]
 

@@ -17,7 +17,13 @@ from typing import BinaryIO
 import msgspec
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.messages import AnyMessage, StoreAnswered, StoreRequested
+from keepstep.protocol.messages import (
+    MAX_STORE_VALUE_BYTES,
+    STORE_OPERATIONS_THAT_WAIT,
+    AnyMessage,
+    StoreAnswered,
+    StoreRequested,
+)
 from keepstep.protocol.recovery.stages import Stage
 from keepstep.transports.framing import FrameDecoder, frame
 
@@ -25,12 +31,9 @@ PREFIX = "job_"
 """Of the operations of a `StoreRequested` that are answered here. Its ``generation`` is that in which a rank waits
 between two steps, and 0 for all else."""
 CHANGING = frozenset({"job_set", "job_add", "job_append", "job_compare_set", "job_delete"})
-WAITING = frozenset({"job_get", "job_wait"})
 MAX_STORE_BYTES = 256 << 20
 """Of all keys and values: as much as `keepstep.controller.startup` keeps. It lies in the controller's memory."""
 MAX_KEY_BYTES = 1 << 16
-MAX_VALUE_BYTES = 8 << 20
-"""A message of at most 16 MiB carries a value."""
 KEY_OVERHEAD_BYTES = 200
 """What an entry takes besides its characters (measured: 190 bytes for a short key, CPython 3.11)."""
 MAX_ANSWERS = 1024
@@ -80,7 +83,7 @@ class JobStore:
             return [before]
         if len(request.keys) != 1 and request.operation in CHANGING | {"job_get"}:
             raise RemoteProtocolError(f"worker {request.worker}: {request.operation!r} names {len(request.keys)} keys")
-        if request.operation in WAITING:
+        if request.operation in STORE_OPERATIONS_THAT_WAIT:
             return self._wait(request)
         match request.operation:
             case "job_check":
@@ -136,10 +139,9 @@ class JobStore:
         """Sets a key; or says why not."""
         if len(key) * 4 > MAX_KEY_BYTES and len(key.encode()) > MAX_KEY_BYTES:
             return f"a key of {len(key)} characters: at most {MAX_KEY_BYTES >> 10} KiB are allowed"
-        if len(value) > MAX_VALUE_BYTES:
-            return (
-                f"key {key[:200]!r}: a value of {len(value)} bytes, and at most {MAX_VALUE_BYTES >> 20} MiB are allowed"
-            )
+        if len(value) > MAX_STORE_VALUE_BYTES:
+            max_mib = MAX_STORE_VALUE_BYTES >> 20
+            return f"key {key[:200]!r}: a value of {len(value)} bytes, and at most {max_mib} MiB are allowed"
         before = self._values.get(key)
         num_bytes = self._num_bytes + _size(key, value) - (0 if before is None else _size(key, before))
         if num_bytes > MAX_STORE_BYTES and num_bytes > self._num_bytes:

@@ -151,10 +151,7 @@ async def _accompany(
 
 
 def _unfinished(agent: Agent, signals: EndSignals) -> EndJob:
-    for each in (signals.stop, signals.drain):
-        if each.done():
-            return ended_by(each.result())
-    return agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
+    return signals.ended() or agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
 
 def check_memory(options: JobOptions, worker_bytes: int) -> None:

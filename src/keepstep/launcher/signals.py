@@ -25,6 +25,11 @@ class EndSignals:
     stop: StopSignal
     """SIGINT, SIGHUP, SIGQUIT, or a second SIGTERM: it is to end at once."""
 
+    def ended(self) -> EndJob | None:
+        """How the program ends by what has come so far; None where nothing has."""
+        came = [each.result() for each in (self.stop, self.drain) if each.done()]
+        return ended_by(came[0]) if came else None
+
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[StopSignal]:

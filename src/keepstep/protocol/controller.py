@@ -104,7 +104,7 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
         case CalledOff():
             return job.called_off(event.order)
         case DrainAsked():
-            return job.drained(event.reason, now_s)
+            return job.drain_asked(event.reason, now_s)
         case _:
             assert_never(event)
 

@@ -92,7 +92,7 @@ class WorkerMachine:
         self._next_stop = 0
         """The step at which it asks for the next time what to do."""
         self._drain: msg.Drain | None = None
-        self.drained = False
+        self.terminated = False
         """The job ends at the step at which this rank stands, and the script has been told to end."""
         self._started = False
         """Whether the script has come to its first step."""
@@ -122,7 +122,7 @@ class WorkerMachine:
             case msg.Drain():
                 self._drain = order
             case msg.Terminate():
-                self.drained = True
+                self.terminated = True
             case _:
                 pass
         return Urgency.NONE
@@ -250,7 +250,7 @@ class WorkerMachine:
             case Doing.DRAINED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
-                return self._go_on(Doing.COMPLETE, End()) if self.drained else Wait()
+                return self._go_on(Doing.COMPLETE, End()) if self.terminated else Wait()
             case Doing.FINISHED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)

@@ -138,7 +138,7 @@ class Coordination:
         self.page.operation_entered(group, operation, peer)
         if self.machine.steps.phase is Phase.OPTIMIZER:
             self.machine.communicates_in_update = True
-            if self._update is not None and threading.get_ident() == self._training_thread:
+            if self._update is not None and self.is_training_thread:
                 self.updates_alone = False
             elif torch._C._current_graph_task_id() != -1:
                 self.reduced_behind_update = True
@@ -197,7 +197,7 @@ class Coordination:
 
     def missing(self, group: str, received: Sequence[object]) -> None:
         """The script is about to get what a collective that was cut off has left. From the thread that gets it."""
-        if self.machine.in_doubt and threading.get_ident() == self._training_thread:
+        if self.machine.in_doubt and self.is_training_thread:
             self.missing_values.adopt(leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor))
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: a failure cut off a collective "
@@ -416,7 +416,7 @@ class Coordination:
         """The rest of a step cannot be done: this rank's copy is between two steps, and has to be restored."""
         self.machine.lost_value()
         self.machine.found_torn()
-        self.updating = False
+        self._update = None
 
     def stand_until_ended(self) -> NoReturn:
         """A rank was lost while all start, and the script can get no further: its process is ended, with all others.

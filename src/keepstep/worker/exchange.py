@@ -20,23 +20,28 @@ class StartUpExchange:
         self._coordination = coordination
         self._groups = groups
         self._keeper = LinkKeeper(coordination.link, lambda: machine.generation, coordination.page.set_waiting)
-        self._recording = Recording(machine.rank) if machine.rank is not None else None
-        ranks = (coordination.await_rank, lambda: machine.rank)
-        groups.begin_start_up(self._recording or Replaying(self._keeper, *ranks))
         self._store = store
         self._live = store.asking
-        self._store_recording = StoreRecording(machine.rank, store.asking) if machine.rank is not None else None
-        store.asking = self._store_recording or StoreReplaying(self._keeper, *ranks)
+        self._recordings: list[Recording | StoreRecording] = []
+        if machine.rank is None:
+            ranks = (coordination.await_rank, lambda: machine.rank)
+            groups.begin_start_up(Replaying(self._keeper, *ranks))
+            store.asking = StoreReplaying(self._keeper, *ranks)
+        else:
+            operations, keys = Recording(machine.rank), StoreRecording(machine.rank, store.asking)
+            self._recordings = [operations, keys]
+            groups.begin_start_up(operations)
+            store.asking = keys
 
     def end(self) -> None:
         """The first step is here: hands over what was recorded."""
         machine = self._coordination.machine
         self._groups.end_start_up()
         self._store.asking = self._live
-        if self._recording is None or self._store_recording is None or machine.generation == 0 or machine.tainted:
+        if machine.generation == 0 or machine.tainted:
             return
         try:
-            self._recording.hand_over(self._keeper)
-            self._store_recording.hand_over(self._keeper)
+            for recording in self._recordings:
+                recording.hand_over(self._keeper)
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count

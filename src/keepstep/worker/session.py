@@ -330,7 +330,7 @@ class Session:
             else:
                 self._finish(recovery)
         reached = self._coordination.machine.steps.parameters_at
-        if reached is not None and reached < num_steps and not self._coordination.machine.drained:
+        if reached is not None and reached < num_steps and not self._coordination.machine.terminated:
             raise UsageError(
                 f"steps({num_steps}) after all ranks have completed steps({reached}): one loop has all steps"
             )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.worker.jobstore.answering import Rank
 from torch import distributed as dist
 
-from keepstep.worker.jobstore import default
+from keepstep.protocol.messages import MAX_STORE_VALUE_BYTES
 
 KEYS = st.sampled_from(["a", "b", "c"])
 VALUES = st.sampled_from(["", "x", "yy", "5", "-7 ", " 3rd", "\x00\u00ff"])
@@ -99,12 +99,12 @@ def test_what_is_not_there_is_refused(rank: Rank, call: Any) -> None:
 
 def test_a_value_that_no_message_can_carry_is_refused_before_it_is_sent(rank: Rank) -> None:
     rank.jobstore.start_anew()
-    large = bytes(default.MAX_VALUE_BYTES + 1)
+    large = bytes(MAX_STORE_VALUE_BYTES + 1)
     with pytest.raises(dist.DistStoreError, match="key 'large': a value of 8388609 bytes, and at most 8 MiB"):
         rank.store.set("large", large)
     rank.store.set_timeout(timedelta(seconds=60))
     rank.store.set("large", large[:-1])
-    assert len(rank.store.get("large")) == default.MAX_VALUE_BYTES
+    assert len(rank.store.get("large")) == MAX_STORE_VALUE_BYTES
     with pytest.raises(dist.DistStoreError, match="key 'large': a value of 8388609 bytes"):
         rank.store.append("large", b"1")
     rank.store.delete_key("large")

@@ -106,8 +106,8 @@ class _Part:
         hosting = self._begin(self._hosted.run()) if self._hosted is not None else None
         starting = self._begin(self._agent.start())
         await _first_of(starting, signals.stop, signals.drain)
-        if not starting.done():
-            return ended_by((signals.stop if signals.stop.done() else signals.drain).result())
+        if not starting.done() and (end := signals.ended()) is not None:
+            return end
         starting.result()
         connecting = self._begin(self._line.run())
         serving = self._begin(self._agent.run())
@@ -171,10 +171,7 @@ class _Part:
             return EndJob(self._agent.left.exit_code, self._agent.left.reason)
         if hosting is not None and hosting.done():
             return EndJob(hosting.result() or EXIT_FAILED, "the job ended, and this node's agent was not told")
-        for each in (signals.stop, signals.drain):
-            if each.done():
-                return ended_by(each.result())
-        return self._agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
+        return signals.ended() or self._agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
     async def end(self) -> None:
         """Whatever still runs is ended."""

@@ -39,6 +39,8 @@ from keepstep.protocol.messages.orders import (
     Transfer,
 )
 from keepstep.protocol.messages.reports import (
+    MAX_STORE_VALUE_BYTES,
+    STORE_OPERATIONS_THAT_WAIT,
     ClockAsked,
     CollectiveFailed,
     Drained,
@@ -68,6 +70,8 @@ from keepstep.protocol.messages.reports import (
 )
 
 __all__ = [
+    "MAX_STORE_VALUE_BYTES",
+    "STORE_OPERATIONS_THAT_WAIT",
     "Abandon",
     "AgentOrder",
     "AgentReport",

@@ -117,6 +117,12 @@ class StateRescued(Message, frozen=True):
     error: str | None
 
 
+STORE_OPERATIONS_THAT_WAIT = frozenset({"job_get", "job_wait"})
+"""Those of the job's store that are answered only when their keys are there."""
+MAX_STORE_VALUE_BYTES = 8 << 20
+"""Of one value in the job's store: a message of at most 16 MiB carries it."""
+
+
 class StoreRequested(Message, frozen=True):
     """One call on the rendezvous of a generation, the record of the start-up, or the store of the job."""
 

@@ -112,7 +112,7 @@ class RecoveryMachine(Course):
         dues = (self.deadline_s, None if self.stage is Stage.ENDED else self.standstill.due_s, self._draining.due_s)
         return min((due for due in dues if due is not None), default=None)
 
-    def drained(self, reason: str, now_s: float) -> list[Effect]:
+    def drain_asked(self, reason: str, now_s: float) -> list[Effect]:
         """The job is to end soon, at a step that all ranks have come to."""
         self._draining.begin(reason, now_s, has_trained=self.progress.has_trained)
         return self._proceed(now_s)

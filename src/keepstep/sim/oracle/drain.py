@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import EndJob
@@ -27,8 +28,6 @@ class DrainWatch:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.leaving: set[str] = set()
-        """Nodes that were told to leave: what runs there may be killed."""
         self._asked_s = math.inf
         self._was_calm = False
         self._troubled_until_s = 0.0
@@ -50,8 +49,12 @@ class DrainWatch:
     def node_asked(self, node: str, *, is_calm: bool) -> None:
         """A node is to leave."""
         now_s = self._world.schedule.now_s
-        self.leaving.add(node)
         self._node_asked[node] = now_s, is_calm and self._troubled_until_s + CALM_S < now_s
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """Nodes that were told to leave: what runs there may be killed."""
+        return self._node_asked
 
     def node_departs(self, node: str) -> None:
         """The grace period of a node is over, and it leaves with what is on it.
@@ -61,7 +64,7 @@ class DrainWatch:
         """
         asked_s, was_calm = self._node_asked[node]
         layout, now_s = self._world.layout, self._world.schedule.now_s
-        if not was_calm or self._troubled_until_s >= asked_s or self.is_asked or len(self.leaving) > 1:
+        if not was_calm or self._troubled_until_s >= asked_s or self.is_asked or len(self._node_asked) > 1:
             return
         there = {worker.machine.rank for worker in self._world.rank_holders() if worker.node.name == node}
         elsewhere = {worker.shard for worker in self._world.rank_holders() if worker.node.name != node}

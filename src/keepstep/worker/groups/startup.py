@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -80,6 +80,22 @@ class Keeper(Protocol):
 
     def kept(self, name: str) -> bytes | None:
         """What was kept under a name, when all ranks have come to their first step; waits for that."""
+
+
+T = TypeVar("T")
+
+
+def decode_kept(decoder: msgspec.msgpack.Decoder[T], keeper: Keeper, name: str) -> T | None:
+    """What was kept under a name; None where nothing was. Waits as `Keeper.kept` does.
+
+    Raises:
+        RemoteProtocolError: it cannot be read.
+    """
+    value = keeper.kept(name)
+    try:
+        return None if value is None else decoder.decode(value)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"what was kept as {name} cannot be read: {error}") from error
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -263,11 +279,8 @@ class Replaying:
 
     def _results(self, name: str) -> dict[tuple[Operation, int, int], Result]:
         if name not in self._known:
-            value = self._keeper.kept(name)
-            try:
-                found = _decoder.decode(value).results if value is not None else ()
-            except msgspec.MsgspecError as error:
-                raise RemoteProtocolError(f"what was kept as {name} cannot be read: {error}") from error
+            kept = decode_kept(_decoder, self._keeper, name)
+            found = kept.results if kept is not None else ()
             self._known[name] = {(each.operation, each.peer, each.number): each for each in found}
         return self._known[name]
 

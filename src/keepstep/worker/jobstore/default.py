@@ -14,8 +14,8 @@ import msgspec
 from torch import distributed as dist
 from torch._C._distributed_c10d import Store
 
-MAX_VALUE_BYTES = 8 << 20
-"""Of one value, as the controller has it: it must fit into a message before the controller can refuse it."""
+from keepstep.protocol.messages import MAX_STORE_VALUE_BYTES
+
 NO_TIMEOUT_S = 24 * 3600.0
 """What a timeout of 0 stands for. Torch's stores then wait for ever."""
 
@@ -44,10 +44,10 @@ class DefaultStore(Store):
     def _ask(
         self, operation: str, keys: Sequence[str], value: bytes = b"", timeout: timedelta | None = None
     ) -> tuple[bytes, ...]:
-        if len(value) > MAX_VALUE_BYTES:
+        if len(value) > MAX_STORE_VALUE_BYTES:  # here, for no message could carry it to the controller
             raise dist.DistStoreError(
-                f"key {keys[0]!r}: a value of {len(value)} bytes, and at most {MAX_VALUE_BYTES >> 20} MiB are allowed: "
-                "exchange it in a collective or a file"
+                f"key {keys[0]!r}: a value of {len(value)} bytes, and at most {MAX_STORE_VALUE_BYTES >> 20} MiB are "
+                "allowed: exchange it in a collective or a file"
             )
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stub
         return self.asking.ask(operation, tuple(keys), value, limit.total_seconds() or NO_TIMEOUT_S)

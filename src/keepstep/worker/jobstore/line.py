@@ -19,12 +19,11 @@ from typing import NoReturn
 
 from torch import distributed as dist
 
-from keepstep.protocol.messages import Resume, Stop, StoreAnswered, WorkerOrder
+from keepstep.protocol.messages import STORE_OPERATIONS_THAT_WAIT, Resume, Stop, StoreAnswered, WorkerOrder
 from keepstep.protocol.phases import Phase
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.link import Link
 
-WAITING = frozenset({"job_get", "job_wait"})
 LOOK_AGAIN_S = 0.05
 """In a recovery no deadline of the script runs, and this long after it ended, it may be found to have passed."""
 
@@ -71,7 +70,7 @@ class StoreLine:
         """
         coordination = self._coordination
         is_here = coordination.is_training_thread
-        is_held = is_here and operation in WAITING
+        is_held = is_here and operation in STORE_OPERATIONS_THAT_WAIT
         interruptible = is_held and self._can_be_interrupted
         generation = coordination.machine.generation if is_held and not interruptible else 0
         number, future = self._link.ask_store(generation, operation, keys, value)

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import msgspec
 from torch import distributed as dist
 
-from keepstep.errors import PeerLost, RemoteProtocolError
-from keepstep.worker.groups.startup import MAX_RESULT_BYTES, MAX_VALUE_BYTES, Keeper
+from keepstep.errors import PeerLost
+from keepstep.worker.groups.startup import MAX_RESULT_BYTES, MAX_VALUE_BYTES, Keeper, decode_kept
 from keepstep.worker.jobstore.default import Asking
 
 WHAT_TO_DO = "USAGE.md, 'Objects exchanged while the script starts'"
@@ -140,14 +140,8 @@ class StoreReplaying:
 
     def _load(self) -> dict[tuple[str, tuple[str, ...]], deque[StoreResult]]:
         if self._results is None:
-            name = _name(self._await_rank())
-            value = self._keeper.kept(name)
-            try:
-                found = _decoder.decode(value) if value is not None else ()
-            except msgspec.MsgspecError as error:
-                raise RemoteProtocolError(f"what was kept as {name} cannot be read: {error}") from error
             self._results = {}
-            for each in found:
+            for each in decode_kept(_decoder, self._keeper, _name(self._await_rank())) or ():
                 self._results.setdefault((each.operation, each.keys), deque()).append(each)
             for skipped in self._skipped:
                 if of_it := self._results.get(skipped):
