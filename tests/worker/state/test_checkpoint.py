@@ -289,6 +289,27 @@ def test_a_disk_that_fills_up_does_not_end_the_training(
     assert checkpoints.steps() == (2,)
 
 
+@pytest.mark.parametrize("older", [None, 1])
+def test_a_checkpoint_that_cannot_be_written_in_a_drain_is_not_said_to_come_later(
+    older: int | None, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(file: int) -> None:
+        raise OSError("no space left")
+
+    checkpoints = Checkpoints(Job(seed).state, tmp_path, every=1)
+    if older is not None:
+        checkpoints.after_step(older, 1)
+        checkpoints.flush()
+    monkeypatch.setattr(os, "fsync", fill)
+    checkpoints.after_step(2, 1)
+    checkpoints.flush()
+    assert "Training goes on" in capsys.readouterr().err
+    assert not checkpoints.write_now(3, 1)
+    said = capsys.readouterr().err
+    newest = "its newest one is of step 1" if older else "there is none"
+    assert f"step_0000000003 could not be written: no space left. The job is to end, and {newest}\n" in said
+
+
 def test_no_memory_for_the_copy_does_not_end_the_training(
     tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,8 @@ class Checkpoints:
         self._damaged: set[int] = set()
         """Steps of checkpoints that turned out not to be readable here; they stay where they are, and do not count."""
         self._failing = False
+        self._is_ending = False
+        """The job is being drained: a checkpoint that cannot be written now is not due again."""
 
     def steps(self) -> tuple[int, ...]:
         """Steps of the checkpoints that seem to be whole, ascending; without those known to be damaged. Reads none."""
@@ -122,7 +124,8 @@ class Checkpoints:
             self._begin(step, generation)
 
     def write_now(self, step: int, generation: int) -> bool:
-        """Writes a checkpoint of ``step``, in which the job is, and waits for it. Says whether there is one."""
+        """The job ends at ``step``: writes a checkpoint of it, and waits for it. Says whether there is one."""
+        self._is_ending = True
         self._finish(wait=True)
         self._begin(step, generation)
         self._finish(wait=True)
@@ -183,10 +186,15 @@ class Checkpoints:
         shutil.rmtree(nameless)
 
     def _could_not_write(self, step: int, error: Exception) -> None:
-        self._complain(
-            f"the checkpoint {self._path(step)} could not be written: {error}. Training goes on, and every "
-            f"{self._every} steps it is tried again; this is said once"
-        )
+        what = f"the checkpoint {self._path(step)} could not be written: {error}"
+        if not self._is_ending:
+            self._complain(
+                f"{what}. Training goes on, and every {self._every} steps it is tried again; this is said once"
+            )
+            return
+        found = self._found()
+        self._failing = True
+        _say(f"{what}. The job is to end, and {f'its newest one is of step {found[-1]}' if found else 'there is none'}")
 
     def _complain(self, text: str) -> None:
         if not self._failing:
