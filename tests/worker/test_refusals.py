@@ -1,8 +1,13 @@
-"""The table in USAGE.md of what protect() refuses: each row refuses, and nothing else is said to."""
+"""The table in USAGE.md of what protect() refuses: each row refuses, and protect() refuses nothing that has no row.
+
+So it is with what else the worker refuses: each is described, or is a slip that its message explains.
+"""
 
 import enum
+import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +15,18 @@ from typing import Any
 import pytest
 import torch
 from tests.support.jobs import ROOT
-from tests.worker.ranks import file_store, join, run_ranks
+from tests.worker import refusals
+from tests.worker.ranks import file_store, run_ranks
 from tests.worker.state.parts import Keeps, small
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import keepstep
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.worker.parallel.ddp import find_ddp
-from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.session import Session
 
 Objects = dict[str, Any]
+Make = Callable[[Path], Objects]
 
 
 class Level(enum.IntEnum):
@@ -48,6 +55,22 @@ def fsdp(_path: Path) -> Objects:
     return {"model": model}
 
 
+def tensor_parallel(_path: Path) -> Objects:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = torch.nn.Linear(4, 4)
+    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
+    return {"model": model}
+
+
+def flat(_path: Path) -> Objects:
+    """What FSDP1 leaves where a part of the model that it has wrapped is protected."""
+    model = small()
+    next(model.parameters())._is_flat_param = True
+    return {"model": model}
+
+
 def trained(_path: Path) -> Objects:
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     for _ in range(2):
@@ -59,22 +82,37 @@ def ddp(**flags: bool) -> Callable[[Path], Objects]:
     return lambda _path: {"model": DistributedDataParallel(torch.nn.Linear(2, 2), **flags)}
 
 
-ROWS: dict[str, Callable[[Path], Objects]] = {
-    "no `torch.nn.Module`": lambda _path: {"thing": Keeps({})},
-    "an object without `state_dict()` and `load_state_dict()`": lambda _path: {"model": small(), "thing": object()},
-    "a `state_dict()` with anything but": lambda _path: {"model": small(), "thing": Keeps({"level": Level.LOW})},
-    "a tensor that does not fill one run of memory": lambda _path: {"model": strided()},
-    "`ZeroRedundancyOptimizer`": zero,
-    "FSDP": fsdp,
-    "`LBFGS`": lambda _path: {"model": small(), "optimizer": torch.optim.LBFGS(small().parameters())},
-    "`DDP(static_graph=True)`": ddp(static_graph=True),
-    "`DDP(find_unused_parameters=True, gradient_as_bucket_view=True)`": ddp(
-        find_unused_parameters=True, gradient_as_bucket_view=True
-    ),
-    "a DDP that was trained before": trained,
-}
-OTHER_GROUP = "DDP over a group that keepstep did not make"
+def no_folder(path: Path) -> Objects:
+    (path / "file").write_text("in the way")
+    return {"model": small(), "checkpoint_dir": path / "file" / "saved"}
+
+
+def no_right(path: Path) -> Objects:
+    return {"model": small(), "checkpoint_dir": path / FORBIDDEN}
+
+
+FORBIDDEN = "forbidden"
+"""A folder in which the test's process, which may be root, is taken to have no rights."""
 SECOND_CALL = "a second call"
+OTHER_GROUP = "DDP over a group that keepstep did not make"
+ROWS: dict[str, list[Make]] = {
+    "no `torch.nn.Module`": [lambda _path: {"thing": Keeps({})}],
+    "an object without `state_dict()` and `load_state_dict()`": [lambda _path: {"model": small(), "thing": object()}],
+    "a `state_dict()` with anything but": [lambda _path: {"model": small(), "thing": Keeps({"level": Level.LOW})}],
+    "a tensor that does not fill one run of memory": [lambda _path: {"model": strided()}],
+    "`ZeroRedundancyOptimizer`": [zero],
+    "FSDP": [fsdp, tensor_parallel, flat],
+    "`LBFGS`": [lambda _path: {"model": small(), "optimizer": torch.optim.LBFGS(small().parameters())}],
+    "`DDP(static_graph=True)`": [ddp(static_graph=True)],
+    "`DDP(find_unused_parameters=True, gradient_as_bucket_view=True)`": [
+        ddp(find_unused_parameters=True, gradient_as_bucket_view=True)
+    ],
+    "a DDP that was trained before": [trained],
+    OTHER_GROUP: [],
+    "a `checkpoint_dir` that is no folder, or in which this process may not write": [no_folder, no_right],
+    "a `checkpoint_every` below 1": [lambda path: {"model": small(), "checkpoint_dir": path, "checkpoint_every": 0}],
+    SECOND_CALL: [],
+}
 
 
 def rows() -> list[str]:
@@ -87,40 +125,120 @@ def rows() -> list[str]:
 
 def test_the_table_has_these_rows() -> None:
     found = rows()
-    names = [*ROWS, OTHER_GROUP, SECOND_CALL]
-    assert len(found) == len(names)
-    assert all(row.startswith(name) for row, name in zip(found, names, strict=True)), found
+    assert len(found) == len(ROWS)
+    assert all(row.startswith(name) for row, name in zip(found, ROWS, strict=True)), found
 
 
-def is_refused(objects: Objects) -> bool:
+Raised = list[tuple[str, int]]
+
+
+def refused(session: Session, arguments: Objects, *, first: bool = True) -> Raised:
+    """Where protect() refuses; nowhere where it does not."""
+    if first:
+        session._state = None  # what was refused before is no first call
     try:
-        find_ddp(ProtectedState(objects).modules)
-    except ConfigurationError:
-        return True
-    return False
+        session.protect(**arguments)
+    except (ConfigurationError, UsageError) as error:
+        return [refusals.raised_at(error.__traceback__)]
+    return []
 
 
-def let_through(rank: int, size: int, path: Path) -> list[str]:
+def refuse_everything(rank: int, size: int, path: Path) -> dict[str, list[Raised]]:
+    """Tries all rows; returns what became of each of their cases."""
     warnings.simplefilter("ignore")  # torch's own, when it is imported
     dist.init_process_group("gloo", store=file_store(path, size, 7), rank=rank, world_size=size)
-    found = [OTHER_GROUP] if not is_refused({"model": DistributedDataParallel(torch.nn.Linear(2, 2))}) else []
+    foreign = DistributedDataParallel(torch.nn.Linear(2, 2))
     dist.destroy_process_group()
-    join(path, rank, size)
-    return found + [name for name, make in ROWS.items() if not is_refused(make(path))]
-
-
-def test_every_row_is_refused(tmp_path: Path) -> None:
-    assert run_ranks(1, let_through, tmp_path) == [[]]
-
-
-def second_call(rank: int, size: int) -> None:
-    import keepstep
-
     session = keepstep.init()
+    access = os.access
+    os.access = lambda at, mode: (path / FORBIDDEN) not in (at, Path(at) / FORBIDDEN) and access(at, mode)
+    found = {name: [refused(session, make(path)) for make in makes] for name, makes in ROWS.items()}
+    found[OTHER_GROUP] = [refused(session, {"model": foreign})]
+    session._state = None
     session.protect(model=small())
-    with pytest.raises(UsageError, match="called twice"):
-        session.protect(model=small())
+    found[SECOND_CALL] = [refused(session, {"model": small()}, first=False)]
+    return found
 
 
-def test_a_second_call_is_refused() -> None:
-    run_ranks(1, second_call)
+def test_every_row_is_refused_and_nothing_else(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, refuse_everything, tmp_path)
+    assert found.keys() == ROWS.keys()
+    assert [name for name, cases in found.items() if not cases or not all(cases)] == []
+    sites = refusals.reachable_from(Session.protect)
+    assert len(sites) > 15
+    raised = [where for cases in found.values() for case in cases for where in case]
+    hit = {site for site in sites for where in raised if site.holds(*where)}
+    assert sites - hit == set(), "protect() refuses what has no row in USAGE.md, or no case here"
+    assert [where for where in raised if not any(site.holds(*where) for site in sites)] == []
+
+
+# ---- everything else that the worker refuses --------------------------------------------------------------------
+
+AT_RUN_TIME: dict[str, tuple[str, ...]] = {
+    "worker.once:Once.__init__": ("",),
+    "worker.once:Once.__enter__": ("",),
+    "worker.process.bootstrap:run_script": ("an interruption that leaves the script instead of ending",),
+    "worker.publication:StepPublication.__init__": ("",),
+    "worker.session:init": ("before `DDP(...)` and before every other group",),
+    "worker.session:Session.publish_weights": (
+        "`session.publish_weights(folder, model, every=10)`, after `protect()`",
+    ),
+    "worker.session:Session.steps": ("", "`session.steps()` before `protect()`"),
+    "worker.session:Session._loop": ("a step that was handed out and not entered", "takes the same n on all ranks"),
+    "worker.session:Session._begin_step": ("",),
+    "worker.session:Session._refuse_leftover_gradients": ("ends with gradients and without an update is refused",),
+    "worker.session:Session._is_in_step": ("of a protected optimizer outside of a step", "not protected inside"),
+    "worker.state.checkpoint:Checkpoints.inspect": ("Where none is intact the job ends",),
+    "worker.state.checkpoint:Checkpoints._targets": ("a checkpoint of another model",),
+    "worker.state.layout:check_same_layout": ("in names, shapes, dtypes or contents",) * 3,
+    "worker.state.layout:check_same_start": ("in names, shapes, dtypes or contents",) * 2,
+    "worker.state.layout:check_same_objects": ("a checkpoint of another model",) * 2,
+    "worker.state.protected:ProtectedState.place_optimizer_tensor": ("a checkpoint of another model",),
+    "worker.step.update:check_call": ("with a closure", "inside `backward()`"),
+    "worker.step.update:check_gradients": ("with gradients that a backward behind another update has reduced",),
+    "worker.step.update:check_alone": ("with collectives in it",),
+    "worker.values.attributes:State.__init__": ("",),
+    "worker.values.attributes:State.__setattr__": ("Attributes that were not declared cannot be set", "it is refused"),
+    "worker.values.attributes:State.__delattr__": ("",),
+    "worker.values.attributes:State.load_state_dict": ("a checkpoint of another model",),
+    "worker.values.attributes:to_bytes": ("tensors without a gradient graph",),
+    "worker.values.declared:DeclaredState.declare": (
+        "Declare it on every rank, before the first step",
+        "",
+        "makes a second object",
+    ),
+    "worker.values.declared:DeclaredState.check": ("a later change would die with it, so it is refused",),
+    "worker.values.declared:DeclaredState._check_size": ("64 KiB of them, and all ranks together 16 MiB",),
+    "worker.values.declared:DeclaredState._compare": ("A difference ends the job with the attribute's name",) * 2,
+    "worker.values.declared:_LocalTable._check": (
+        "only as many ranks can resume from it",
+        "a checkpoint of another model",
+    ),
+}
+"""By function, a phrase of USAGE.md for each of its refusals, in order; empty: a slip that its message explains."""
+
+
+def test_every_refusal_at_run_time_is_described() -> None:
+    by_protect = {site.function for site in refusals.reachable_from(Session.protect)}
+    worker = (refusals.PACKAGE / "worker").rglob("*.py")
+    sites = Counter(site.function for path in worker for site in refusals.sites_in(path))
+    assert {name: num for name, num in sites.items() if name not in by_protect} == {
+        name: len(phrases) for name, phrases in AT_RUN_TIME.items()
+    }
+    text = " ".join((ROOT / "docs" / "USAGE.md").read_text("utf-8").split())
+    assert [phrase for phrases in AT_RUN_TIME.values() for phrase in phrases if phrase not in text] == []
+
+
+def test_a_refusal_that_is_planted_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker").mkdir()
+    path = tmp_path / "worker" / "thing.py"
+    path.write_text(
+        "class A:\n    def f(self):\n        if 1:\n            raise UsageError(\n                'x')\n"
+        "def g():\n    raise RuntimeError\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(refusals, "PACKAGE", tmp_path)
+    (site,) = refusals.sites_in(path)
+    assert (site.function, site.first_line, site.last_line) == ("worker.thing:A.f", 4, 5)
+    assert site.holds(str(path), 4)
+    assert not site.holds(str(path), 6)
