@@ -229,7 +229,7 @@ class RayJob:
 def run_on_ray(job: RayJob, host: Callable[[], HostedController]) -> int:
     """Runs a job on the cluster that this process is connected to, and returns its exit code.
 
-    SIGINT, SIGTERM and SIGHUP end the job.
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT end the job at once: it is not drained.
 
     Args:
         job: what to run.

@@ -70,7 +70,8 @@ def fresh_run_dir() -> Path:
 def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str, Any]:
     """Runs a job to its end and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGTERM drains the job, a second one ends it, and so do SIGINT, SIGHUP and an error in ``companion``.
+    SIGTERM drains the job. A second one ends it at once, and so do SIGINT, SIGHUP, SIGQUIT and an error in
+    ``companion``.
 
     Raises:
         ConfigurationError: the job cannot be run as asked; nothing is left running.

@@ -12,7 +12,7 @@ from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_DRAINED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that torchrun handles."""
+"""Those that torchrun handles. SIGQUIT ends a program as SIGINT does, and leaves no core file."""
 StopSignal = asyncio.Future[int]
 
 

@@ -1,7 +1,7 @@
 """The controller's machine as its shell sees it: packets of all nodes in, packets out, leases, and a journal.
 
-Everything that changes the decisions of `RecoveryMachine` is one of seven events, and each is written to the journal
-before anything that follows from it is transmitted. The machine is a function of its events, so a controller that was
+Seven events change the decisions of `RecoveryMachine` (`Event`), and each is written to the journal before anything
+that follows from it is transmitted. The machine is a function of its events, so a controller that was
 killed comes back by living through its journal once more: the same state, the same orders with the same numbers. What
 an agent sent after the last entry was never acknowledged, so it comes again, and orders that an agent has not heard
 are transmitted again.

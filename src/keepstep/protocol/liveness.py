@@ -1,9 +1,9 @@
 """The agent's machine: from what can be observed of its workers to who is lost.
 
 A worker is judged by the progress of its *training* thread, never by a heartbeat of another one. Standing still is a
-fault only where the worker waits for nobody: a rank inside a collective is a victim of the one that has not entered
-it, and killing it would be a defect. Only when every rank of the node waits past its deadline is the job called
-stalled; the survivors are then stopped, and who cannot even stop is the one.
+fault only where the worker does not wait for another one: a rank inside a collective is a victim of the rank that has
+not entered it, and killing it would be a defect. Only when every rank of the node waits past its deadline is the job
+called stalled; the survivors are then stopped, and a rank that cannot even stop is the one to blame.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Watched:
     seen: Observation | None = None
     changed_s: float = 0.0
     measured_from_s: float = 0.0
-    """Phases that began earlier are no measure: a recovery, or a time in which nobody looked, is in them."""
+    """Phases that began earlier are no measure: a recovery is in them, or a time in which the agent did not look."""
     stopped_since_s: float | None = None
     stopping: bool = False
     safe: bool = False
@@ -169,7 +169,7 @@ class LivenessMachine:
         return max(self.settings.floor_s, self.settings.factor * max(known)) if known else self.settings.unknown_s
 
     def judge(self, now_s: float) -> list[WorkerLost | JobStalled]:
-        """Who is lost, or whether the node's part of the job stands still with nobody to blame."""
+        """Which workers are lost, or whether all ranks of the node stand still and none of them is to blame."""
         self._forgive_blindness(now_s)
         verdicts: list[WorkerLost | JobStalled] = []
         holders = [number for number, watched in self._workers.items() if watched.rank is not None]
@@ -198,7 +198,7 @@ class LivenessMachine:
         ]
 
     def _forgive_blindness(self, now_s: float) -> None:
-        """A suspended machine, a stopped agent, a clock that jumped: that time counts against nobody."""
+        """The agent does not hold the time against a worker in which it was itself suspended, or its clock jumped."""
         before, self._looked_s = self._looked_s, now_s
         if before is None or abs(now_s - before) <= self.settings.blind_s:
             return

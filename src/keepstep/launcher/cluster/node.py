@@ -49,7 +49,8 @@ def run_node(options: NodeOptions, hosted: HostedController | None = None) -> En
     """Serves a job on this node until it has ended.
 
     SIGTERM drains the job on the node that hosts its controller, and on another one the node: its ranks train on until
-    spares of other nodes take them. A second SIGTERM, SIGINT and SIGHUP end the job, or the node's part, at once.
+    spares of other nodes take them. A second SIGTERM, SIGINT, SIGHUP and SIGQUIT end the
+    job, or the node's part, at once.
 
     Raises:
         ConfigurationError: the controller does not let this node in, or does not come up; or another process of this

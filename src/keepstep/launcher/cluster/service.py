@@ -73,7 +73,8 @@ class ControllerOptions:
 def run_controller(options: ControllerOptions) -> dict[str, Any]:
     """Serves a job until it has ended and returns its report, with ``exit_code`` and ``reason``.
 
-    SIGTERM drains the job; a second one, SIGINT and SIGHUP end it. A controller that only waits ends alone.
+    SIGTERM drains the job. A second one, SIGINT, SIGHUP and SIGQUIT end it at once. A controller that only waits ends
+    alone, on any of them.
 
     Raises:
         ConfigurationError: it cannot be served as asked.

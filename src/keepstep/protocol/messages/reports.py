@@ -101,7 +101,10 @@ class Drained(Message, frozen=True):
 
 
 class WorkerFailed(Message, frozen=True):
-    """An exception that nobody caught is about to end the worker. ``fatal``: a fresh process would end the same."""
+    """An exception that the script has not caught is about to end the worker.
+
+    ``fatal``: a fresh process would end in the same way.
+    """
 
     worker: int
     error: str
@@ -208,7 +211,7 @@ class WorkerFenced(Message, frozen=True):
 
 
 class JobStalled(Message, frozen=True):
-    """Every rank of the node waits in a collective past its deadline, and nobody can be told apart."""
+    """Every rank of the node waits in a collective past its deadline: the agent cannot tell which one is to blame."""
 
     node: str
     generation: int

@@ -47,7 +47,7 @@ class Ending:
             self._orders.fence(spare, "the last step is complete: it is not needed any more")
 
     def lost_after_last_step(self, failure: Failure, now_s: float) -> None:
-        """Nobody takes its place: the others may wait for it in vain, so their collectives are broken."""
+        """No spare takes its place. The others may wait for it in vain, so their collectives are broken."""
         reason = f"rank {failure.rank} failed in the code after the last step: {failure.detail}"
         self._why = self._why or reason
         self._orders.to_all(Abandon(failure.detail), reason)
@@ -60,7 +60,7 @@ class Ending:
         self._orders.to_all(Rescue(reason), reason)
 
     def proceed(self, last_detail: str) -> None:
-        """Ends the job when nobody is left who could save anything, or whose script still runs."""
+        """Ends the job when no rank is left that could save its state, or whose script still runs."""
         if self._course.stage is Stage.RESCUING and not self._course.awaited:
             self.end(verdicts.rescued(self._roster, self._why))
         elif self._course.stage is Stage.FINISHED and not self._roster.num_holders:
