@@ -20,10 +20,11 @@ from types import ModuleType
 import pytest
 
 import keepstep
-from keepstep.cli import drill, simulate
+from keepstep.cli import drill, main, simulate
 from keepstep.cli.cluster import controller
 from keepstep.drill import faults
-from keepstep.launcher import flags
+from keepstep.launcher import flags, signals
+from keepstep.launcher.cluster import hosting
 from keepstep.protocol import messages, recovery
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
@@ -259,7 +260,7 @@ SIMULATION, TRACK_RECORD = ROOT / "docs" / "SIMULATION.md", ROOT / "docs" / "tra
 
 def test_links_lead_somewhere() -> None:
     broken = []
-    for page in PAGES:
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
         text = page.read_text("utf-8")
         for match in LINK.finditer(FENCE.sub("", text)):
             path, _, anchor = match["target"].partition("#")
@@ -320,8 +321,11 @@ def test_public_names_are_all_described() -> None:
 
 def test_exit_codes_are_all_described() -> None:
     described = section(PROTOCOL, "Exit codes")
-    for code in (recovery.EXIT_FAILED, recovery.EXIT_NOTHING_TO_RECOVER, recovery.EXIT_TOO_FEW_RANKS):
-        assert f"| {code} |" in described
+    codes = {value for name, value in vars(recovery).items() if name.startswith("EXIT_")}
+    codes |= {0, main.EXIT_USAGE, hosting.EXIT_USAGE, hosting.EXIT_SUPERSEDED}
+    assert codes == {int(code) for code in re.findall(r"^\| (\d+) \|", described, re.MULTILINE)}
+    for number in signals._SIGNALS:
+        assert (code := signals.ended_by(number).exit_code) in codes or f"{code} for" in described
 
 
 def test_report_fields_are_all_described() -> None:
@@ -366,7 +370,7 @@ def test_simulation_is_all_described() -> None:
 
 def test_lines_of_a_scenario_are_understood() -> None:
     (block,) = (block for block in blocks(section(SIMULATION, "Scenarios")) if block.language == "text")
-    assert len(scenario.parse(f"A title\n{block.text}").deeds) == 6
+    assert len(scenario.parse(f"A title\n{block.text}").deeds) == 7
 
 
 def test_every_guard_is_there() -> None:

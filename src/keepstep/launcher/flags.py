@@ -32,6 +32,8 @@ SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 """torchrun's default for ``--signals-to-handle``."""
 MASTER_PORT = 29500
 """torchrun's, where none is named."""
+NOT_DONE_YET = ("numa_binding", "virtual_local_rank", "event_log_handler")
+"""Flags of torchrun's that are refused where they say anything but its default."""
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -203,7 +205,7 @@ def ranks_per_node(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_what_is_not_done_yet(arguments: argparse.Namespace) -> None:
-    for name in ("numa_binding", "virtual_local_rank", "event_log_handler"):
+    for name in NOT_DONE_YET:
         value = getattr(arguments, name, None)
         if value not in (None, False, "null"):
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: not supported yet; leave it out")

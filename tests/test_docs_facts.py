@@ -1,0 +1,273 @@
+"""Numbers, names and tables of README.md and docs/ against what they are taken from. `test_docs.py` runs the pages."""
+
+import re
+import tomllib
+from argparse import SUPPRESS, ArgumentParser
+from pathlib import Path
+
+import pytest
+from tests.protocol import test_lease
+from tests.sim import test_mutants
+from tests.test_docs import DEPLOY, FENCE, PAGES, PROTOCOL, ROOT, SIMULATION, USAGE, section
+
+from keepstep import tagpage
+from keepstep.cli.cluster import controller
+from keepstep.controller import jobstore
+from keepstep.controller import startup as record
+from keepstep.dashboard import process
+from keepstep.launcher import console, flags
+from keepstep.launcher.cluster import service
+from keepstep.launcher.cluster.flags import DEFAULT_PORT
+from keepstep.protocol import agent as agent_machine
+from keepstep.protocol import clocks, conversation, lease, liveness
+from keepstep.protocol import controller as controller_machine
+from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.recovery import GRACE_S, RecoverySettings
+from keepstep.protocol.recovery.placement import quarantine
+from keepstep.trace.record import phaselog, runfolder
+from keepstep.trace.timeline import stragglers
+from keepstep.transports import codec
+from keepstep.transports.rpc import gate
+from keepstep.weights import publisher, subscriber
+from keepstep.weights.device import stages, verdicts
+from keepstep.worker import coordination
+from keepstep.worker.groups import group, startup
+from keepstep.worker.jobstore import default
+from keepstep.worker.state import checkpoint, restore
+from keepstep.worker.step import stop_points
+from keepstep.worker.values import declared
+
+README, SECURITY, ARCHITECTURE = ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "ARCHITECTURE.md"
+OBSERVE, WEIGHTS, CONTRIBUTING = ROOT / "docs" / "observe.md", ROOT / "docs" / "WEIGHTS.md", ROOT / "CONTRIBUTING.md"
+TEXTS = [*PAGES, CONTRIBUTING, ROOT / "CHANGELOG.md"]
+WIDTH = 125
+"""Characters in a line of text. Tables, pictures, and what is shown as it was printed may be wider."""
+
+
+def mib(num_bytes: int) -> str:
+    assert num_bytes % (1 << 20) == 0
+    return f"{num_bytes >> 20} MiB"
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+LIVENESS, RECOVERY = LivenessSettings(), RecoverySettings(1, 0)
+FACTS: list[tuple[Path, str]] = [
+    (README, f"max({LIVENESS.floor_s:g} s, {LIVENESS.factor:g} × the longest such phase of late)"),
+    (README, f"more than {RECOVERY.max_recoveries_without_progress} failures without a completed step"),
+    (README, f"not heard of for {controller_machine.LEASE_S:g} s"),
+    (USAGE, f"up to {mib(startup.MAX_RESULT_BYTES)} each: {mib(startup.MAX_VALUE_BYTES)} of what is the same"),
+    (USAGE, f"{mib(startup.MAX_VALUE_BYTES)} of what each of its ranks has for itself"),
+    (USAGE, f"and {mib(record.MAX_KEPT_BYTES)} of the whole job"),
+    (USAGE, f"All keys and values take at most {mib(jobstore.MAX_STORE_BYTES)}"),
+    (USAGE, f"a rank may have {declared.MAX_RANK_BYTES >> 10} KiB of them, and all ranks together"),
+    (USAGE, f"together {mib(declared.MAX_TABLE_BYTES)}. A checkpoint holds"),
+    (USAGE, f"no failure is known within {group.DETECTION_S:g} s"),
+    (USAGE, f"when no rank has called `init()` for {console.UNPROTECTED_S:g} s"),
+    (USAGE, f"The first phase of each kind has {LIVENESS.unknown_s:g} s"),
+    (USAGE, f"killed: {GRACE_S:g} by default"),
+    (USAGE, f"Default: {flags.LOOPBACK} and a free port"),
+    (USAGE, f"| `--dashboard[=HOST:PORT]` | {process.DEFAULT}, or any free port |"),
+    (USAGE, f"the host of `--rdzv-endpoint` and {flags.MASTER_PORT} |"),
+    (PROTOCOL, f"({coordination.SETTLE_S * 1000:g} ms at most) before anything is broken"),
+    (PROTOCOL, f"for {agent_machine.HOLD_S * 1000:g} ms at most, and sends equal ones as one"),
+    (PROTOCOL, f"(up to {stop_points.NUM_STOP_POINTS} each way through the model)"),
+    (PROTOCOL, f"More than {RECOVERY.max_recoveries_without_progress} failures without one completed step"),
+    (PROTOCOL, f"they wait another {RECOVERY.spares_grace_s:g} s"),
+    (PROTOCOL, f"when a packet that comes {conversation.CROSSING_S:g} s later does not acknowledge it"),
+    (PROTOCOL, f"does not acknowledge it, or after {conversation.RESEND_S:g} s"),
+    (PROTOCOL, f"A node has a lease of {controller_machine.LEASE_S:g} s"),
+    (PROTOCOL, f"It gives nobody up for {controller_machine.ISOLATED_S:g} s"),
+    (PROTOCOL, f"for which it holds, {lease.HOLD_S:g} s by default"),
+    (PROTOCOL, f"*began* less than {lease.TRUSTED:g} of that time ago"),
+    (PROTOCOL, f"take {mib(jobstore.MAX_STORE_BYTES)}, a value {mib(jobstore.MAX_VALUE_BYTES)}"),
+    (PROTOCOL, f"({mib(startup.MAX_RESULT_BYTES)} each, {mib(startup.MAX_VALUE_BYTES)} of a rank)"),
+    (PROTOCOL, f"cut into buckets of at most {mib(restore.RESTORE_BUCKET_BYTES)}"),
+    (PROTOCOL, f"`--grace` seconds ({GRACE_S:g} by default)"),
+    (PROTOCOL, f"of the last {liveness.WINDOW} such phases); {LIVENESS.unknown_s:g} s before the first has ended"),
+    (PROTOCOL, f"| {LIVENESS.recovery_s:g} s; each bucket of a transfer counts as a move"),
+    (PROTOCOL, f"(SIGSTOP) | {LIVENESS.stopped_s:g} s from when it was seen"),
+    (PROTOCOL, f"The defaults ({LIVENESS.floor_s:g} s, {LIVENESS.factor:g} times)"),
+    (PROTOCOL, f"{declared.MAX_RANK_BYTES >> 10} KiB for each rank, {mib(declared.MAX_TABLE_BYTES)} in all"),
+    (ARCHITECTURE, f"unknown fields and frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
+    (ARCHITECTURE, f"and its last {tagpage.RING_EVENTS - 1:,} phases"),
+    (ARCHITECTURE, f"about {round(tagpage.PAGE_BYTES / 10240) * 10} KiB, written by the worker only"),
+    (ARCHITECTURE, f"kept in `controller/startup.py`, at most {mib(record.MAX_KEPT_BYTES)}"),
+    (ARCHITECTURE, f"`controller/jobstore.py`, at most {mib(jobstore.MAX_STORE_BYTES)}"),
+    (ARCHITECTURE, f"of two buckets ({mib(restore.NUM_SLOTS * restore.RESTORE_BUCKET_BYTES)})"),
+    (SECURITY, f"frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
+    (SECURITY, f"there are {gate.MAX_STRANGERS:,} of them at most"),
+    (SECURITY, f"{service.MAX_REFUSALS} of them in ten seconds at most"),
+    (DEPLOY, f"given up when nothing was heard of it for `--lease` ({controller_machine.LEASE_S:g} s)"),
+    (DEPLOY, f"after `--grace` ({GRACE_S:g} s) it leaves in any case"),
+    (DEPLOY, f"`--quarantine {quarantine.NUM_FAILURES}:{quarantine.WINDOW_S:g}`"),
+    (DEPLOY, f"or {RECOVERY.spares_grace_s:g} s later"),
+    (DEPLOY, f"node-0.cluster:{DEFAULT_PORT}"),
+    (OBSERVE, f"{tagpage.EVENT_BYTES} bytes each"),
+    (OBSERVE, f"at most {mib(phaselog.MAX_SEGMENTS * phaselog.SEGMENT_BYTES)}, and what lies around recoveries"),
+    (OBSERVE, f"over its last {stragglers.WINDOW} steps"),
+    (WEIGHTS, f"blocks of tensors, {mib(publisher.DEFAULT_BUCKET_BYTES)} at most by default"),
+    (WEIGHTS, f"({stages.DEVICE_PATIENCE_S:g} s a source for a slot, {stages.SOURCE_PATIENCE_S:g} s a device for its"),
+    (WEIGHTS, f"{verdicts.COORDINATOR_PATIENCE_S:g} s the coordinator for a device"),
+    (WEIGHTS, f"{verdicts.DEVICE_PATIENCE_S:g} s a device for the coordinator"),
+    (WEIGHTS, f"{subscriber.CONSUMER_PATIENCE_S:g} s a consumer for its device"),
+]  # fmt: skip
+"""What a page says, with the numbers of the code in it."""
+
+
+def flat(page: Path) -> str:
+    """A page without its line breaks."""
+    return " ".join(page.read_text("utf-8").split())
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in FACTS}), ids=lambda page: page.name)
+def test_numbers_are_those_of_the_code(page: Path) -> None:
+    text = flat(page)
+    assert [fact for at, fact in FACTS if at == page and fact not in text] == []
+
+
+def test_numbers_in_words_are_those_of_the_code() -> None:
+    assert (gate.ADMISSION_S, service.REFUSALS_S, jobstore.MAX_VALUE_BYTES) == (10.0, 10.0, default.MAX_VALUE_BYTES)
+    assert "have not shown a token within ten seconds" in flat(SECURITY)
+    assert (RECOVERY.start_deadline_s, LIVENESS.blind_s, checkpoint._KEPT) == (1800.0, 0.5, 2)
+    assert "half an hour from the first `keepstep.init()`" in flat(USAGE)
+    assert "the others wait for half an hour for one that joins" in flat(DEPLOY)
+    assert "the two newest are kept" in flat(USAGE)
+    assert (clocks.ASK_EVERY_S, clocks.SAMPLES) == (5.0, 8)
+    assert "every five seconds and takes the quickest of the last eight answers" in flat(OBSERVE)
+    assert lease.RENEWALS == 5
+    assert "renews it five times in the time for which it holds" in flat(PROTOCOL)
+    assert "did not look at its workers for more than half a second" in flat(PROTOCOL)
+    assert len(controller_machine.Event.__args__) == 7
+    assert "Seven events change the controller's decisions" in flat(PROTOCOL)
+
+
+def test_mutants_are_counted() -> None:
+    assert f"has fired for one of the {len(test_mutants.MUTANTS)}." in flat(SIMULATION)
+    assert len(test_mutants.CASES) == 7
+    assert "Seven mutants need what hardly any seed has" in flat(SIMULATION)
+    drains = [plant for plant in test_mutants.MUTANTS if "drain" in plant.__name__]
+    assert len(drains) == 5
+    assert "that a warm spare could have taken. Five mutants are found." in flat(PROTOCOL)
+    (mark,) = (mark for mark in test_lease.test_a_controller_that_breaks_a_rule_is_found_out.pytestmark)
+    assert len(mark.args[1]) == 6
+    assert "Six mutants, each with one rule broken, are found." in flat(PROTOCOL)
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+ROW = re.compile(r"^\| `(--[a-z-]+)[^`]*` \|([^|\n]*)\|[^\n]+\|$", re.MULTILINE)
+"""Of a table with three columns: a flag, its default, and what it does."""
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "parsers"),
+    [
+        (USAGE, "keepstep run", [flags.make_parser("keepstep run")]),
+        (DEPLOY, "Flags", [flags.make_parser("keepstep run"), controller._parser()]),
+    ],
+    ids=["run", "nodes"],
+)
+def test_defaults_are_those_of_the_parsers(page: Path, heading: str, parsers: list[ArgumentParser]) -> None:
+    known = {option: action for parser in parsers for action in parser._actions for option in action.option_strings}
+    wrong = []
+    for flag, cell in ROW.findall(section(page, heading)):
+        told = cell.strip()
+        default = known[flag].default if flag in known else None
+        if isinstance(default, bool) or default in (None, "", [], SUPPRESS):
+            is_right = re.fullmatch(r"[\d.:]+", told) is None
+        else:
+            is_right = told == (f"{default:g}" if isinstance(default, float) else str(default))
+        if not is_right:
+            wrong.append(f"{flag}: {told!r}, and the parser has {default!r}")
+    assert wrong == []
+
+
+def test_flags_of_the_controller_are_all_described() -> None:
+    described = section(DEPLOY, "Flags")
+    own = [action for action in controller._parser()._actions if action.help != SUPPRESS and action.dest != "help"]
+    assert [action.option_strings for action in own if f"`{action.option_strings[0]}" not in described] == []
+
+
+def test_flags_of_torchrun_that_are_refused_are_named() -> None:
+    (row,) = (line for line in section(USAGE, "keepstep run").splitlines() if "not supported yet" in line)
+    assert re.findall(r"`(--[a-z-]+)`", row) == [f"--{name.replace('_', '-')}" for name in flags.NOT_DONE_YET]
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_all_described() -> None:
+    source = (ROOT / "src/keepstep/dashboard/metrics.py").read_text("utf-8")
+    exposed = set(re.findall(r'"(keepstep_[a-z_]+)"', source))
+    described = {
+        name.removesuffix("_total").removesuffix("_info")
+        for name in re.findall(r"`(keepstep_[a-z_]+)`", section(OBSERVE, "Metrics"))
+    }
+    assert exposed == described
+    assert len(exposed) > 15
+
+
+def test_files_of_a_run_are_all_described() -> None:
+    described = section(OBSERVE, "What is recorded")
+    names = {runfolder.INFO, runfolder.JOURNAL, f"{runfolder.PHASES}/", runfolder.START_UP, runfolder.STORE}
+    names |= {process.TOKEN, "lease/", "earlier-N/"}
+    assert set(re.findall(r"^\| `([^`]+)` \|", described, re.MULTILINE)) == names
+
+
+def test_layers_are_those_that_are_enforced() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
+    (layers,) = (each["layers"] for each in settings["contracts"] if each["id"] == "layers")
+    enforced = [re.sub(r"[() ]", "", layer).split("|") for layer in layers]
+    (drawn,) = (
+        text
+        for text in re.findall(
+            r"```text\n(.*?)```", section(ARCHITECTURE, "Folders, and who may import whom"), re.DOTALL
+        )
+    )
+    parts: list[list[str]] = []
+    for line in drawn.splitlines():
+        names = re.split(r"\s{3,}", line.strip())[0]
+        if names.startswith("│"):
+            parts[-1] += re.findall(r"\w+", names)  # a row that goes on
+        else:
+            parts.append(re.findall(r"\w+", names))
+    assert parts == [names for names in enforced if names != ["__main__"]]
+
+
+NAMED = re.compile(r"`([\w./-]+/[\w./-]*|[\w-]+\.(?:py|toml|sbatch))`")
+OF_A_RUN = {
+    "phases/",
+    "logs/worker_N/stdout.log",
+    "lease/",
+    "earlier-N/",
+    "../data",
+    "model/...",
+    "optimizer/...",
+    "optimizer/3/exp_avg",
+}
+"""What looks like a file of the repository, and lies in a run's folder, in a checkpoint or with a user."""
+
+
+def test_named_files_are_there() -> None:
+    below = (".", "src/keepstep", "src/keepstep/protocol", "src/keepstep/drill", "src/keepstep/sim/studies", "docs")
+    missing = [
+        f"{page.name}: {name}"
+        for page in TEXTS
+        for name in NAMED.findall(FENCE.sub("", page.read_text("utf-8")))
+        if name not in OF_A_RUN and not name.startswith("DIR/")
+        if not any((ROOT / folder / name).exists() for folder in below)
+    ]
+    assert missing == []
+
+
+def test_lines_of_text_are_wrapped() -> None:
+    long = [
+        f"{page.name}:{number}"
+        for page in TEXTS
+        for number, line in enumerate(
+            FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text("utf-8")).splitlines(), start=1
+        )
+        if len(line) > WIDTH and not line.lstrip().startswith(("|", "!", "<", "`", "[")) and " " in line.strip()
+    ]
+    assert long == []
