@@ -22,6 +22,7 @@ from keepstep.protocol import agent as agent_machine
 from keepstep.protocol import clocks, conversation, lease, liveness
 from keepstep.protocol import controller as controller_machine
 from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.messages import reports
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.placement import quarantine
 from keepstep.trace.record import phaselog, runfolder
@@ -32,7 +33,6 @@ from keepstep.weights import publisher, subscriber
 from keepstep.weights.device import stages, verdicts
 from keepstep.worker import coordination
 from keepstep.worker.groups import group, startup
-from keepstep.worker.jobstore import default
 from keepstep.worker.state import checkpoint, restore
 from keepstep.worker.step import stop_points
 from keepstep.worker.values import declared
@@ -80,7 +80,7 @@ FACTS: list[tuple[Path, str]] = [
     (PROTOCOL, f"It gives nobody up for {controller_machine.ISOLATED_S:g} s"),
     (PROTOCOL, f"for which it holds, {lease.HOLD_S:g} s by default"),
     (PROTOCOL, f"*began* less than {lease.TRUSTED:g} of that time ago"),
-    (PROTOCOL, f"take {mib(jobstore.MAX_STORE_BYTES)}, a value {mib(jobstore.MAX_VALUE_BYTES)}"),
+    (PROTOCOL, f"take {mib(jobstore.MAX_STORE_BYTES)}, a value {mib(reports.MAX_STORE_VALUE_BYTES)}"),
     (PROTOCOL, f"({mib(startup.MAX_RESULT_BYTES)} each, {mib(startup.MAX_VALUE_BYTES)} of a rank)"),
     (PROTOCOL, f"cut into buckets of at most {mib(restore.RESTORE_BUCKET_BYTES)}"),
     (PROTOCOL, f"`--grace` seconds ({GRACE_S:g} by default)"),
@@ -127,7 +127,7 @@ def test_numbers_are_those_of_the_code(page: Path) -> None:
 
 
 def test_numbers_in_words_are_those_of_the_code() -> None:
-    assert (gate.ADMISSION_S, service.REFUSALS_S, jobstore.MAX_VALUE_BYTES) == (10.0, 10.0, default.MAX_VALUE_BYTES)
+    assert (gate.ADMISSION_S, service.REFUSALS_S) == (10.0, 10.0)
     assert "have not shown a token within ten seconds" in flat(SECURITY)
     assert (RECOVERY.start_deadline_s, LIVENESS.blind_s, checkpoint._KEPT) == (1800.0, 0.5, 2)
     assert "half an hour from the first `keepstep.init()`" in flat(USAGE)

@@ -82,6 +82,7 @@ def test_commands_are_understood() -> None:
     shape = shape_of(chosen.nnodes, chosen.nproc_per_node, chosen.spares)
     assert shape.max_nodes == JOBS["agent"]["spec"]["completions"] == JOBS["agent"]["spec"]["parallelism"]
     assert shape.max_nodes * shape.slots(None) >= shape.world_size + shape.num_spares
+    assert other.grace < pod("agent").get("terminationGracePeriodSeconds", 30), "Kubernetes kills what is left then"
     service = OBJECTS["Service"]
     assert other.controller == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
 

@@ -177,7 +177,9 @@ def test_flags_are_those_of_keepstep() -> None:
     shown = set(re.findall(r"(?<!\S)--[a-z-]+", line + rest))
     known = {option for action in make_parser("keepstep run")._actions for option in action.option_strings}
     assert shown <= known
-    assert len(shown) == 8
+    assert len(shown) == 9
+    (grace,) = re.findall(r"--grace (\d+)", rest)
+    assert int(grace) < 30, "Slurm's KillWait by default"
 
 
 def test_the_script_is_sound() -> None:
