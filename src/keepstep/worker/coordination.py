@@ -49,7 +49,7 @@ class StepInterrupted(BaseException):
 
 
 class Coordination:
-    """One rank's part in its job. Implements `keepstep.worker.groups.group.GroupObserver`.
+    """One rank's part in its job. Implements `keepstep.worker.groups.observer.GroupObserver`.
 
     What other threads tell the machine, and what it decides upon that, happens under one lock, which is never held
     while anything is waited for, broken or sent. How its moves went is told by the training thread alone, without it,

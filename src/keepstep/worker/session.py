@@ -23,7 +23,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkToNobody
-from keepstep.worker.backends.connections import LOOPBACK
+from keepstep.worker.backends.communicator import LOOPBACK
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import GroupRegistry

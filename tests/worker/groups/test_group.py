@@ -472,10 +472,10 @@ def taken_down_before_anything_is_there_to_break(rank: int, size: int, path: Pat
 
 
 def test_a_stop_just_before_a_group_is_connected_is_not_forgotten(tmp_path: Path) -> None:
-    down = "group world was taken down before it was connected"
+    down = "group world was aborted before it was connected"
     assert run_ranks(2, taken_down_before_anything_is_there_to_break, tmp_path, "world") == [[down], [down]]
 
 
 def test_a_stop_just_before_a_new_group_is_connected_is_not_forgotten(tmp_path: Path) -> None:
-    down = "0-1.1: group 0-1.1 was taken down before it was connected"
+    down = "0-1.1: group 0-1.1 was aborted before it was connected"
     assert run_ranks(2, taken_down_before_anything_is_there_to_break, tmp_path, "0-1.1") == [[down], []]

@@ -1,1 +1,1 @@
-"""How one generation of a process group is connected, broken, waited for and given up: gloo, today."""
+"""How one generation of a process group is connected, aborted and waited for, by backend."""

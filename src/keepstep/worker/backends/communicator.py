@@ -1,87 +1,232 @@
-"""What keepstep needs of the group inside a surviving group; torch's gloo group is the one there is today.
+"""What a surviving group needs of the backend inside it: a communicator of one generation, which can be aborted.
 
-torch's stubs do not show these methods of its backends, so they are written down here.
+Each backend is a folder beside this file. `keepstep.worker.backends.by_device` says which one carries what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import Store
 
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
 from keepstep.weights.lines.group import Carrier
+
+LOOPBACK = "127.0.0.1"
+"""The address that a backend listens at on a job's only node."""
+
+Outputs = list[Tensor] | list[list[Tensor]]
+OnError = Callable[[Exception], Callable[[], None] | None]
+"""Told of the error that an operation has ended with, from any thread. None: each thread that waits raises the error.
+Else the error has been dealt with, and each thread that waits calls the result before it goes on."""
+
+
+class CommunicatorAborted(RuntimeError):
+    """The communicator was aborted; a RuntimeError, as errors of torch's own backends are."""
+
+
+class Cause(enum.Enum):
+    """Why an operation has failed."""
+
+    CONNECTION = enum.auto()
+    """A connection ended: the peer is gone, or has left the group."""
+    DEADLINE = enum.auto()
+    """Its timeout has passed: a peer did not come. The backend has closed the connections of the group."""
+    CALL = enum.auto()
+    """Neither: the backend refuses what it was asked to do, such as a bitwise reduction of floats."""
+
+
+class OperationObserver(Protocol):
+    """Is told of the operations of groups, from any thread. ``peer``: as in `OperationCount`."""
+
+    def entered(self, group: str, operation: Operation, peer: int) -> None:
+        """An operation was begun."""
+
+    def awaited(self) -> None:
+        """Something waits for an operation in flight, or asks after it: told once for each operation at most."""
+
+    def left(self, group: str, operation: Operation, peer: int, *, was_awaited: bool) -> None:
+        """An operation has ended; ``was_awaited``: `awaited` was told of it."""
 
 
 class Communicator(Carrier, Protocol):
-    """One communicator of one generation. All calls return a handle at once; waiting on it may raise RuntimeError."""
+    """One group in one generation. The training thread begins operations; the rest may come from any thread."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is connected, and was not aborted."""
+        ...
+
+    @property
+    def num_begun(self) -> int:
+        """How many operations this rank has begun."""
+        ...
+
+    def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
+        """Connects to all other members, who do the same.
+
+        Args:
+            store: where the members find each other; used by this generation alone.
+            rank: this process's rank in the group.
+            size: number of members.
+            connect_deadline: for the others to come.
+            timeout: for each operation, as in ``new_group(timeout=...)``.
+
+        Raises:
+            RuntimeError: a member did not come in time, or `abort` was called meanwhile.
+            PeerLost: from ``store``.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Breaks the communicator, at any moment and any number of times.
+
+        What waits in it is freed within milliseconds.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Ends this rank's connections, so that no other member waits for it. It is called after a deadline."""
+        ...
+
+    def wait_until_quiet(self, deadline_s: float) -> bool:
+        """Waits until no operation is under way, so that nothing writes into a tensor later on.
+
+        Returns:
+            False: one did not end in time.
+        """
+        ...
+
+    def release(self) -> None:
+        """Gives up an aborted communicator's resources, when it is quiet."""
+        ...
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of operations to come."""
+        ...
+
+    def begin(
+        self,
+        operation: Operation,
+        call: Callable[[TorchBackend], dist.Work],
+        outputs: Outputs,
+        on_error: OnError,
+        peer: int = ALL_MEMBERS,
+    ) -> dist.Work:
+        """Begins an operation.
+
+        Args:
+            operation: what it is.
+            call: issues it.
+            outputs: what the future of the returned handle holds in the end.
+            on_error: see `OnError`.
+            peer: the other side of a send or recv.
+
+        Raises:
+            CommunicatorAborted: it was aborted already.
+            RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
+        """
+        ...
+
+    def cause_of(self, error: Exception) -> Cause:
+        """Why an operation has failed."""
+        ...
+
+    def barrier(self) -> dist.Work:
+        """Meets all members. Waiting raises RuntimeError when one is gone or the communicator was aborted.
+
+        As `send` and `recv` it is keepstep's own traffic: its errors are raised, and it does not echo.
+        """
+        ...
+
+
+CommunicatorFactory = Callable[[str, OperationObserver, str], Communicator]
+"""Makes one: the group's name, for messages; its observer; the address at which other members reach this rank."""
+
+
+class TorchBackend(Protocol):
+    """The methods of torch's own backends, such as ProcessGroupGloo, which torch's stubs do not show.
+
+    Each returns a handle at once; waiting for it may raise RuntimeError.
+    """
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def barrier(self, opts: Any = ...) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """See the collective of this name in `SurvivingGroup`; it ends in this call."""
+        """It ends in this call."""
         ...
 
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
         ...
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        """See the collective of this name in `SurvivingGroup`."""
+        """See the method of this name in `SurvivingGroup`."""
+        ...
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        """See the method of this name in `SurvivingGroup`."""
+        ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """See the method of this name in `SurvivingGroup`."""
         ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +31,19 @@ from torch._C._distributed_c10d import (
 )
 
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
-from keepstep.worker.backends.causes import Cause, cause_of
-from keepstep.worker.backends.communicator import Communicator
-from keepstep.worker.backends.connections import LOOPBACK
-from keepstep.worker.backends.inner import Inner, OperationObserver, TakenDown
+from keepstep.worker.backends.by_device import BACKENDS
+from keepstep.worker.backends.communicator import (
+    LOOPBACK,
+    Cause,
+    Communicator,
+    CommunicatorAborted,
+    Outputs,
+    TorchBackend,
+)
 from keepstep.worker.groups import echo, native, objects
+from keepstep.worker.groups.observer import GroupObserver
 from keepstep.worker.groups.startup import StartUp
-from keepstep.worker.groups.work import EchoedWork, JoinedWork, Outputs
+from keepstep.worker.groups.work import EchoedWork, JoinedWork
 
 Tensors = list[Tensor]
 
@@ -47,26 +53,6 @@ SHUTDOWN_S = 5.0
 """For what is under way in a group that is destroyed. It ends within milliseconds, or with gloo's own deadline."""
 DETECTION_S = 5.0
 """After a group's own timeout, until its error is raised. A lost node is given up after 3 s (`protocol.controller`)."""
-
-
-class GroupObserver(OperationObserver, Protocol):
-    """What a group tells its session. All calls may come from any thread."""
-
-    def failed(self, group: str, error: Exception) -> bool:
-        """A connection of the group has ended. True: the group shall echo; False: the error is raised."""
-
-    def is_over(self, generation: int) -> bool:
-        """Whether the generation is over, and its groups are taken down or about to be."""
-
-    def knows_failure(self, within_s: float) -> bool:
-        """Whether a failure of this generation is known, now or ``within_s`` seconds, for which the caller waits."""
-
-    def echoed(self, group: str) -> None:
-        """A collective was answered by echo."""
-
-    def missing(self, group: str, received: Outputs) -> None:
-        """The program is about to get tensors that an echoed collective would have written, in the thread that gets
-        them."""
 
 
 class SurvivingGroup(dist.ProcessGroup):
@@ -97,7 +83,7 @@ class SurvivingGroup(dist.ProcessGroup):
         self._name = self._description = name
         self._timeout = timeout
         self._host = host
-        self._inner = Inner(name, observer, host)
+        self._inner = BACKENDS[_CPU.type](name, observer, host)
         self._echoing = 0
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -108,7 +94,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._echoing > 0 or not self._inner.is_up
 
     def connect(self, store: Store, rank: int, connect_deadline: timedelta, is_over: Callable[[], bool]) -> None:
-        """Builds the inner group, together with all other members; see `Inner.connect`.
+        """Builds the inner group, together with all other members; see `Communicator.connect`.
 
         Args:
             store, rank, connect_deadline: as there.
@@ -120,18 +106,18 @@ class SurvivingGroup(dist.ProcessGroup):
         """
         self._inner.release()
         self._rank, self._is_destroyed = rank, False
-        self._inner = Inner(self.keepstep_name, self._observer, self._host)
+        self._inner = BACKENDS[_CPU.type](self.keepstep_name, self._observer, self._host)
         if is_over():  # `take_down` may have come when there was only the one before
-            self._inner.take_down()
+            self._inner.abort()
         self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
     def take_down(self) -> None:
         """Breaks the communicator: whoever waits in it is freed at once. From any thread, any number of times."""
-        self._inner.take_down()
+        self._inner.abort()
 
     def drain(self, deadline_s: float) -> bool:
-        """Waits until no collective is under way any more; see `Inner.drain`."""
-        return self._inner.drain(deadline_s)
+        """Waits until no collective is under way any more; see `Communicator.wait_until_quiet`."""
+        return self._inner.wait_until_quiet(deadline_s)
 
     @contextmanager
     def echoing(self) -> Iterator[None]:
@@ -143,7 +129,7 @@ class SurvivingGroup(dist.ProcessGroup):
             self._echoing -= 1
 
     @property
-    def inner(self) -> Inner | None:
+    def inner(self) -> Communicator | None:
         """The group of this generation, None while down: keepstep's own traffic does not echo."""
         return self._inner if self._inner.is_up else None
 
@@ -235,8 +221,8 @@ class SurvivingGroup(dist.ProcessGroup):
         After a recovery the group is connected again with all others, for a replacement may not have destroyed it yet.
         """
         self._is_destroyed = True
-        self._inner.take_down()
-        if self._inner.drain(SHUTDOWN_S):
+        self._inner.abort()
+        if self._inner.wait_until_quiet(SHUTDOWN_S):
             self._inner.release()
 
     def abort(self) -> None:
@@ -261,7 +247,7 @@ class SurvivingGroup(dist.ProcessGroup):
         self,
         operation: Operation,
         outputs: Outputs,
-        call: Callable[[Communicator], dist.Work],
+        call: Callable[[TorchBackend], dist.Work],
         fill: Callable[[], None] | None,
         peer: int = ALL_MEMBERS,
         *,
@@ -294,20 +280,20 @@ class SurvivingGroup(dist.ProcessGroup):
         try:
             work = inner.begin(operation, call, outputs, on_error, peer)
             return work if start_up is None else start_up.follow(work)
-        except TakenDown:
+        except CommunicatorAborted:
             if self._is_destroyed and not self._observer.knows_failure(0.0):
                 raise RuntimeError(
                     f"group {self.keepstep_name} was destroyed: it has no collectives any more"
                 ) from None
             echo_it()()
         except RuntimeError as error:
-            if cause_of(error) is Cause.CALL or (tell := on_error(error)) is None:
+            if inner.cause_of(error) is Cause.CALL or (tell := on_error(error)) is None:
                 raise
             tell()
         objects.refuse_unpickling(self.keepstep_name, "a failure cut the group off, and nothing was received")
         return EchoedWork(outputs, self._rank, self._size)
 
-    def _is_of_a_failure(self, inner: Inner, error: Exception) -> bool:
+    def _is_of_a_failure(self, inner: Communicator, error: Exception) -> bool:
         """Whether an operation's error comes from the failure of a peer, so that it is echoed and not raised.
 
         A connection that ended is taken for a failure and reported. An error of the call itself is the caller's, and so
@@ -316,13 +302,13 @@ class SurvivingGroup(dist.ProcessGroup):
         waits for after a deadline, both are echoed: what was computed is thrown away anyway. After a deadline of its
         own this rank leaves the group, so that no other waits in it any longer.
         """
-        match cause_of(error):
+        match inner.cause_of(error):
             case Cause.CONNECTION:
                 return self._observer.failed(self.keepstep_name, error)
             case Cause.DEADLINE:
                 if self._observer.knows_failure(DETECTION_S):
                     return True
-                inner.end_connections()
+                inner.leave()
                 return False
             case Cause.CALL:
                 return self._observer.knows_failure(0.0)
@@ -369,7 +355,7 @@ class SurvivingGroup(dist.ProcessGroup):
             RuntimeError: with the ranks that did not come in time, where no failure is known.
         """
 
-        def meet(inner: Communicator) -> dist.Work:
+        def meet(inner: TorchBackend) -> dist.Work:
             inner.monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)
             return EchoedWork([], self._rank, self._size)
 

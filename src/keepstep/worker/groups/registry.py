@@ -12,8 +12,9 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _world as torch_world
 
 from keepstep.errors import InternalError, PeerLost
-from keepstep.worker.backends.connections import LOOPBACK
-from keepstep.worker.groups.group import GroupObserver, SurvivingGroup
+from keepstep.worker.backends.communicator import LOOPBACK
+from keepstep.worker.groups.group import SurvivingGroup
+from keepstep.worker.groups.observer import GroupObserver
 from keepstep.worker.groups.startup import StartUp
 
 BACKEND = "keepstep"

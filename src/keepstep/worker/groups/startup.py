@@ -24,8 +24,8 @@ from torch import distributed as dist
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.waiting.operations import Operation
+from keepstep.worker.backends.communicator import Outputs
 from keepstep.worker.groups import objects
-from keepstep.worker.groups.work import Outputs
 
 EQUAL_ON_ALL = frozenset({Operation.ALL_REDUCE, Operation.BROADCAST, Operation.ALL_GATHER})
 """What these give is the same on every member."""

@@ -1,31 +1,16 @@
-"""The handles that a surviving group's collectives return."""
+"""The handles of collectives that a surviving group answers by itself, or has made of several."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
-from keepstep.protocol.waiting.operations import Operation
-from keepstep.worker.backends.background import in_background
-from keepstep.worker.backends.causes import RAISED_BY_GLOO
-from keepstep.worker.backends.communicator import Communicator
-from keepstep.worker.groups import native
-
-Outputs = list[Tensor] | list[list[Tensor]]
-
-SHORT = timedelta(milliseconds=10)
-"""How long a thread waits in gloo itself, where only gloo can wake it. The end of that wait is an exception in C++ and
-takes a tenth of a millisecond."""
-
-_SILENT = frozenset({Operation.SEND, Operation.RECV, Operation.REDUCE_SCATTER})
-"""Gloo has no future for them: only a thread that waits learns of their end."""
+from keepstep.worker.backends import futures
+from keepstep.worker.backends.communicator import Outputs
 
 
 class EchoedWork(dist.Work):
@@ -49,8 +34,8 @@ class EchoedWork(dist.Work):
         """A future that is done."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._outputs)
-        if native.needs_type(self._outputs):
-            return native.typed(future, self._outputs)  # type: ignore[arg-type]  # seen just now
+        if futures.needs_type(self._outputs):
+            return futures.typed(future, self._outputs)  # type: ignore[arg-type]  # seen just now
         return future
 
     def result(self) -> Outputs:
@@ -67,234 +52,6 @@ class EchoedWork(dist.Work):
 
     def _source_rank(self) -> int:
         return self._next_rank
-
-
-class GroupWork(dist.Work):
-    """An operation on its way in the inner group. It ends once: with gloo's answer, or because it was forgotten.
-
-    A thread that waits for it waits in gloo itself at first, since a small collective ends within microseconds. What
-    takes longer is left to gloo's own thread, so that `forget` can free the waiting one.
-    """
-
-    def __init__(
-        self,
-        operation: Operation,
-        peer: int,
-        outputs: Outputs,
-        timeout: timedelta,
-        on_error: Callable[[Exception], Callable[[], None] | None],
-        on_awaited: Callable[[], None],
-        on_end: Callable[[GroupWork], None],
-    ) -> None:
-        """Args:
-        operation: what it is.
-        peer: the other side of a send or recv.
-        outputs: what the future holds when it is done.
-        timeout: of the group; gloo takes that of connecting for a send, a recv and a reduce_scatter.
-        on_error: called with the error it ended with. None: each thread that waits raises it. Else it has been
-            dealt with, and what it returns is called in each thread that waits, before that goes on.
-        on_awaited: called once at most, when something waits for it or asks after it before it has ended.
-        on_end: called once, after these, from any thread.
-        """
-        super().__init__()
-        self.operation, self.peer = operation, peer
-        self.was_awaited = False
-        """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
-        self._outputs = outputs
-        self._timeout = timeout
-        self._on_error = on_error
-        self._on_awaited = on_awaited
-        self._on_end = on_end
-        self._issued: dist.Work | None = None
-        self._error: Exception | None = None
-        self._before_going_on: Callable[[], None] | None = None
-        self._ending = self._ended = False
-        self._is_silent = operation in _SILENT
-        self._is_followed = False
-        self._answered = False
-        """Gloo's future is done, and its handle will be at once."""
-        self._claimed = threading.Lock()
-        self._running = threading.Lock()
-        """Held until it has ended. Waiting for a lock costs a fraction of waiting for a future."""
-        self._running.acquire()
-        self._changing = threading.Lock()
-        self._end: torch.futures.Future[None] | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        """Made when somebody asks for it."""
-
-    def follow(self, issued: dist.Work, communicator: Communicator) -> None:
-        """Takes on gloo's handle, which may be done already."""
-        self._issued = issued
-        if self._is_silent:
-            in_background(self._wait_for_gloo, issued, communicator)
-        elif self._ended and not issued.is_completed():  # it was forgotten while it was being issued
-            in_background(_outlive, issued, communicator)
-
-    def look(self) -> bool:
-        """Whether it has ended, gloo's handle being asked; without waiting."""
-        issued = self._issued
-        if not self._ended and not self._is_silent and issued is not None and issued.is_completed():
-            self._conclude(issued.wait)
-        return self._ended
-
-    def _have_gloo_tell(self) -> None:
-        """Has gloo's thread tell of the end, once: from here on something depends on it that does not wait in gloo."""
-        if self._is_silent or self._issued is None:
-            return
-        with self._changing:
-            if self._is_followed:
-                return
-            self._is_followed = True
-        self._issued.get_future().add_done_callback(self._told)
-
-    def _told(self, future: torch.futures.Future[Any]) -> None:
-        try:
-            future.value()
-        except RAISED_BY_GLOO as error:
-            self._finish(error)
-        else:
-            self._answered = True
-            self._finish(None)
-
-    def _wait_for_gloo(self, issued: dist.Work, _kept_alive: Communicator) -> None:
-        self._conclude(lambda: issued.wait(self._timeout))
-
-    def _conclude(self, ask: Callable[[], object]) -> None:
-        try:
-            ask()
-        except RAISED_BY_GLOO as error:
-            self._finish(error)
-        else:
-            self._finish(None)
-
-    def forget(self, error: Exception, communicator: Communicator) -> None:
-        """Ends it although gloo does not, whose threads sleep; the communicator lives on until they end."""
-        if self._issued is not None:
-            in_background(_outlive, self._issued, communicator)
-        self._finish(error)
-
-    def _finish(self, error: Exception | None) -> None:
-        if not self._claimed.acquire(blocking=False):
-            return
-        try:
-            if error is not None:
-                self._before_going_on = self._on_error(error)
-                self._error = error if self._before_going_on is None else None
-        finally:
-            with self._changing:
-                self._ending = True
-            self._on_end(self)
-            with self._changing:
-                self._ended = True
-                end = self._end
-            self._running.release()
-            if end is not None:
-                end.set_result(None)
-
-    def _await(self) -> None:
-        """The program depends on the end of this operation from here on. One that it never asks after it cannot wait
-        for, so a rank that stands still beside it stands still for a reason of its own."""
-        with self._changing:
-            if not (self.was_awaited or self._ending):
-                self.was_awaited = True
-                self._on_awaited()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until the operation has ended.
-
-        Raises:
-            RuntimeError: the error it ended with, where the group does not echo; or ``timeout`` has passed.
-        """
-        if not self._ended:
-            self._await()
-            if not timeout:
-                self._wait_in_gloo()
-            if not self._ended:
-                self._wait_for_end(timeout)
-        if self._error is not None:
-            raise self._error
-        if self._before_going_on is not None:
-            self._before_going_on()
-        return True
-
-    def _wait_in_gloo(self) -> None:
-        """Waits a little where gloo itself wakes the thread."""
-        issued = self._issued
-        if self._is_silent or issued is None:
-            return
-        try:
-            issued.wait(SHORT)
-        except RAISED_BY_GLOO:
-            self.look()  # not `error`: it may be the end of this wait
-        else:
-            self._finish(None)
-
-    def _wait_for_end(self, timeout: timedelta | None) -> None:
-        self._have_gloo_tell()
-        if not self._running.acquire(timeout=timeout.total_seconds() if timeout else -1):
-            raise RuntimeError(f"the operation did not end within {timeout}")
-        self._running.release()
-        if self._answered and self._issued is not None:
-            # Gloo's future is done a little before its handle: torch's profiler is told in between, and must not be
-            # told of an operation of a profile that has ended.
-            self._issued.wait()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs, which C++ may wait for unseen."""
-        self._await()
-        with self._changing:
-            if self._future is None:
-                self._end = torch.futures.Future()
-                self._future = self._end.then(self._result)
-                if native.needs_type(self._outputs):
-                    self._future = native.typed(self._future, self._outputs)  # type: ignore[arg-type]  # seen just now
-                if self._ended:
-                    self._end.set_result(None)
-            future = self._future
-        self._have_gloo_tell()
-        return future
-
-    def _result(self, _end: torch.futures.Future[None]) -> Outputs:
-        if self._error is not None:
-            raise self._error
-        return self._outputs
-
-    def is_completed(self) -> bool:
-        """Whether the operation has ended; a program that asks may go on asking until it has."""
-        if not self._ended:
-            self._await()
-            self.look()
-        return self._ended
-
-    def is_success(self) -> bool:
-        """Whether waiting would end without an error."""
-        return self.look() and self._error is None
-
-    def exception(self) -> Exception | None:
-        """The error that waiting raises, if it has ended in one."""
-        return self._error
-
-    def result(self) -> Outputs:
-        """The outputs.
-
-        Raises:
-            RuntimeError: the operation has not ended, or in an error.
-        """
-        if not self.look():
-            raise RuntimeError(
-                "Work needs to be completed before calling result(). Should call wait() before result()."
-            )
-        if self._error is not None:
-            raise self._error
-        return self._outputs
-
-    def synchronize(self) -> None:
-        """As `wait`, as on gloo: there is no stream."""
-        self.wait()
-
-    def _source_rank(self) -> int:
-        assert self._issued is not None
-        return int(self._issued._source_rank())
 
 
 class JoinedWork(dist.Work):
@@ -334,9 +91,3 @@ class JoinedWork(dist.Work):
     def is_success(self) -> bool:
         """Whether waiting would end without an error."""
         return all(work.is_success() for work in self._works)
-
-
-def _outlive(issued: dist.Work, _kept_alive: Communicator) -> None:
-    """Waits for gloo's own deadline. To destroy the communicator before would be to wait for it there."""
-    with suppress(*RAISED_BY_GLOO):
-        issued.wait()

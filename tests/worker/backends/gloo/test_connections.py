@@ -13,7 +13,7 @@ import torch
 from tests.worker.ranks import DEADLINE_S, meet, plain_gloo, run_ranks
 from torch._C._distributed_c10d import AllreduceOptions
 
-from keepstep.worker.backends.connections import Connections
+from keepstep.worker.backends.gloo.connections import Connections
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -1,4 +1,4 @@
-"""The communicator inside a surviving group: whatever is under way ends when it is taken down, at any moment."""
+"""A gloo communicator: what is under way in it ends when it is aborted, at any moment."""
 
 import os
 import random
@@ -13,18 +13,19 @@ import pytest
 import torch
 from tests.worker.ranks import DEADLINE_S, Watcher, file_store, meet, run_ranks
 from torch import distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
 from keepstep.protocol.waiting.operations import Operation
-from keepstep.worker.backends.inner import Inner, TakenDown
+from keepstep.worker.backends.communicator import CommunicatorAborted
+from keepstep.worker.backends.gloo.communicator import GlooCommunicator
 
 NEVER = timedelta(hours=10)
 LARGE = 1 << 20
 """Elements: a message that no socket buffer holds, so a cut finds it half-way."""
 
 
-def inner(path: Path, rank: int, size: int, generation: int = 1) -> Inner:
-    group = Inner("world", Watcher())
+def inner(path: Path, rank: int, size: int, generation: int = 1) -> GlooCommunicator:
+    group = GlooCommunicator("world", Watcher())
     group.connect(file_store(path, size, generation), rank, size, timedelta(seconds=DEADLINE_S), NEVER)
     return group
 
@@ -33,14 +34,24 @@ def raised(_error: Exception) -> None:
     return None
 
 
-def reduce(group: Inner, elements: int) -> dist.Work:
+def reduce(group: GlooCommunicator, elements: int) -> dist.Work:
     tensor = torch.ones(elements)
     return group.begin(
         Operation.ALL_REDUCE, lambda gloo: gloo.allreduce([tensor], AllreduceOptions()), [tensor], raised
     )
 
 
-def send_on(group: Inner, elements: int, rank: int, size: int) -> list[dist.Work]:
+def reduce_scatter(group: GlooCommunicator, elements: int, size: int) -> dist.Work:
+    source, output = torch.ones(elements * size), torch.empty(elements)
+    return group.begin(
+        Operation.REDUCE_SCATTER,
+        lambda gloo: gloo._reduce_scatter_base(output, source, ReduceScatterOptions()),
+        [output],
+        raised,
+    )
+
+
+def send_on(group: GlooCommunicator, elements: int, rank: int, size: int) -> list[dist.Work]:
     """To the next rank, from the one before."""
     tensors = [torch.ones(elements), torch.ones(elements)]
     return [group.send(tensors[:1], (rank + 1) % size, 0), group.recv(tensors[1:], (rank - 1) % size, 0)]
@@ -55,20 +66,24 @@ def outcome(work: dist.Work) -> str:
 
 
 def break_at_any_moment(rank: int, size: int, path: Path, elements: int, seed: int) -> set[str]:
-    """Each rank takes its group down at a moment of its own while collectives run, one of them first."""
+    """Each rank aborts its communicator at a moment of its own while collectives run, one of them first."""
     outcomes = set()
     for trial in range(25):
         moment = random.Random(f"{seed} {trial} {rank}")
         group = inner(path, rank, size, generation=trial)
         meet(path, size, f"built {trial}")
-        threading.Timer(moment.uniform(0.0, 0.02 if elements < LARGE else 0.1), group.take_down).start()
+        threading.Timer(moment.uniform(0.0, 0.02 if elements < LARGE else 0.1), group.abort).start()
         works: list[dist.Work] = []
         with suppress(RuntimeError):
             while True:
-                works += [reduce(group, elements), *send_on(group, elements, rank, size)]
-                works[-3].wait()
+                works += [
+                    reduce(group, elements),
+                    reduce_scatter(group, elements, size),
+                    *send_on(group, elements, rank, size),
+                ]
+                works[-4].wait()
         outcomes |= {outcome(work) for work in works}
-        assert group.drain(DEADLINE_S)
+        assert group.wait_until_quiet(DEADLINE_S)
         meet(path, size, f"through {trial}")
         group.release()
     return outcomes
@@ -81,28 +96,29 @@ def test_a_cut_at_any_moment_frees_everybody(elements: int, tmp_path: Path, seed
         assert outcomes <= {"done", "broken"}
 
 
-def stop_half_way(rank: int, size: int, path: Path, begin: Callable[[Inner, int, int], list[dist.Work]]) -> list[str]:
+Begin = Callable[[GlooCommunicator, int, int], list[dist.Work]]
+
+
+def stop_half_way(rank: int, size: int, path: Path, begin: Begin) -> list[str]:
     """Rank 1 does nothing: what rank 0 sends fills the sockets and stays there."""
     group = inner(path, rank, size)
     works = begin(group, rank, size)
     meet(path, size, "begun")
-    group.take_down()
+    group.abort()
     return [outcome(work) for work in works]
 
 
-def only_rank_0_sends(group: Inner, rank: int, size: int) -> list[dist.Work]:
+def only_rank_0_sends(group: GlooCommunicator, rank: int, size: int) -> list[dist.Work]:
     return [group.send([torch.ones(LARGE * 8)], 1, 0) for _ in range(3)] if rank == 0 else []
 
 
-def only_one_receives_what_two_send(group: Inner, rank: int, size: int) -> list[dist.Work]:
+def only_one_receives_what_two_send(group: GlooCommunicator, rank: int, size: int) -> list[dist.Work]:
     """The message of the second is accepted by its header and then comes no further."""
     return [reduce(group, LARGE * 4)] if rank == 0 else []
 
 
 @pytest.mark.parametrize("begin", [only_rank_0_sends, only_one_receives_what_two_send])
-def test_what_waits_for_a_rank_that_does_nothing_is_freed(
-    begin: Callable[[Inner, int, int], list[dist.Work]], tmp_path: Path
-) -> None:
+def test_what_waits_for_a_rank_that_does_nothing_is_freed(begin: Begin, tmp_path: Path) -> None:
     first, second = run_ranks(2, stop_half_way, tmp_path, begin)
     assert set(first) == {"broken"}
     assert second == []
@@ -113,14 +129,14 @@ def use_after_the_end(rank: int, size: int, path: Path) -> list[str]:
     group.barrier().wait()
     meet(path, size, "met")
     assert group.is_up
-    group.take_down()
-    group.take_down()
+    group.abort()
+    group.abort()
     assert not group.is_up
-    with pytest.raises(TakenDown, match="group world is down"):
+    with pytest.raises(CommunicatorAborted, match="group world is down"):
         group.barrier()
-    assert group.drain(0.0)
+    assert group.wait_until_quiet(0.0)
     group.release()
-    with pytest.raises(TakenDown):
+    with pytest.raises(CommunicatorAborted):
         reduce(group, 1)
     return []
 
@@ -130,7 +146,7 @@ def test_nothing_begins_in_a_group_that_was_taken_down(tmp_path: Path) -> None:
 
 
 def a_time_of_its_own(rank: int, size: int, path: Path, operation: str) -> str:
-    group = Inner("world", Watcher())
+    group = GlooCommunicator("world", Watcher())
     group.connect(file_store(path, size), rank, size, timedelta(seconds=DEADLINE_S), timedelta(milliseconds=50))
     answer = ""
     if rank == 0:
@@ -159,24 +175,24 @@ class LosesOne(dist.Store):
 
 def lose_one_while_connecting(rank: int, size: int, path: Path, deadline: timedelta, breaks: bool) -> str:
     """Rank 1 is lost. Its address is the greater one, and of two members that one connects to the other."""
-    group = Inner("world", Watcher(), host=f"127.0.0.{rank + 1}")
+    group = GlooCommunicator("world", Watcher(), host=f"127.0.0.{rank + 1}")
     store = file_store(path, size)
     if rank == 1:
         group.connect(LosesOne(store), rank, size, deadline, NEVER)
     store.wait(["lost"])
     if breaks:
-        threading.Timer(0.3, group.take_down).start()
+        threading.Timer(0.3, group.abort).start()
     with pytest.raises(RuntimeError) as error:
         group.connect(store, rank, size, deadline, NEVER)
     assert not group.is_up
-    group.take_down()
+    group.abort()
     group.release()
     return str(error.value)
 
 
 def test_a_wait_for_a_member_that_died_before_it_connected_ends_when_it_is_taken_down(tmp_path: Path) -> None:
     answers = run_ranks(2, lose_one_while_connecting, tmp_path, NEVER, True, silent=frozenset({1}))
-    assert answers == ["group world was taken down while it was being connected", None]
+    assert answers == ["group world was aborted while it was being connected", None]
 
 
 def test_a_wait_for_a_member_that_died_before_it_connected_has_a_deadline(tmp_path: Path) -> None:

@@ -5,21 +5,10 @@ Gloo's errors have no types, so its words are looked at: an error of a connectio
 
 from __future__ import annotations
 
-import enum
+from keepstep.worker.backends.communicator import Cause
 
-RAISED_BY_GLOO = (RuntimeError, ValueError, TypeError, IndexError)
+RAISED = (RuntimeError, ValueError, TypeError, IndexError)
 """What torch's C++ errors become in Python."""
-
-
-class Cause(enum.Enum):
-    """What an operation has failed for."""
-
-    CONNECTION = enum.auto()
-    """A connection ended: the peer is gone, or has left the group."""
-    DEADLINE = enum.auto()
-    """Its time is over: a peer did not come, whatever the reason. Gloo has closed the connections of the group."""
-    CALL = enum.auto()
-    """Neither: gloo refuses what it was asked to do, such as a bitwise reduction of floats."""
 
 
 def cause_of(error: Exception) -> Cause:

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LOOPBACK = "127.0.0.1"
-"""Where gloo listens on a job's only node: nobody else needs to reach it."""
+from keepstep.worker.backends.communicator import LOOPBACK
 
 _building = threading.Lock()
 

@@ -1,8 +1,8 @@
-"""The communicator inside a surviving group: one gloo group of one generation, which can be broken at any time.
+"""One gloo group of one generation, which can be aborted at any time.
 
-Everything that is under way in it ends soon after `Inner.take_down`, also what gloo itself would let sleep until its
-deadline: when a connection ends, gloo tells the operations that wait for it, but not the one whose message is half-way
-through it (``Pair::signalException`` passes over unbound buffers in ``tx_`` and ``rx_``).
+Everything that is under way in it ends soon after `GlooCommunicator.abort`, also what gloo itself would let sleep
+until its deadline: when a connection ends, gloo tells the operations that wait for it, but not the one whose message
+is half-way through it (``Pair::signalException`` passes over unbound buffers in ``tx_`` and ``rx_``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,21 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
-from keepstep.worker.backends.background import in_background
-from keepstep.worker.backends.communicator import Communicator
-from keepstep.worker.backends.connections import LOOPBACK, Connections
-from keepstep.worker.backends.threads import GlooThreads
-from keepstep.worker.groups.work import GroupWork, Outputs
+from keepstep.worker.backends.communicator import (
+    LOOPBACK,
+    Cause,
+    CommunicatorAborted,
+    OnError,
+    OperationObserver,
+    Outputs,
+    TorchBackend,
+)
+from keepstep.worker.backends.gloo import errors
+from keepstep.worker.backends.gloo.background import in_background
+from keepstep.worker.backends.gloo.connections import Connections
+from keepstep.worker.backends.gloo.scattering import ScatteringGloo
+from keepstep.worker.backends.gloo.threads import GlooThreads
+from keepstep.worker.backends.gloo.work import GlooWork
 
 FREED_S = 0.003
 """Within so much gloo frees what it does not forget, measured on 2 cores; what takes longer is freed a little later."""
@@ -39,24 +49,7 @@ _NOBODY_SENDS = 0x7FFF_FFFF
 """A tag that no message carries."""
 
 
-class TakenDown(RuntimeError):
-    """The communicator was broken; a RuntimeError, as gloo's own errors are."""
-
-
-class OperationObserver(Protocol):
-    """Is told of the operations of groups, from any thread. ``peer``: as in `OperationCount`."""
-
-    def entered(self, group: str, operation: Operation, peer: int) -> None:
-        """An operation was begun."""
-
-    def awaited(self) -> None:
-        """Something waits for an operation in flight, or asks after it: told once for each operation at most."""
-
-    def left(self, group: str, operation: Operation, peer: int, *, was_awaited: bool) -> None:
-        """An operation has ended; ``was_awaited``: `awaited` was told of it."""
-
-
-class Inner:
+class GlooCommunicator:
     """One generation's communicator. Collectives are begun by the training thread; the rest is for any thread."""
 
     def __init__(self, name: str, observer: OperationObserver, host: str = LOOPBACK) -> None:
@@ -68,14 +61,14 @@ class Inner:
         self._name = name
         self._host = host
         self._observer = observer
-        self._communicator: Communicator | None = None
+        self._communicator: TorchBackend | None = None
         self._connections = Connections(host)
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
         self._is_down = False
         self._timeout = timedelta(0)
         self.num_begun = 0
-        self._under_way: dict[GroupWork, None] = {}
+        self._under_way: dict[GlooWork, None] = {}
         """In the order in which they were begun. What nobody waits for is looked at when the next one begins."""
         self._changed = threading.Condition()
 
@@ -97,7 +90,7 @@ class Inner:
             timeout: for each operation, as in ``new_group(timeout=...)``.
 
         Raises:
-            RuntimeError: a member did not come in time, or `take_down` was called meanwhile.
+            RuntimeError: a member did not come in time, or `abort` was called meanwhile.
             PeerLost: from ``store``.
         """
         self._rank, self._size = rank, size
@@ -107,23 +100,23 @@ class Inner:
         self._timeout = timeout
         self._communicator = communicator
 
-    def _built(self, store: Store, connect_deadline: timedelta) -> Communicator:
-        """Has another thread build the communicator, and waits for it no longer than the deadline or `take_down`.
+    def _built(self, store: Store, connect_deadline: timedelta) -> TorchBackend:
+        """Has another thread build the communicator, and waits for it no longer than the deadline or `abort`.
 
         Of each two members one connects to the other. If it dies before it does, gloo waits in the other, where there
         is no connection yet that could be cut, for five times its timeout (``Pair::waitUntilConnected``). That thread
         is left to itself then: it ends when gloo gives up, and drops what it may have built.
         """
         if self._is_down:
-            raise TakenDown(f"group {self._name} was taken down before it was connected")
-        building: Future[Communicator] = Future()
+            raise CommunicatorAborted(f"group {self._name} was aborted before it was connected")
+        building: Future[TorchBackend] = Future()
         building.add_done_callback(lambda _: self._notify())
         in_background(_build, building, store, self._rank, self._size, self._host, connect_deadline)
         deadline_s = connect_deadline.total_seconds()
         with self._changed:
             self._changed.wait_for(lambda: self._is_down or building.done(), deadline_s)
             if self._is_down:
-                raise TakenDown(f"group {self._name} was taken down while it was being connected")
+                raise CommunicatorAborted(f"group {self._name} was aborted while it was being connected")
         if not building.done():
             raise RuntimeError(
                 f"group {self._name}, rank {self._rank}: not all {self._size} members connected in {deadline_s:g} s"
@@ -134,7 +127,7 @@ class Inner:
         with self._changed:
             self._changed.notify_all()
 
-    def take_down(self) -> None:
+    def abort(self) -> None:
         """Breaks the communicator: whoever waits in it is freed within milliseconds. Any number of times."""
         with self._changed:
             first = not self._is_down
@@ -145,21 +138,21 @@ class Inner:
         if first and communicator is not None:
             threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
 
-    def _free_all(self, communicator: Communicator) -> None:
+    def _free_all(self, communicator: TorchBackend) -> None:
         """Ends what gloo does not end: whatever is under way when its connections are closed and its threads sleep.
 
         Nothing can wake them then but their deadline, so what they hold is not written any more.
         """
-        if self._is_clear_within(FREED_S):
+        if self._is_quiet_within(FREED_S):
             return
         self._close_pairs(communicator)
         self._threads.have_rested()  # the first look
-        while not self._is_clear_within(LOOK_S) and not self._threads.have_rested():
+        while not self._is_quiet_within(LOOK_S) and not self._threads.have_rested():
             pass
         for work in list(self._under_way):
-            work.forget(TakenDown(f"group {self._name} was taken down"), communicator)
+            work.forget(CommunicatorAborted(f"group {self._name} was aborted"), communicator)
 
-    def _close_pairs(self, communicator: Communicator) -> None:
+    def _close_pairs(self, communicator: TorchBackend) -> None:
         """Has gloo close every connection by itself, as it does when the deadline of any operation has passed.
 
         A connection that has ended stays open in gloo while the buffer of a half-read message is gone: its thread then
@@ -171,22 +164,22 @@ class Inner:
             with suppress(RuntimeError):  # the deadline; or this one is closed already
                 communicator.recv([torch.empty(1)], peer, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
 
-    def end_connections(self) -> None:
+    def leave(self) -> None:
         """Lets the other members know that gloo has closed this one's connections, as it does after a deadline.
 
         What they wait for never comes, and the copies that are held here keep them from noticing.
         """
         self._connections.cut()
 
-    def drain(self, deadline_s: float) -> bool:
+    def wait_until_quiet(self, deadline_s: float) -> bool:
         """Waits until nothing is under way any more, so that nothing writes into a tensor later on.
 
         Returns:
             False: something did not end in time.
         """
-        return self._is_clear_within(deadline_s)
+        return self._is_quiet_within(deadline_s)
 
-    def _is_clear_within(self, deadline_s: float) -> bool:
+    def _is_quiet_within(self, deadline_s: float) -> bool:
         """Whether nothing is under way any more, now or soon."""
         until = time.monotonic() + deadline_s
         while True:
@@ -213,35 +206,39 @@ class Inner:
         self._communicator = None
         self._connections.close()
 
+    def cause_of(self, error: Exception) -> Cause:
+        """Why an operation has failed."""
+        return errors.cause_of(error)
+
     # ---- operations -------------------------------------------------------------------------------------------------
 
     def begin(
         self,
         operation: Operation,
-        call: Callable[[Communicator], dist.Work],
+        call: Callable[[TorchBackend], dist.Work],
         outputs: Outputs,
-        on_error: Callable[[Exception], Callable[[], None] | None],
+        on_error: OnError,
         peer: int = ALL_MEMBERS,
-    ) -> GroupWork:
+    ) -> GlooWork:
         """Begins an operation.
 
         Args:
             operation: what it is.
             call: issues it.
             outputs: what its future holds in the end.
-            on_error: told of the error it ended with, from any thread; see `GroupWork`.
+            on_error: told of the error it ended with, from any thread; see `GlooWork`.
             peer: the other side of a send or recv.
 
         Raises:
-            TakenDown: the communicator is broken already.
+            CommunicatorAborted: the communicator is broken already.
             RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
         """
         self._look_at_the_oldest()
-        work = GroupWork(operation, peer, outputs, self._timeout, on_error, self._observer.awaited, self._ended)
+        work = GlooWork(operation, peer, outputs, self._timeout, on_error, self._observer.awaited, self._ended)
         with self._changed:
             communicator = self._communicator
             if self._is_down or communicator is None:
-                raise TakenDown(f"group {self._name} is down")
+                raise CommunicatorAborted(f"group {self._name} is down")
             self._under_way[work] = None
             self.num_begun += 1
         self._observer.entered(self._name, operation, peer)
@@ -261,7 +258,7 @@ class Inner:
             if work is None or not work.look():
                 return
 
-    def _ended(self, work: GroupWork) -> None:
+    def _ended(self, work: GlooWork) -> None:
         self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
         with self._changed:
             self._under_way.pop(work, None)
@@ -270,29 +267,29 @@ class Inner:
     # ---- keepstep's own traffic: it does not echo, its errors are raised --------------------------------------------
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        """Sends to one rank; waiting raises RuntimeError when it is gone or the group was taken down."""
+        """Sends to one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
         return self.begin(
             Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, _is_raised, destination
         )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """Receives from one rank; waiting raises RuntimeError when it is gone or the group was taken down."""
+        """Receives from one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
         return self.begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, _is_raised, source)
 
     def barrier(self) -> dist.Work:
-        """Meets all members; waiting raises RuntimeError when one is gone or the group was taken down."""
+        """Meets all members; waiting raises RuntimeError when one is gone or the group was aborted."""
         return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
 
 
 def _build(
-    building: Future[Communicator], store: Store, rank: int, size: int, host: str, connect_deadline: timedelta
+    building: Future[TorchBackend], store: Store, rank: int, size: int, host: str, connect_deadline: timedelta
 ) -> None:
     """Builds a gloo group together with its other members, and tells ``building`` of it, or of the error."""
     try:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = connect_deadline
-        communicator: Any = ProcessGroupGloo(store, rank, size, options)
+        communicator: Any = ScatteringGloo(store, rank, size, options)
     except BaseException as error:  # of any kind: it is raised where the result is awaited
         building.set_exception(error)
         del building  # the error's traceback holds this frame, and would keep gloo's listening socket open with it

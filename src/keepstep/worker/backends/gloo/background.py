@@ -1,6 +1,7 @@
-"""Threads that wait for gloo where it gives no other sign of an operation's end. They are kept for the next one.
+"""Threads that wait for a send or recv of gloo's. They are kept for the next one.
 
-To start a thread takes longer than a small message does.
+Torch's Python can neither abort a send or recv, so a thread that waits for one in gloo cannot be freed, nor does
+it give a future of one. To start a thread takes longer than a small message does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Tensors on the CPU, by torch's gloo backend."""

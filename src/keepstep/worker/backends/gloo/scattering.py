@@ -1,0 +1,95 @@
+"""reduce_scatter on gloo, with handles that tell of their end.
+
+Torch's handle has no future, so a thread of its own would have to wait for each. Like torch 2.13's these reduce a copy
+of the inputs and then copy this rank's part; the bits are the same (`tests/worker/groups/test_as_torch_has_it.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, ReduceOptions
+
+from keepstep.worker.backends.communicator import TorchBackend
+
+
+def _gloo(backend: object) -> TorchBackend:
+    return cast(TorchBackend, backend)
+
+
+class ScatteringGloo(ProcessGroupGloo):
+    """Torch's gloo backend, but for reduce_scatter."""
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        """Reduces each of ``inputs[0]`` to the rank of its place. What torch refuses is left to torch to refuse."""
+        if len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != self.size():
+            return _gloo(super()).reduce_scatter(outputs, inputs, opts)
+        parts = [part.clone() for part in inputs[0]]
+        works = []
+        for root, part in enumerate(parts):
+            options = ReduceOptions()
+            options.reduceOp, options.rootRank, options.timeout = opts.reduceOp, root, opts.timeout
+            works.append(_gloo(self).reduce([part], options))
+        return CopyingWork(works, parts[self.rank()], outputs[0])
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
+        """Reduces all of ``source`` on every rank, and copies this rank's part."""
+        if not _is_part(output, source, self.size()):
+            return _gloo(super())._reduce_scatter_base(output, source, opts)
+        whole = source.clone()
+        options = AllreduceOptions()
+        options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
+        work = _gloo(self).allreduce([whole], options)
+        return CopyingWork([work], whole.chunk(self.size())[self.rank()], output)
+
+
+def _is_part(output: Tensor, source: Tensor, size: int) -> bool:
+    """Whether an output is one of ``size`` equal parts along the first dimension."""
+    return (
+        output.dim() > 0
+        and output.numel() > 0
+        and source.dtype == output.dtype
+        and source.shape == (output.shape[0] * size, *output.shape[1:])
+    )
+
+
+class CopyingWork(dist.Work):
+    """The handle of operations behind which a tensor is copied, once, by the one who has waited for them."""
+
+    def __init__(self, works: Sequence[dist.Work], source: Tensor, output: Tensor) -> None:
+        """Args:
+        works: gloo's handles.
+        source: what they reduce; as many elements as ``output``.
+        output: where `copy` puts it.
+        """
+        super().__init__()
+        self._works = works
+        self._source, self._output = source, output
+
+    def copy(self) -> None:
+        """Writes the output. The operations have ended well."""
+        self._output.copy_(self._source.view_as(self._output))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until the operations have ended."""
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when the operations have ended; in the error of the first that failed."""
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(_raise_errors)
+
+    def is_completed(self) -> bool:
+        """Whether they have ended."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _raise_errors(ended: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
+    for each in ended.value():
+        each.value()
