@@ -3,9 +3,10 @@
 BatchNorm's statistics, momentum, a learning rate schedule, an averaged copy of the weights and, with --amp, a
 loss scale: all of it is protected, and after a failure all of it is what it would have been without one.
 
-Three ranks and a warm spare on this machine (kill one of the workers while it runs):
+Three ranks and a warm spare on this machine. Kill one of the workers while it runs; the status shows their process ids:
 
-    keepstep run --nproc-per-node 3 --spares 1 examples/train_digits.py
+    keepstep run --nproc-per-node 3 --spares 1 --run-dir run examples/train_digits.py --steps 2000
+    keepstep status --run-dir run
 
 Kill ranks in every phase of a step, and compare the final weights with those of a run without failure:
 

@@ -1,8 +1,9 @@
 """Train a small GPT on the source of the Python standard library, and lose a rank on the way.
 
-Three ranks and a warm spare on this machine (kill one of the workers while it runs):
+Three ranks and a warm spare on this machine. Kill one of the workers while it runs; the status shows their process ids:
 
-    keepstep run --nproc-per-node 3 --spares 1 examples/train_gpt.py
+    keepstep run --nproc-per-node 3 --spares 1 --run-dir run examples/train_gpt.py --steps 2000
+    keepstep status --run-dir run
 
 Kill ranks in every phase of a step, and compare the final weights with those of a run without failure:
 
