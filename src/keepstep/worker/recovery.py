@@ -5,24 +5,21 @@ from __future__ import annotations
 from typing import NoReturn, assert_never
 
 from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError
 from keepstep.protocol.messages import Rescue, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
-from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.weights.lines.line import Interrupted
 from keepstep.worker.coordination import Coordination, StepInterrupted
-from keepstep.worker.parallel.ddp import begin_alike, settle_buckets, share_buffers
+from keepstep.worker.parallel.layout import ParallelLayout, shard_of
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, Way, receive_state, send_state
-from keepstep.worker.state.rollback import StepSnapshot
-from keepstep.worker.values.declared import DeclaredState
+from keepstep.worker.step.attempt import Attempt
 
 
 class Recovery:
@@ -32,23 +29,27 @@ class Recovery:
         self,
         coordination: Coordination,
         state: ProtectedState,
-        ddp: list[DistributedDataParallel],
+        layout: ParallelLayout,
+        attempt: Attempt,
         checkpoints: Checkpoints | None,
-        declared: DeclaredState,
     ) -> None:
-        self.snapshot = StepSnapshot(state)
         self._coordination = coordination
         self._machine = coordination.machine
         self._state = state
-        self._ddp = ddp
+        self._layout = layout
+        self._attempt = attempt
         self._checkpoints = checkpoints
-        self._declared = declared
         self._resumed = False
         self._source = Source()
         self._publication: StepPublication | None = None
         coordination.snapshots = self.snapshots
         coordination.digests = lambda: named_digests(state)
         coordination.missing_values.protected = lambda: (tensor for _name, tensor in state.live_tensors())
+
+    @property
+    def shard(self) -> str:
+        """The name of what this rank holds; ranks of equal shards are replicas of each other."""
+        return shard_of(self._layout.blocks(self._state.parameters()))
 
     @property
     def checkpointing(self) -> bool:
@@ -60,10 +61,10 @@ class Recovery:
         self._publication = publication
         self._coordination.break_off = publication.interrupt
 
-    def stand_ready(self, world_size: int) -> None:
+    def _stand_ready(self) -> None:
         """The ranks of a generation are about to train."""
         if self._publication is not None and self._machine.rank is not None:
-            self._publication.stand_ready(self._machine.rank, world_size, self._machine.generation)
+            self._publication.stand_ready(self._machine.rank, dist.get_world_size(), self._machine.generation)
 
     def inspect_checkpoints(self) -> None:
         """Finds an intact checkpoint, if there is any; see `Checkpoints.inspect`."""
@@ -81,56 +82,17 @@ class Recovery:
 
     # ---- where it is called from ------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The script stands at its first step; ranks that start together give each other their rank-local values."""
-        machine = self._machine
-        together = machine.generation > 0 and not machine.tainted and machine.rank is not None
-        self._declared.begin(dist.get_world_size(), share=together)
-
-    def hand_out_step(self) -> None:
-        """Takes note of what an interrupted attempt at the step must put back.
-
-        The attempt begins here, and not with its ``with``: the script's lines in front of the ``with`` run again, too.
-        """
-        self._declared.hand_out()
-        self.snapshot.take()
-        self._coordination.begin_attempt()
-
-    def script_returns(self) -> None:
-        """The script asks for the next step: what it did to the state until now is put back, or judged and written."""
-        was_interrupted = self._coordination.attempting
-        if was_interrupted:
-            self.snapshot.put_back()  # what it changed behind the ``with``
-            self._coordination.attempting = False
-        self._coordination.judge_copy(self._state.host_state)
-        if not was_interrupted:
-            self._write_checkpoint()
-
-    def _write_checkpoint(self) -> None:
+    def write_checkpoint(self) -> None:
         """Writes one where it is due. Not before the script returns: what it does behind the ``with`` belongs to it."""
         machine = self._machine
         if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
             self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
 
-    def begin_step(self) -> None:
-        """Has all ranks begin in the same way."""
-        for module in self._ddp:
-            begin_alike(module)
-
-    def before_barrier(self) -> None:
-        """Completes what the gradient barrier vouches for.
-
-        Module buffers, too, are the same on every rank, and every rank holds the rank-local values of all.
-        """
-        for module in self._ddp:
-            share_buffers(module)
-        self._declared.before_barrier(self._machine.steps.step, dist.get_world_size())
-
     def decide_at_barrier(self) -> None:
         """A failure came while this rank was synced: reports that it can be at this step or the next, and waits.
 
         Raises:
-            StepInterrupted: the step is to be undone, by `after_interruption`.
+            StepInterrupted: the step is to be undone, by `Attempt.undo`.
         """
         match self._coordination.next_move():
             case Update():
@@ -148,50 +110,33 @@ class Recovery:
         A failure that came meanwhile is not recovered from here but when the next step is asked for: what the script
         does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
         """
-        self._coordination.attempting = False
         machine = self._machine
-        self._declared.check()
         if self._publication is not None and not machine.torn and not self._coordination.interrupted:
             self._publication.after_step(machine.steps.step + 1)
 
     def after_last_step(self) -> None:
         """Waits for the checkpoint that is being written, and for the weights that are being published."""
-        self._declared.check()
         if self._checkpoints is not None:
             self._checkpoints.flush()
         if self._publication is not None:
             self._publication.flush()
-
-    def after_interruption(self) -> None:
-        """The step was left early: CLEAN and ROLLBACK of what it did. Its update has not begun."""
-        coordination = self._coordination
-        if coordination.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
-            return
-        assert coordination.groups is not None
-        coordination.groups.drain()
-        if coordination.phase is Phase.BACKWARD:
-            for module in self._ddp:
-                settle_buckets(module)
-        self.snapshot.put_back()
-        self._declared.undone()
-        self._machine.undone()
-        coordination.show()
 
     def run(self) -> Train | End:
         """Recovers, however many generations it takes, if there is anything to recover from."""
         while True:
             match self._coordination.next_move():
                 case Undo():
-                    self.after_interruption()
+                    self._attempt.undo()
                 case Load() as move:
                     self._load(move)
                 case Save() as move:
                     self._drain(move.step)
                 case SaveAndEnd() as move:
                     self._rescue(move.order)
-                case Train() | End() as move:
-                    if isinstance(move, End):
-                        self._declared.end()
+                case Train() as move:
+                    self._stand_ready()
+                    return move
+                case End() as move:
                     return move
                 case Build() | Update() as move:
                     raise InternalError(f"rank {self._machine.rank} stands between two steps and is to {move}")
@@ -227,11 +172,11 @@ class Recovery:
                 assert rank is not None
                 way = self._way()
                 received = receive_state(self._state, step, rank, transfer, way, self._moved)
-                self._settle()
+                self._layout.restored()
             case Action.REWIND:
                 assert self._checkpoints is not None
                 self._checkpoints.load(step)
-                self._settle()
+                self._layout.restored()
             case Action.STAY | Action.ADVANCE:
                 pass
         if transfer is not None and rank in transfer.sources:
@@ -249,12 +194,6 @@ class Recovery:
         if inner is None or not inner.is_up:
             raise RuntimeError("the group was taken down before the transfer began")
         return Way(inner, stop)
-
-    def _settle(self) -> None:
-        """Makes gradients that came with the state views of the buckets, where they are to be."""
-        for module in self._ddp:
-            if module.gradient_as_bucket_view:
-                settle_buckets(module)
 
     def _moved(self) -> None:
         self._coordination.page.progress()
@@ -276,7 +215,7 @@ class Recovery:
         try:
             if self._machine.torn or at is None:
                 raise NothingToRecoverFrom("its copy is not whole")
-            self.after_interruption()
+            self._attempt.undo()
             path = rescue(self._state, at, self._machine.rank or 0)
         except (OSError, RuntimeError, NothingToRecoverFrom) as error:
             problem = text(error)

@@ -6,7 +6,6 @@ import atexit
 import importlib
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from keepstep import config, lifeline, tagpage
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
-from keepstep.protocol.moves import End
-from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.protocol.phases import Phase
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkToNobody
 from keepstep.worker.backends.communicator import LOOPBACK
-from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
@@ -32,7 +29,7 @@ from keepstep.worker.jobstore.default import DefaultStore
 from keepstep.worker.jobstore.line import StoreLine
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
-from keepstep.worker.parallel.ddp import find_ddp, settle_buckets
+from keepstep.worker.parallel.ddp import DataParallel
 from keepstep.worker.process.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
@@ -40,10 +37,9 @@ from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.layout import compare_with_rank_0
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
-from keepstep.worker.step import stop_points
-from keepstep.worker.step.barrier import pass_gradient_barrier
+from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.step import Step
-from keepstep.worker.step.update import check_alone, check_call, check_gradients
+from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
 from keepstep.worker.values.declared import DeclaredState
 
@@ -91,9 +87,7 @@ class Session:
         self._seed, self._rng = seed, rng
         self._state: ProtectedState | None = None
         self._recovery: Recovery | None = None
-        self._step: Step | None = None
-        self._warming = False
-        self._last_index, self._attempts = -1, 0
+        self._controller: StepController | None = None
         self._known_once: dict[str, bool] = {}
         self._exchange: StartUpExchange | None = None
         self._coordination = self._connect()
@@ -218,14 +212,18 @@ class Session:
         if self._state is not None:
             raise UsageError("protect() was called twice: give it everything in one call")
         self._state = ProtectedState(objects | self._declared.objects)
-        ddp = find_ddp(self._state.modules)
+        layout = DataParallel(self._state.modules)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
-        self._recovery = Recovery(self._coordination, self._state, ddp, checkpoints, self._declared)
-        for module in ddp:
-            settle_buckets(module)
-        stop_points.install(self._state.modules, self._check_stop, self._mark_phase)
-        register_optimizer_step_pre_hook(self._before_update)
-        register_optimizer_step_post_hook(self._after_update)
+        attempt = Attempt(self._coordination, self._state, layout, self._declared)
+        self._recovery = Recovery(self._coordination, self._state, layout, attempt, checkpoints)
+        self._controller = StepController(
+            self._coordination,
+            self._state,
+            attempt,
+            self._recovery,
+            seed_step=self._seed_step,
+            final_digest=self._final_digest,
+        )
 
     def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:
         if directory is None:
@@ -305,61 +303,25 @@ class Session:
         """
         if not 0 <= start <= num_steps:
             raise ConfigurationError(f"steps({num_steps}, start={start}): allowed are 0 to {num_steps}")
-        if self._recovery is None or self._state is None:
+        if self._controller is None:
             raise UsageError(
                 "steps() before protect(): nothing would be restored; call session.protect(model=...) first"
             )
-        return self._loop(num_steps, start, self._recovery)
+        return self._loop(num_steps, start, self._controller)
 
-    def _loop(self, num_steps: int, start: int, recovery: Recovery) -> Iterator[Step]:
+    def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:
-            self._stand_ready(recovery, start)
-        while not isinstance(recovery.run(), End):
-            recovery.stand_ready(self.world_size)
-            index = self._coordination.machine.steps.parameters_at
-            assert index is not None
-            if index < num_steps:
-                self._attempts = self._attempts + 1 if index == self._last_index else 0
-                self._last_index = index
-                step = Step(self, index, self._attempts, recovery.take_resumed())
-                recovery.hand_out_step()
-                yield step
-                if not step.entered:
-                    raise UsageError(f"step {index} was handed out but not entered: write 'with step:' in the loop")
-                recovery.script_returns()
-            else:
-                self._finish(recovery)
+            self._check_replicas(start)
+            if self._exchange is not None:
+                self._exchange.end()
+            controller.stand_ready(start)
+        while (index := controller.next_step(num_steps)) is not None:
+            yield Step(controller, index, controller.attempt, controller.resumed)
         reached = self._coordination.machine.steps.parameters_at
         if reached is not None and reached < num_steps and not self._coordination.machine.terminated:
             raise UsageError(
                 f"steps({num_steps}) after all ranks have completed steps({reached}): one loop has all steps"
             )
-
-    def _stand_ready(self, recovery: Recovery, start: int) -> None:
-        machine = self._coordination.machine
-        self._check_replicas(start)
-        if self._exchange is not None:
-            self._exchange.end()
-        if machine.rank is None:
-            self._warm_up()
-        else:
-            recovery.inspect_checkpoints()
-        recovery.begin()
-        machine.built("0", recovery.snapshots(), recovery.checkpointing, start)
-
-    def _warm_up(self) -> None:
-        """Has a spare take the memory of its optimizer state before it is needed: one update on zero gradients.
-
-        What the update writes is overwritten when the spare takes a rank. Restoring 80 MB of Adam state into memory
-        that had never been touched took twice as long (20,000 page faults; 2 cores, November 2026).
-        """
-        assert self._state is not None
-        self._warming = True
-        self._state.place_gradients(tuple(range(len(self._state.parameters()))))
-        for optimizer in self._state.optimizers.values():
-            optimizer.step()
-        self._state.place_gradients(())
-        self._warming = False
 
     def _check_replicas(self, start: int) -> None:
         """Compares what this rank begins with to what rank 0 does, while all ranks start together."""
@@ -373,113 +335,11 @@ class Session:
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 
-    def _finish(self, recovery: Recovery) -> None:
-        recovery.after_last_step()
-        self._coordination.observe("finished")
-        digest = None
-        if self._settings is not None and self._settings.digest:
-            assert self._state is not None
-            digest = self._state.digest()
-        self._coordination.machine.finished(digest)
-
-    # ---- one step, called by Step ---------------------------------------------------------------------------------
-
-    def _begin_step(self, step: Step) -> None:
-        if self._step is not None:
-            raise UsageError(f"step {step.index} was entered inside step {self._step.index}")
-        assert self._recovery is not None
-        self._step = step
-        self._recovery.begin_step()
+    def _seed_step(self, index: int) -> None:
         if self._rng:
-            seed_step(self._seed, self.rank, step.index)
-        self._coordination.move(StepEvent.STEP_ENTERED)
+            seed_step(self._seed, self.rank, index)
 
-    def _complete_step(self) -> None:
-        assert self._recovery is not None
-        if self._coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
-            self._refuse_leftover_gradients()
-            pass_gradient_barrier(self._coordination, self._recovery)
-        self._coordination.complete_step()
-        self._step = None
-        self._recovery.after_step()
-
-    def _refuse_leftover_gradients(self) -> None:
-        """A step without an update must not leave gradients for the next: a rollback would lose them."""
-        assert self._state is not None
-        if self._coordination.phase is not Phase.BACKWARD or self._coordination.interrupted:
-            return
-        gradients = [p.grad for _name, p in self._state.parameters() if p.grad is not None]
-        if not self._state.optimizers or not any(bool(gradient.any()) for gradient in gradients):
-            return
-        overflow = self._state.scalers() and not all(bool(gradient.isfinite().all()) for gradient in gradients)
-        if not overflow:  # for which a GradScaler skips the update
-            raise UsageError(
-                f"step {self._coordination.machine.steps.step} ends with gradients but without optimizer.step(): one "
-                "'with step' is one optimizer step; accumulate inside it, or call zero_grad() when an update is skipped"
-            )
-
-    def _is_interruption(self, error: BaseException) -> bool:
-        """Whether an exception that leaves a step belongs to a failure elsewhere, so that the step comes again."""
-        coordination = self._coordination
-        if isinstance(error, StepInterrupted):
-            return True
-        before_update = coordination.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if not before_update or not isinstance(error, Exception) or not coordination.machine.tainted:
-            return False
-        print(
-            f"keepstep: step {coordination.machine.steps.step} comes again; it ended in echo with {error!r}",
-            file=sys.stderr,
-        )
-        return True
-
-    def _undo_step(self) -> None:
-        assert self._recovery is not None
-        self._step = None
-        self._recovery.after_interruption()
-
-    # ---- hooks ----------------------------------------------------------------------------------------------------
-
-    def _check_stop(self) -> None:
-        if self._coordination.interrupted and self._coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
-            raise StepInterrupted
-
-    def _mark_phase(self, phase: Phase) -> None:
-        present = self._coordination.phase
-        if present is not phase and present in (Phase.FORWARD, Phase.BACKWARD):
-            begun = StepEvent.FORWARD_BEGUN if phase is Phase.FORWARD else StepEvent.BACKWARD_BEGUN
-            self._coordination.move(begun)
-
-    def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        """Stands in front of every ``optimizer.step()`` of the process."""
-        coordination = self._coordination
-        assert self._state is not None
-        assert self._recovery is not None
-        if coordination.completed or self._warming or not self._is_in_step(optimizer):
-            return
-        check_call(arguments, keywords)
-        if coordination.phase is not Phase.OPTIMIZER:
-            pass_gradient_barrier(coordination, self._recovery)
-        check_gradients(optimizer, coordination)
-        coordination.begin_update(sys._getframe(1))
-
-    def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-        """Stands behind every ``optimizer.step()`` of the process."""
-        self._coordination.end_update(sys._getframe(1))
-        check_alone(optimizer, self._coordination)
-
-    def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an update is part of the present step; an optimizer that is none of ours may do as it likes outside.
-
-        Raises:
-            UsageError: a protected optimizer outside of a step, or an unprotected one inside.
-        """
-        assert self._state is not None
-        protected = any(optimizer is known for known in self._state.optimizers.values())
-        if self._step is None and protected:
-            raise UsageError("optimizer.step() outside of a step: write it inside 'with step:' of session.steps()")
-        if self._step is not None and not protected:
-            raise UsageError(
-                f"step {self._step.index}: {type(optimizer).__name__}.step() of an optimizer that is not protected: "
-                "its update would be neither undone nor restored; pass it to protect()"
-            )
-        return protected
+    def _final_digest(self) -> str | None:
+        if self._settings is None or not self._settings.digest or self._state is None:
+            return None
+        return self._state.digest()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's gradient buckets: one layout, the same on every rank and in every generation.
+"""DistributedDataParallel: every rank holds all of every tensor. And its gradient buckets have one layout.
 
 DDP starts with one layout and rebuilds it after its first backward, in the order in which gradients became ready. A
 replacement would begin again with the first layout: its allreduce would not match (gloo then ends the process), and
@@ -10,12 +10,58 @@ reducer in an echoing backward that gradients became ready in the reverse order 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigurationError
+from keepstep.protocol.transfer.boxes import whole
 from keepstep.worker.groups.group import SurvivingGroup
+from keepstep.worker.parallel.layout import Block
+
+
+class DataParallel:
+    """The adapter of DistributedDataParallel, and of models without a wrapper; implements `ParallelLayout`."""
+
+    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
+        """Brings the buckets of all DDP modules into their one layout.
+
+        Args:
+            modules: the protected ones, by the names that the user gave.
+
+        Raises:
+            ConfigurationError: a DDP module that cannot be protected.
+        """
+        self._ddp = find_ddp(modules)
+        for module in self._ddp:
+            settle_buckets(module)
+
+    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[Block]:
+        """All of each tensor."""
+        return [Block(name, tensor, whole(tuple(tensor.shape)), tuple(tensor.shape)) for name, tensor in named]
+
+    def begin_step(self) -> None:
+        """Has all ranks begin alike."""
+        for module in self._ddp:
+            begin_alike(module)
+
+    def before_barrier(self) -> None:
+        """Gives every rank the same module buffers."""
+        for module in self._ddp:
+            share_buffers(module)
+
+    def undo(self, *, in_backward: bool) -> None:
+        """A reducer that was left in a backward is brought into its layout again."""
+        if in_backward:
+            for module in self._ddp:
+                settle_buckets(module)
+
+    def restored(self) -> None:
+        """Makes gradients that came with the state views of the buckets, where they are to be."""
+        for module in self._ddp:
+            if module.gradient_as_bucket_view:
+                settle_buckets(module)
 
 
 def find_ddp(modules: dict[str, torch.nn.Module]) -> list[DistributedDataParallel]:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from keepstep.protocol.phases import StepEvent
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.registry import WORLD
-from keepstep.worker.recovery import Recovery
+from keepstep.worker.step.attempt import Attempt
 
 
-def pass_gradient_barrier(coordination: Coordination, recovery: Recovery) -> None:
+def pass_gradient_barrier(coordination: Coordination, attempt: Attempt, decide: Callable[[], None]) -> None:
     """Waits until every rank has complete gradients; returns when this rank may, or must, run its update.
 
     When a failure comes while the rank is in the barrier it waits for the decision: if some rank has left the
     barrier the update is run, so that all are at the next step; else the step is undone.
 
+    Args:
+        coordination: of this rank.
+        attempt: the present one.
+        decide: waits for that decision; raises StepInterrupted where the step is to be undone.
+
     Raises:
         StepInterrupted: the step is to be undone.
     """
-    recovery.before_barrier()
+    attempt.before_barrier()
     if coordination.interrupted or coordination.machine.tainted:
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
     if not _everybody_came(coordination):
-        recovery.decide_at_barrier()
+        decide()
     coordination.move(StepEvent.BARRIER_LEFT)
     coordination.reduced_behind_update = False
 

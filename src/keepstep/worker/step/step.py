@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from keepstep.worker.coordination import StepInterrupted
 
 if TYPE_CHECKING:
-    from keepstep.worker.session import Session
+    from keepstep.worker.step_controller import StepController
 
 
 class Step:
@@ -21,17 +21,15 @@ class Step:
         committed: after the ``with``: whether the step counts. An interrupted attempt is undone and comes again.
     """
 
-    def __init__(self, session: Session, index: int, attempt: int, resumed: bool) -> None:
+    def __init__(self, controller: StepController, index: int, attempt: int, resumed: bool) -> None:
         self.index = index
         self.attempt = attempt
         self.resumed = resumed
         self.committed = False
-        self.entered = False
-        self._session = session
+        self._controller = controller
 
     def __enter__(self) -> Step:
-        self.entered = True
-        self._session._begin_step(self)
+        self._controller.begin()
         return self
 
     def __exit__(
@@ -39,14 +37,14 @@ class Step:
     ) -> bool:
         if error is None:
             try:
-                self._session._complete_step()
+                self._controller.commit()
                 self.committed = True
                 return False
             except StepInterrupted:
                 pass
-        elif not self._session._is_interruption(error):
+        elif not self._controller.is_interruption(error):
             return False
-        self._session._undo_step()
+        self._controller.undo()
         return True
 
     def __repr__(self) -> str:

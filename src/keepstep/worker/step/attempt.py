@@ -1,0 +1,100 @@
+"""One attempt at a step: what it may change before its update, and how that is undone."""
+
+from __future__ import annotations
+
+from torch import distributed as dist
+
+from keepstep.protocol.phases import Phase
+from keepstep.worker.coordination import Coordination
+from keepstep.worker.parallel.layout import ParallelLayout
+from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.rollback import StepSnapshot
+from keepstep.worker.values.declared import DeclaredState
+
+
+class Attempt:
+    """The present attempt of one rank. Used by the training thread."""
+
+    def __init__(
+        self, coordination: Coordination, state: ProtectedState, layout: ParallelLayout, declared: DeclaredState
+    ) -> None:
+        """Args:
+        coordination: of this rank.
+        state: what a step may change.
+        layout: what the way to parallelise adds.
+        declared: the values of `Session.state`.
+        """
+        self._coordination = coordination
+        self._machine = coordination.machine
+        self._snapshot = StepSnapshot(state)
+        self._layout = layout
+        self._declared = declared
+
+    def start_up(self) -> None:
+        """The script stands at its first step; ranks that start together give each other their rank-local values."""
+        machine = self._machine
+        together = machine.generation > 0 and not machine.tainted and machine.rank is not None
+        self._declared.begin(dist.get_world_size(), share=together)
+
+    def hand_out(self) -> None:
+        """Takes note of what an interrupted attempt must put back.
+
+        The attempt begins here, and not with its ``with``: the script's lines in front of the ``with`` run again, too.
+        """
+        self._declared.hand_out()
+        self._snapshot.take()
+        self._coordination.begin_attempt()
+
+    def begin(self) -> None:
+        """Has all ranks begin in the same way."""
+        self._layout.begin_step()
+
+    def before_barrier(self) -> None:
+        """Completes what the gradient barrier vouches for.
+
+        Module buffers, too, are the same on every rank, and every rank holds the rank-local values of all.
+        """
+        self._layout.before_barrier()
+        self._declared.before_barrier(self._machine.steps.step, dist.get_world_size())
+
+    def undo(self) -> None:
+        """The step was left early: CLEAN and ROLLBACK of what it did. Nothing to do where its update has begun."""
+        coordination = self._coordination
+        if coordination.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
+            return
+        assert coordination.groups is not None
+        coordination.groups.drain()
+        self._layout.undo(in_backward=coordination.phase is Phase.BACKWARD)
+        self._snapshot.put_back()
+        self._declared.undone()
+        self._machine.undone()
+        coordination.show()
+
+    def complete(self) -> None:
+        """The step is complete, for good.
+
+        Raises:
+            UsageError: see `DeclaredState.check`.
+        """
+        self._coordination.attempting = False
+        self.check()
+
+    def check(self) -> None:
+        """Looks whether the script has changed values when it must not; see `DeclaredState.check`."""
+        self._declared.check()
+
+    def returned(self) -> bool:
+        """The script asks for the next step. What it did behind an interrupted attempt is put back.
+
+        Returns:
+            whether the attempt was complete.
+        """
+        if not self._coordination.attempting:
+            return True
+        self._snapshot.put_back()
+        self._coordination.attempting = False
+        return False
+
+    def over(self) -> None:
+        """The last step is complete on all ranks: nothing is protected any more."""
+        self._declared.end()
