@@ -1,5 +1,6 @@
 """Numbers, names and tables of README.md and docs/ against what they are taken from. `test_docs.py` runs the pages."""
 
+import ast
 import re
 import tomllib
 from argparse import SUPPRESS, ArgumentParser
@@ -26,7 +27,7 @@ from keepstep.protocol.messages import reports
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.placement import quarantine
 from keepstep.trace.record import phaselog, runfolder
-from keepstep.trace.timeline import stragglers
+from keepstep.trace.timeline import events, stragglers
 from keepstep.transports import codec
 from keepstep.transports.rpc import gate
 from keepstep.weights import publisher, subscriber
@@ -206,6 +207,18 @@ def test_metrics_are_all_described() -> None:
     }
     assert exposed == described
     assert len(exposed) > 15
+
+
+def test_events_are_all_described() -> None:
+    source = ast.parse(Path(events.__file__).read_text("utf-8"))
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
+    told = [call.args[1] for call in calls if getattr(call.func, "id", "") == "ControlEvent"]
+    kinds = {kind.value for kind in told if isinstance(kind, ast.Constant)} | {
+        kind for kind, _ in events._ORDERS.values()
+    }
+    described = section(OBSERVE, "Logs").split("The events are:")[1]
+    assert set(re.findall(r"`([^`]+)`", described)) == kinds
+    assert len(kinds) > 20
 
 
 def test_files_of_a_run_are_all_described() -> None:

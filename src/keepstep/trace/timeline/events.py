@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import Departed, Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.controller import Departed, DrainAsked, Heard, JournalEntry, LeaseExpired, Restarted
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.placement.quarantine import Place
 from keepstep.protocol.recovery.records import RecoveryRecord
@@ -37,6 +37,8 @@ _ORDERS: dict[type[msg.AgentOrder], tuple[str, str]] = {
     msg.Complete: ("training completed", "info"),
     msg.Abandon: ("abandoned", "error"),
     msg.Rescue: ("rescue", "error"),
+    msg.Drain: ("drain decided", "info"),
+    msg.Terminate: ("scripts told to end", "info"),
     msg.EndJob: ("job ended", "info"),
 }
 
@@ -68,11 +70,16 @@ class Teller:
                 yield ControlEvent(entry.at_s, "node left", "warning", f"{node}: {why}", entry.generation, node=node)
             case Restarted():
                 yield ControlEvent(entry.at_s, "controller restarted", "warning", "from its journal", entry.generation)
+            case DrainAsked(reason):
+                yield ControlEvent(entry.at_s, "drain begun", "warning", reason, entry.generation)
             case Heard(node, _, reports):
                 for report in reports:
                     if isinstance(report, msg.NodeJoined):
                         text = f"{node}, with room for {report.slots} workers"
                         yield ControlEvent(entry.at_s, "node joined", "info", text, entry.generation, node=node)
+                    elif isinstance(report, msg.NodeDraining):
+                        text = f"{node}: {report.reason}"
+                        yield ControlEvent(entry.at_s, "node draining", "warning", text, entry.generation, node=node)
                     elif isinstance(report, msg.WorkerFailed):
                         worker = self._job.roster.workers.get(report.worker)
                         rank = worker.rank if worker else None

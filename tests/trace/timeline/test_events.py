@@ -1,0 +1,34 @@
+"""What log, page and terminal are told of an entry of the journal."""
+
+import pytest
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.controller import DrainAsked, Event, Heard, JournalEntry
+from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
+from keepstep.trace.timeline.events import Teller
+
+
+def told(event: Event, *orders: tuple[msg.AgentOrder, str]) -> list[tuple[str, str, str]]:
+    entry = JournalEntry(1.0, event, "training", 1, tuple((None, order, reason) for order, reason in orders))
+    events = Teller(RecoveryMachine(RecoverySettings(2, 0))).tell(entry)
+    return [(event.kind, event.level, event.text) for event in events]
+
+
+def test_the_beginning_of_a_drain_is_told() -> None:
+    assert told(DrainAsked("ended by SIGTERM"), (msg.Hold(1), "ended by SIGTERM")) == [
+        ("drain begun", "warning", "ended by SIGTERM")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "kind"), [(msg.Drain(1, 7), "drain decided"), (msg.Terminate("SIGTERM"), "scripts told to end")]
+)
+def test_what_is_decided_in_a_drain_is_told_with_its_reason(order: msg.AgentOrder, kind: str) -> None:
+    answers = Heard("node-0", 0, (msg.Holding((0, 1), 1, 7),))
+    assert told(answers, (order, "SIGTERM: why")) == [(kind, "info", "SIGTERM: why")]
+
+
+def test_a_node_that_is_to_leave_is_told() -> None:
+    assert told(Heard("node-1", 0, (msg.NodeDraining("node-1", "ended by SIGTERM"),))) == [
+        ("node draining", "warning", "node-1: ended by SIGTERM")
+    ]
