@@ -3,7 +3,7 @@
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
 
-from keepstep.protocol.messages import StartWorker
+from keepstep.protocol.messages import Cause, StartWorker, WorkerLost
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
@@ -121,3 +121,12 @@ def test_a_warm_spare_on_a_doubtful_device_comes_after_one_on_another_node() -> 
     job.settle()
     assert job.holder(0).node == "b"
     job.finish_well()
+
+
+def test_a_worker_that_ends_by_the_signal_of_a_drain_is_no_failure_of_its_device() -> None:
+    job = SimulatedJob(world_size=2, num_spares=0, quarantine_failures=1).join()
+    job.machine.drain_asked("SIGTERM", job.now_s)
+    assert job.machine.stage is Stage.DRAINING
+    job.say(WorkerLost(0, Cause.SIGNAL, "killed by SIGTERM", True, None, job.now_s))
+    assert job.machine.roster.workers[0].lost
+    assert job.machine.quarantine.held == {}

@@ -290,7 +290,7 @@ class RecoveryMachine(Course):
         for worker, message in lost:
             self.awaited.discard(worker.worker)
             detail = worker.explain(message.detail)
-            if message.cause not in (msg.Cause.NODE, msg.Cause.MOVED):
+            if message.cause not in (msg.Cause.NODE, msg.Cause.MOVED) and self.stage is not Stage.DRAINING:
                 self.quarantine.failed(Place(worker.node, worker.device), detail, now_s)
             if not worker.gone:
                 self._orders.fence(worker, detail)
