@@ -71,6 +71,8 @@ def recorded_run(base: Path) -> Recorded:
 def overtaken_run(base: Path) -> Recorded:
     """A run whose rank 0 dies in step 5 again and again: the first recovery is overtaken, the second is not completed.
 
+    The job may end before it is known by which signal rank 0 died for the second time.
+
     Args:
         base: of the session's temporary folders.
     """
