@@ -4,9 +4,11 @@ import ast
 import re
 import tomllib
 from argparse import SUPPRESS, ArgumentParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.protocol import test_lease
 from tests.sim import test_mutants
 from tests.test_docs import DEPLOY, FENCE, PAGES, PROTOCOL, ROOT, SIMULATION, USAGE, section
@@ -26,6 +28,7 @@ from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import reports
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.placement import quarantine
+from keepstep.sim.studies import goodput
 from keepstep.trace.record import phaselog, runfolder
 from keepstep.trace.timeline import events, stragglers
 from keepstep.transports import codec
@@ -153,6 +156,16 @@ def test_mutants_are_counted() -> None:
     (mark,) = (mark for mark in test_lease.test_a_controller_that_breaks_a_rule_is_found_out.pytestmark)
     assert len(mark.args[1]) == 6
     assert "Six mutants, each with one rule broken, are found." in flat(PROTOCOL)
+
+
+def test_tables_of_goodput_are_what_the_command_prints() -> None:
+    out = StringIO()
+    goodput.report(Console(file=out, width=80, soft_wrap=True), None, 0)
+    page = [line.strip() for line in SIMULATION.read_text("utf-8").splitlines()]
+    tables = [line.strip() for line in out.getvalue().splitlines() if line.strip()]
+    missing = [line for line in tables if line not in page and not line.startswith("Percent of the time")]
+    assert missing == []
+    assert len(tables) > 40
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
