@@ -13,7 +13,6 @@ from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.weights.lines.line import Interrupted
 from keepstep.worker.coordination import Coordination, StepInterrupted
-from keepstep.worker.parallel.layout import ParallelLayout, shard_of
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.digests import named_digests
@@ -29,14 +28,12 @@ class Recovery:
         self,
         coordination: Coordination,
         state: ProtectedState,
-        layout: ParallelLayout,
         attempt: Attempt,
         checkpoints: Checkpoints | None,
     ) -> None:
         self._coordination = coordination
         self._machine = coordination.machine
         self._state = state
-        self._layout = layout
         self._attempt = attempt
         self._checkpoints = checkpoints
         self._resumed = False
@@ -45,11 +42,6 @@ class Recovery:
         coordination.snapshots = self.snapshots
         coordination.digests = lambda: named_digests(state)
         coordination.missing_values.protected = lambda: (tensor for _name, tensor in state.live_tensors())
-
-    @property
-    def shard(self) -> str:
-        """The name of what this rank holds; ranks of equal shards are replicas of each other."""
-        return shard_of(self._layout.blocks(self._state.parameters()))
 
     @property
     def checkpointing(self) -> bool:
@@ -172,11 +164,11 @@ class Recovery:
                 assert rank is not None
                 way = self._way()
                 received = receive_state(self._state, step, rank, transfer, way, self._moved)
-                self._layout.restored()
+                self._state.layout.restored()
             case Action.REWIND:
                 assert self._checkpoints is not None
                 self._checkpoints.load(step)
-                self._layout.restored()
+                self._state.layout.restored()
             case Action.STAY | Action.ADVANCE:
                 pass
         if transfer is not None and rank in transfer.sources:

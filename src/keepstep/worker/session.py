@@ -212,10 +212,10 @@ class Session:
         if self._state is not None:
             raise UsageError("protect() was called twice: give it everything in one call")
         self._state = ProtectedState(objects | self._declared.objects)
-        layout = DataParallel(self._state.modules)
+        self._state.layout = DataParallel(self._state.modules)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
-        attempt = Attempt(self._coordination, self._state, layout, self._declared)
-        self._recovery = Recovery(self._coordination, self._state, layout, attempt, checkpoints)
+        attempt = Attempt(self._coordination, self._state, self._declared)
+        self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints)
         self._controller = StepController(
             self._coordination,
             self._state,

@@ -95,7 +95,7 @@ class StepController:
         else:
             self._recovery.inspect_checkpoints()
         self._undoing.start_up()
-        machine.built(self._recovery.shard, self._recovery.snapshots(), self._recovery.checkpointing, start)
+        machine.built(self._state.shard(), self._recovery.snapshots(), self._recovery.checkpointing, start)
 
     def next_step(self, num_steps: int) -> int | None:
         """Carries out what there is to recover, and hands out the step at which this rank stands then.

@@ -10,19 +10,17 @@ reducer in an echoing backward that gradients became ready in the reverse order 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigurationError
-from keepstep.protocol.transfer.boxes import whole
 from keepstep.worker.groups.group import SurvivingGroup
-from keepstep.worker.parallel.layout import Block
+from keepstep.worker.parallel.layout import Replicated
 
 
-class DataParallel:
-    """The adapter of DistributedDataParallel, and of models without a wrapper; implements `ParallelLayout`."""
+class DataParallel(Replicated):
+    """The adapter of DistributedDataParallel."""
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         """Brings the buckets of all DDP modules into their one layout.
@@ -36,10 +34,6 @@ class DataParallel:
         self._ddp = find_ddp(modules)
         for module in self._ddp:
             settle_buckets(module)
-
-    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[Block]:
-        """All of each tensor."""
-        return [Block(name, tensor, whole(tuple(tensor.shape)), tuple(tensor.shape)) for name, tensor in named]
 
     def begin_step(self) -> None:
         """Has all ranks begin alike."""

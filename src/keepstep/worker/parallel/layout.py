@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import xxhash
 
-from keepstep.protocol.transfer.boxes import Box
+from keepstep.protocol.transfer.boxes import Box, whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,3 +67,23 @@ class ParallelLayout(Protocol):
     def restored(self) -> None:
         """The state came from other ranks or a checkpoint: has what hangs on it follow, such as views of gradients."""
         ...
+
+
+class Replicated:
+    """No wrapper at all: every rank holds all of every tensor, and a step needs nothing. Adapters may build on it."""
+
+    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[Block]:
+        """All of each tensor."""
+        return [Block(name, tensor, whole(tuple(tensor.shape)), tuple(tensor.shape)) for name, tensor in named]
+
+    def begin_step(self) -> None:
+        """Nothing."""
+
+    def before_barrier(self) -> None:
+        """Nothing."""
+
+    def undo(self, *, in_backward: bool) -> None:
+        """Nothing."""
+
+    def restored(self) -> None:
+        """Nothing."""

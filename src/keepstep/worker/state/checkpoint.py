@@ -235,7 +235,7 @@ class Checkpoints:
         """The tensors to read into: live ones, and optimizer state that is not there yet in its own order of memory."""
         headers = msgspec.msgpack.decode(aside["layout"].numpy().tobytes(), type=tuple[TensorHeader, ...])
         own = _live_content(self._state)
-        forms = {header.name: header for header in headers_of(list(own.items()))}
+        forms = {header.name: header for header in headers_of(self._state.layout.blocks(own.items()))}
         try:
             check_same_objects(self._state, _host_state(aside), str(path))
             check_same_layout(_of_model(forms.values()), _of_model(headers), str(path))
@@ -250,7 +250,7 @@ class Checkpoints:
 def checkpoint_content(state: ProtectedState) -> Content:
     """All protected state as named tensors: live ones by reference, the host state as bytes."""
     content = _live_content(state)
-    layout = headers_of(list(content.items()))
+    layout = headers_of(state.layout.blocks(content.items()))
     host, tensors = state.host_bytes()
     content["layout"] = _as_tensor(msgspec.msgpack.encode(layout))
     content["host"] = _as_tensor(host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -10,10 +10,12 @@ import torch
 import xxhash
 
 from keepstep.errors import StateMismatch
+from keepstep.protocol.transfer.boxes import Box
 from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.groups.store import LinkStore
+from keepstep.worker.parallel.layout import Block
 from keepstep.worker.state import tree
-from keepstep.worker.state.protected import Named, ProtectedState
+from keepstep.worker.state.protected import ProtectedState
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -22,7 +24,22 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     name: str
     dtype: str
     shape: tuple[int, ...]
+    """Of the block that a rank holds."""
     strides: tuple[int, ...]
+    start: tuple[int, ...]
+    """The block's first index in the whole tensor."""
+    whole: tuple[int, ...]
+    """The shape of the whole tensor."""
+
+    @property
+    def box(self) -> Box:
+        """Where in the whole tensor the block is."""
+        return Box(self.start, self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of its dtype."""
+        return int(getattr(torch, self.dtype).itemsize)
 
     def empty(self) -> torch.Tensor:
         """A new tensor of this form, its content undefined."""
@@ -31,14 +48,22 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     def form(self, with_strides: bool) -> str:
         """The tensor's form for a message, such as ``float32[2, 3]``."""
         strides = f" with strides {self.strides}" if with_strides else ""
-        return f"{self.dtype}{list(self.shape)}{strides}"
+        part = f" from {list(self.start)} on of {list(self.whole)}" if self.shape != self.whole else ""
+        return f"{self.dtype}{list(self.shape)}{part}{strides}"
 
 
-def headers_of(named: Named) -> tuple[TensorHeader, ...]:
-    """The headers of named tensors, in their order."""
+def headers_of(blocks: Iterable[Block]) -> tuple[TensorHeader, ...]:
+    """The headers of what a rank holds, in its order."""
     return tuple(
-        TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
-        for name, tensor in named
+        TensorHeader(
+            block.name,
+            str(block.tensor.dtype).removeprefix("torch."),
+            block.box.shape,
+            block.tensor.stride(),
+            block.box.start,
+            block.whole,
+        )
+        for block in blocks
     )
 
 
@@ -55,7 +80,7 @@ def check_same_layout(own: Sequence[TensorHeader], theirs: Sequence[TensorHeader
         if header.name not in mine:
             raise StateMismatch(f"{who} has '{header.name}', which this rank's model lacks: replicas must be equal")
         if mine[header.name] != header:
-            with_strides = (mine[header.name].dtype, mine[header.name].shape) == (header.dtype, header.shape)
+            with_strides = mine[header.name].form(False) == header.form(False)
             own_form, their_form = mine[header.name].form(with_strides), header.form(with_strides)
             raise StateMismatch(
                 f"'{header.name}' is {own_form} on this rank and {their_form} on {who}: replicas must be equal"
@@ -78,7 +103,7 @@ def start_of(state: ProtectedState, first_step: int = 0) -> Start:
     named = state.live_tensors()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
     digests = [xxhash.xxh3_64_digest(byte_view(tensor.cpu()).numpy().data) for _name, tensor in named]
-    return Start(headers_of(named), tuple(host), (*digests, *map(_digest_of_value, host.values())))
+    return Start(headers_of(state.layout.blocks(named)), tuple(host), (*digests, *map(_digest_of_value, host.values())))
 
 
 def compare_with_rank_0(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:

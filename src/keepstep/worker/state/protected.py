@@ -11,6 +11,7 @@ import torch
 
 from keepstep.errors import ConfigurationError, StateMismatch
 from keepstep.weights.memory.bytes_of import digest_of, is_dense
+from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
 from keepstep.worker.state import tree
 
 Named = list[tuple[str, torch.Tensor]]
@@ -30,6 +31,8 @@ class ProtectedState:
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self.layout: ParallelLayout = Replicated()
+        """Which part of each tensor this rank holds; `Session.protect` puts the adapter here."""
         for name, thing in objects.items():
             self._sort(name, thing)
         if not self.modules:
@@ -104,6 +107,10 @@ class ProtectedState:
     def live_tensors(self) -> Named:
         """All of the above, in an order that is the same on every replica."""
         return [*self.parameters(), *self.buffers(), *self.optimizer_tensors()]
+
+    def shard(self) -> str:
+        """The name of what this rank holds: ranks of equal shards are replicas of each other."""
+        return shard_of(self.layout.blocks(self.parameters()))
 
     @staticmethod
     def _unique(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,6 @@ import xxhash
 
 from keepstep.errors import ChecksumMismatch, RemoteProtocolError
 from keepstep.protocol.messages import Transfer
-from keepstep.protocol.transfer.boxes import whole
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.plan import Limits, Part, Reader, TensorForm
 from keepstep.weights.device.stages import Course, Gathering, device_outlet
@@ -30,10 +29,10 @@ from keepstep.weights.lines.flow import Inlet
 from keepstep.weights.lines.group import Carrier, GroupInlet, GroupOutlet
 from keepstep.weights.lines.line import Flag, Line
 from keepstep.weights.memory.buffers import SlotBuffer
-from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.weights.memory.copies import checksum_in, copy_of
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
 from keepstep.weights.spans import Spans
+from keepstep.worker.parallel.layout import Block, Replicated
 from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
 from keepstep.worker.state.protected import ProtectedState
@@ -65,6 +64,11 @@ class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     host_tensors: tuple[TensorHeader, ...]
     host: bytes
     with_gradient: tuple[int, ...]
+
+    @property
+    def all_tensors(self) -> tuple[TensorHeader, ...]:
+        """In the order in which they are sent."""
+        return (*self.parameters, *self.buffers, *self.optimizer, *self.host_tensors)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,14 +125,12 @@ def send_state(
         Interrupted: by the stop of ``way``.
     """
     group = way.group
-    header, tensors = describe(state, step, source.limits)
+    header, blocks = describe(state, step, source.limits)
     if rank == route.sources[0]:
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
-    views = [byte_view(tensor) for tensor in tensors]
-    layout = _layout(views, route, source.limits)
-    course = Course(layout, rank)
-    course.prepare(_held(views))
+    course = Course(_transfer_layout(header, route), rank)
+    course.prepare([_held(block) for block in blocks])
     lines = {receiver: line for receiver in route.receivers if (line := _call(receiver, rank, source.h2d, group))}
     try:
         outlet = _Outlets(course, source.h2d, lines, way)
@@ -186,11 +188,13 @@ def receive_state(
     if header.step != step:
         raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
     tensors, host_tensors = _targets(state, header)
-    views = [byte_view(tensor) for tensor in tensors]
-    course = Course(_layout(views, route, header.limits), rank)
+    course = Course(_transfer_layout(header, route), rank)
     with contextlib.ExitStack() as opened:
         inlets = _inlets(course, header.limits, route, way, opened)
-        held = {index: [each] for index, each in enumerate(_held(views))}
+        held = {
+            index: [Held(tensor.detach(), entry.box)]
+            for index, (tensor, entry) in enumerate(zip(tensors, header.all_tensors, strict=True))
+        }
         num_wrong = 0
         for bucket in course.coming:
             slot = inlets[bucket.source].take(bucket)
@@ -229,14 +233,17 @@ def _inlets(
     return inlets
 
 
-def describe(state: ProtectedState, step: int, limits: Limits) -> tuple[StateHeader, list[torch.Tensor]]:
-    """The header of the state as it is now, and the tensors in the order in which they are sent."""
+def describe(state: ProtectedState, step: int, limits: Limits) -> tuple[StateHeader, list[Block]]:
+    """The header of the state as it is now, and what this rank holds, in the order of the header's tensors."""
     host, host_tensors = state.host_bytes()
-    parts = (state.parameters(), state.buffers(), state.optimizer_tensors())
-    host_named = [(str(index), tensor) for index, tensor in enumerate(host_tensors)]
-    headers = [headers_of(part) for part in (*parts, host_named)]
+    host_named = [(f"host/{index}", tensor) for index, tensor in enumerate(host_tensors)]
+    parts = [
+        *(state.layout.blocks(named) for named in (state.parameters(), state.buffers(), state.optimizer_tensors())),
+        Replicated().blocks(host_named),
+    ]
+    headers = [headers_of(part) for part in parts]
     header = StateHeader(step, limits, headers[0], headers[1], headers[2], headers[3], host, state.gradient_marks())
-    return header, [tensor for part in (*parts, host_named) for _name, tensor in part]
+    return header, [block for part in parts for block in part]
 
 
 def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -244,10 +251,11 @@ def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Ten
     parameters, buffers = state.parameters(), state.buffers()
     forms = [torch.empty(0) for _ in header.host_tensors]
     check_same_objects(state, tree.unpack(msgspec.msgpack.decode(header.host), forms), "the source")
-    check_same_layout(headers_of(parameters), header.parameters, "the source")
-    check_same_layout(headers_of(buffers), header.buffers, "the source")
+    blocks = state.layout.blocks
+    check_same_layout(headers_of(blocks(parameters)), header.parameters, "the source")
+    check_same_layout(headers_of(blocks(buffers)), header.buffers, "the source")
     existing = dict(state.optimizer_tensors())
-    own = {entry.name: entry for entry in headers_of(list(existing.items()))}
+    own = {entry.name: entry for entry in headers_of(blocks(existing.items()))}
     if set(own) - {entry.name for entry in header.optimizer}:
         state.drop_optimizer_state()
         existing, own = {}, {}
@@ -266,17 +274,19 @@ def _finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch
     state.place_gradients(header.with_gradient)
 
 
-def _layout(views: list[torch.Tensor], route: Transfer, limits: Limits) -> Layout:
-    """All sources hold everything, as bytes, and each receiver wants everything."""
-    forms = tuple(TensorForm((str(index),), "uint8", (view.numel(),), 1) for index, view in enumerate(views))
-    everything = tuple(Part(index, whole(form.shape)) for index, form in enumerate(forms))
-    holders = tuple(everything if rank in route.sources else () for rank in range(max(route.sources) + 1))
-    readers = tuple(Reader(receiver, everything) for receiver in route.receivers)
-    return Layout(forms, holders, readers, (None,) * len(readers), limits)
+def _transfer_layout(header: StateHeader, route: Transfer) -> Layout:
+    """All sources hold the blocks of the header, and each receiver wants them."""
+    forms = tuple(
+        TensorForm((entry.name,), entry.dtype, entry.whole, entry.element_bytes) for entry in header.all_tensors
+    )
+    parts = tuple(Part(index, entry.box) for index, entry in enumerate(header.all_tensors))
+    holders = tuple(parts if rank in route.sources else () for rank in range(max(route.sources) + 1))
+    readers = tuple(Reader(receiver, parts) for receiver in route.receivers)
+    return Layout(forms, holders, readers, (None,) * len(readers), header.limits)
 
 
-def _held(views: list[torch.Tensor]) -> list[Held]:
-    return [Held(view, whole((view.numel(),))) for view in views]
+def _held(block: Block) -> Held:
+    return Held(block.tensor.detach(), block.box)
 
 
 def _checksum(content: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from torch import distributed as dist
 
 from keepstep.protocol.phases import Phase
 from keepstep.worker.coordination import Coordination
-from keepstep.worker.parallel.layout import ParallelLayout
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
 from keepstep.worker.values.declared import DeclaredState
@@ -15,19 +14,16 @@ from keepstep.worker.values.declared import DeclaredState
 class Attempt:
     """The present attempt of one rank. Used by the training thread."""
 
-    def __init__(
-        self, coordination: Coordination, state: ProtectedState, layout: ParallelLayout, declared: DeclaredState
-    ) -> None:
+    def __init__(self, coordination: Coordination, state: ProtectedState, declared: DeclaredState) -> None:
         """Args:
         coordination: of this rank.
-        state: what a step may change.
-        layout: what the way to parallelise adds.
+        state: what a step may change, with its layout.
         declared: the values of `Session.state`.
         """
         self._coordination = coordination
         self._machine = coordination.machine
         self._snapshot = StepSnapshot(state)
-        self._layout = layout
+        self._layout = state.layout
         self._declared = declared
 
     def start_up(self) -> None:
