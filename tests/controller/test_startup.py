@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.controller import startup
 from keepstep.controller.startup import StartUpRecord
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
+from keepstep.protocol.recovery import Stage, startup
 
 GENERATION = 1
 
@@ -45,7 +45,7 @@ def test_a_start_from_scratch_forgets_the_former_one() -> None:
     record = StartUpRecord()
     keep(record, "name", b"old")
     record.settle(is_complete=True)
-    record.start_anew()
+    record.begins_anew(Stage.STARTING, 2)
     record.settle(is_complete=False)
     assert ask(record, "name") == []
     keep(record, "other", b"new")
@@ -71,7 +71,7 @@ def test_a_start_up_in_whose_middle_the_controller_was_restarted_does_not_count(
     path = tmp_path / "start-up"
     keep(StartUpRecord(path), "a", b"1")
     again = StartUpRecord(path)
-    again.start_anew()
+    again.begins_anew(Stage.STARTING, 2)
     again.settle(is_complete=False)
     again.settle(is_complete=True)
     assert ask(again, "a") == [StoreAnswered(9, 5, (), "")]
@@ -85,7 +85,7 @@ def test_a_controller_that_has_stood_still_writes_no_more_into_the_record_of_its
     StartUpRecord(path)
     keep(late, "a", b"other")
     late.settle(is_complete=True)
-    late.start_anew()
+    late.begins_anew(Stage.STARTING, 2)
     late.settle(is_complete=False)
     third = StartUpRecord(path)
     third.settle(is_complete=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from keepstep.controller.jobstore import PREFIX, JobStore
-from keepstep.controller.startup import OPERATIONS, StartUpRecord
+from keepstep.controller.startup import StartUpRecord
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
-from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.protocol.recovery.startup import OPERATIONS
 from keepstep.trace.record import runfolder
 
 
@@ -22,8 +23,6 @@ class Kept:
         start_up, store = (None, None) if folder is None else (folder / runfolder.START_UP, folder / runfolder.STORE)
         self._start_up = StartUpRecord(start_up, is_durable=is_durable)
         self._store = JobStore(store, is_durable=is_durable)
-        self._start: int | None = None
-        """The generation in which all ranks have started last."""
 
     def request(self, request: StoreRequested, job: RecoveryMachine) -> list[StoreAnswered] | None:
         """Carries out one request of a worker; None where it is for another place.
@@ -43,10 +42,8 @@ class Kept:
         Raises:
             OSError: what has changed cannot be written.
         """
-        if job.stage is Stage.STARTING and job.generation != self._start:
-            self._start = job.generation
+        if self._start_up.begins_anew(job.stage, job.generation):
             self._store.start_anew()
-            self._start_up.start_anew()
         answers = self._store.settle(
             job.stage, job.generation, job.awaited, lambda worker: job.roster.workers[worker].lost
         )
