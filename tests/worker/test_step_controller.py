@@ -11,95 +11,14 @@ from typing import Any
 import pytest
 import torch
 from tests.worker.ranks import run_ranks
+from tests.worker.single import NUM_STEPS, Training
 
-from keepstep import config
 from keepstep.errors import UsageError
-from keepstep.protocol.messages import (
-    Complete,
-    Recover,
-    Resume,
-    SafePointReached,
-    StateRecovered,
-    StepsFinished,
-    Stop,
-    WorkerReport,
-)
 from keepstep.protocol.phases import Phase
-from keepstep.worker import alone
 from keepstep.worker.coordination import StepInterrupted
-from keepstep.worker.session import Session, init
-from keepstep.worker.step_controller import StepController
 
-NUM_STEPS = 5
 AT = 2
 """The step in which the rank is stopped."""
-
-
-class Controller(alone.LinkToNobody):
-    """Stops the rank when it is told to, and has it resume at the greatest step that it reaches."""
-
-    def stop(self, generation: int) -> None:
-        self._give(Stop(generation, "rank 1 was lost", None))
-
-    def send(self, report: WorkerReport) -> None:
-        match report:
-            case SafePointReached():
-                self._give(Recover(report.generation, max(report.reach), ()))
-            case StateRecovered():
-                self._give(Resume(report.generation))
-            case StepsFinished():
-                self._give(Complete(report.generation))
-            case _:
-                super().send(report)
-
-
-class Training:
-    """A session without a job, a model with dropout and a running mean, and what happened in its steps."""
-
-    def __init__(self) -> None:
-        self.link = Controller()
-        alone_link, session = self.link, config.worker_config()
-        assert session is None, "the test runs in no job"
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("keepstep.worker.session.LinkToNobody", lambda: alone_link)
-            self.session: Session = init()
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 1)
-        )
-        self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.session.protect(model=self.model, optimizer=self.optimizer)
-        assert self.session._controller is not None
-        self.controller: StepController = self.session._controller
-        self.phases: list[tuple[int, int, bool]] = []
-        """(index, attempt, resumed) of each attempt."""
-        self.controller.stand_ready(0)
-
-    def run(self, body: Callable[[int], None], num_steps: int = NUM_STEPS) -> None:
-        """A loop that is not keepstep's."""
-        controller = self.controller
-        while (index := controller.next_step(num_steps)) is not None:
-            self.phases.append((index, controller.attempt, controller.resumed))
-            try:
-                controller.begin()
-                body(index)
-                controller.commit()
-            except BaseException as error:
-                if not controller.is_interruption(error):
-                    raise
-                controller.undo()
-
-    def step(self, index: int) -> None:
-        generator = torch.Generator().manual_seed(index)
-        self.model(torch.randn(8, 4, generator=generator)).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def phase(self) -> Phase:
-        return self.session._coordination.phase
-
-    def digest(self) -> str:
-        assert self.session._state is not None
-        return self.session._state.digest()
 
 
 def undisturbed(_rank: int, _size: int) -> Any:

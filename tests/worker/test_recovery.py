@@ -1,0 +1,71 @@
+"""Recoveries of one rank without a job: it stays, goes back to a checkpoint, or saves what it has and ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.ranks import run_ranks
+from tests.worker.single import NUM_STEPS, Training
+
+from keepstep.protocol.messages import SafePointReached, StateRescued
+from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
+
+AT = 3
+
+
+def rewound(_rank: int, _size: int, path: Path, back_to: int | None) -> Any:
+    """Writes a checkpoint every step; stopped behind step `AT`, it goes back."""
+    training = Training(checkpoint_dir=path, checkpoint_every=1)
+
+    def body(index: int) -> None:
+        training.step(index)
+        if index == AT and training.session.generation == 1:
+            training.session._recovery._checkpoints.flush()  # type: ignore[union-attr]  # protect() has made it
+            training.link.resume_at = back_to
+            training.link.stop(2)
+
+    training.run(body)
+    reports = [report for report in training.link.reports if isinstance(report, SafePointReached)]
+    return [phase[0] for phase in training.phases], training.digest(), reports[0].reach, reports[0].snapshots
+
+
+def test_a_rank_stays_or_goes_back_to_a_checkpoint_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    ((steps, digest, reach, snapshots),) = run_ranks(1, rewound, tmp_path / "stays", None)
+    assert steps == list(range(NUM_STEPS))
+    assert reach == (AT + 1,)
+    assert set(snapshots) <= set(range(1, AT + 1))
+    back_to = max(snapshots)
+    ((steps, again, _reach, _snapshots),) = run_ranks(1, rewound, tmp_path / "goes back", back_to)
+    assert steps == [*range(AT + 1), *range(back_to, NUM_STEPS)]
+    assert again == digest
+
+
+def rescued(_rank: int, _size: int, path: Path) -> Any:
+    """The job cannot go on: stopped in a backward, the rank saves what the step began with."""
+    training = Training()
+    before: list[torch.Tensor] = []
+
+    def body(index: int) -> None:
+        if index == AT:
+            before.extend(parameter.detach().clone() for parameter in training.model.parameters())
+            training.link.is_ending = True
+            training.model[1].weight.register_post_accumulate_grad_hook(lambda _parameter: training.link.stop(2))
+        training.step(index)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(path)
+        with pytest.raises(SystemExit) as ended:
+            training.run(body)
+    same = all(map(torch.equal, before, training.model.parameters()))
+    report = next(report for report in training.link.reports if isinstance(report, StateRescued))
+    return ended.value.code, report.error, Path(str(report.path)).name, same
+
+
+def test_a_rank_of_a_job_that_cannot_go_on_saves_what_it_has_and_ends(tmp_path: Path) -> None:
+    ((code, error, name, same),) = run_ranks(1, rescued, tmp_path)
+    assert (code, error, same) == (EXIT_TOO_FEW_RANKS, None, True)
+    assert name.startswith(f"keepstep-rescue-step{AT}-rank0-")
+    assert [folder.name for folder in tmp_path.iterdir()] == [name]
