@@ -6,7 +6,7 @@ import pytest
 
 from keepstep.drill.display import introduce, show
 from keepstep.drill.drill import Drill, is_good
-from keepstep.drill.faults import Fault
+from keepstep.drill.faults import DrillFault
 
 EXPLANATION = {
     "kind": "computed differently",
@@ -60,4 +60,4 @@ def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> N
     introduce(1)
     assert "once with 1 fault struck" in " ".join(capsys.readouterr().err.split())
     assert Drill([]).second == "repeated"
-    assert Drill([Fault(number=0, kind="kill")]).second == "with-faults"
+    assert Drill([DrillFault(number=0, kind="kill")]).second == "with-faults"

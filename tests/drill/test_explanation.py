@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.drill.explanation import Difference, Explanation, Kind, Recorded, explain, first_difference
-from keepstep.drill.records import State, States
+from keepstep.drill.explanation import Difference, Explanation, Kind, RecordedRun, explain, first_difference
+from keepstep.drill.records import States, StepState
 
 NAMES = ("model.fc1.weight", "model.fc1.bias", "optimizer/0/exp_avg", "host: scheduler['last_epoch']")
 STEPS = 6
@@ -18,15 +18,17 @@ def run(
     differs = differs or {}
     return {
         rank: {
-            step: State(float(step), NAMES, tuple(f"{step}{'!' * (n in differs.get((rank, step), ()))}" for n in NAMES))
+            step: StepState(
+                float(step), NAMES, tuple(f"{step}{'!' * (n in differs.get((rank, step), ()))}" for n in NAMES)
+            )
             for step in range(steps)
         }
         for rank in range(num_ranks)
     }
 
 
-def recorded(states: States, digest: str = "d", reason: str = "all ranks are through") -> Recorded:
-    return Recorded(states, {str(rank): digest for rank in states} if digest else {}, reason)
+def recorded(states: States, digest: str = "d", reason: str = "all ranks are through") -> RecordedRun:
+    return RecordedRun(states, {str(rank): digest for rank in states} if digest else {}, reason)
 
 
 def fault(
@@ -107,7 +109,7 @@ def test_without_faults_nothing_is_said_of_them() -> None:
 
 def test_ranks_that_differ_without_a_failure_come_first() -> None:
     first = run({(1, 3): NAMES[3:]}, 3)
-    found = explain(Recorded(first, {"0": "a", "1": "b", "2": "a"}), recorded(run(num_ranks=3)), [fault(1.0, 1)])
+    found = explain(RecordedRun(first, {"0": "a", "1": "b", "2": "a"}), recorded(run(num_ranks=3)), [fault(1.0, 1)])
     assert found.kind is Kind.RANKS
     assert found.sentences[0] == (
         "without any failure rank 1 and rank 0 are not the same: at the start of step 3, "

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from keepstep.drill import faults
-from keepstep.drill.faults import IN_A_STEP, KINDS, MOMENTS, Fault, claim, default_faults, fired_at, parse
+from keepstep.drill.faults import IN_A_STEP, KINDS, MOMENTS, DrillFault, claim, default_faults, fired_at, parse
 from keepstep.errors import ConfigurationError
 
 GOOD = {
-    "kill@step=7,phase=backward,rank=1": Fault(number=0, kind="kill", step=7, phase="backward", rank=1),
-    "hang@step=9,phase=synced": Fault(number=0, kind="hang", step=9, phase="synced", rank=1),
-    "kill@during=restore,rank=0": Fault(number=0, kind="kill", during="restore", rank=0),
-    "exit@during=stop": Fault(number=0, kind="exit", during="stop", rank=1),
-    "raise@during=reset": Fault(number=0, kind="raise", during="reset", rank=1),
-    "kill@phase=random,count=50,seed=3": Fault(number=0, kind="kill", phase="random", count=50, seed=3),
-    "hang@phase=random,rank=2": Fault(number=0, kind="hang", phase="random", rank=2),
-    " segv@phase=random ; ": Fault(number=0, kind="segv", phase="random"),
-    "raise@rank=2,phase=forward,step=0": Fault(number=0, kind="raise", step=0, phase="forward", rank=2),
+    "kill@step=7,phase=backward,rank=1": DrillFault(number=0, kind="kill", step=7, phase="backward", rank=1),
+    "hang@step=9,phase=synced": DrillFault(number=0, kind="hang", step=9, phase="synced", rank=1),
+    "kill@during=restore,rank=0": DrillFault(number=0, kind="kill", during="restore", rank=0),
+    "exit@during=stop": DrillFault(number=0, kind="exit", during="stop", rank=1),
+    "raise@during=reset": DrillFault(number=0, kind="raise", during="reset", rank=1),
+    "kill@phase=random,count=50,seed=3": DrillFault(number=0, kind="kill", phase="random", count=50, seed=3),
+    "hang@phase=random,rank=2": DrillFault(number=0, kind="hang", phase="random", rank=2),
+    " segv@phase=random ; ": DrillFault(number=0, kind="segv", phase="random"),
+    "raise@rank=2,phase=forward,step=0": DrillFault(number=0, kind="raise", step=0, phase="forward", rank=2),
 }
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
 
-from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, Fault, claim, write_plan
-from keepstep.drill.inject import Injector, await_spare
-from keepstep.drill.injector import OutsideInjector, has_warm_spare, spare_will_come
+from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, DrillFault, claim, write_plan
+from keepstep.drill.outside_injector import OutsideInjector, has_warm_spare, spare_will_come
+from keepstep.drill.worker_injector import WorkerInjector, await_spare
 from keepstep.launcher import control
 from keepstep.launcher.job import Job
 from keepstep.protocol.messages import RankAwaited, StepObserved, WorkerReady
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import WorkerMachine
 
-KILL = Fault(number=0, kind="kill", step=3, phase="forward", rank=1)
+KILL = DrillFault(number=0, kind="kill", step=3, phase="forward", rank=1)
 
 
 def as_job(simulated: SimulatedJob, run_dir: Path = Path()) -> Job:
@@ -100,13 +100,13 @@ class Page:
 class Worker:
     """A rank that moves through its steps, with an injector that watches it."""
 
-    def __init__(self, run_dir: Path, *faults: Fault, rank: int = 0) -> None:
+    def __init__(self, run_dir: Path, *faults: DrillFault, rank: int = 0) -> None:
         write_plan(run_dir, list(faults))
         self.page: Any = Page()
         self.machine = WorkerMachine(0, 4711, rank)
         self.machine.steps.restored(0)
         self.observe: Callable[[str], None] = lambda moment: None
-        self.injector = Injector(self, run_dir, world_size=2)
+        self.injector = WorkerInjector(self, run_dir, world_size=2)
 
     def digests(self) -> dict[str, str]:
         return {}
@@ -139,7 +139,7 @@ def test_ranks_wait_between_the_steps_before_a_fault_and_only_there(tmp_path: Pa
 
 
 def test_a_fault_in_the_first_step_is_awaited_in_front_of_it(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, Fault(number=0, kind="kill", step=0, phase="synced", rank=1))
+    worker = Worker(tmp_path, DrillFault(number=0, kind="kill", step=0, phase="synced", rank=1))
     assert serving(tmp_path, lambda: True, worker.step) == 1
 
 

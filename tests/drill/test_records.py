@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.drill import records
-from keepstep.drill.records import FINISHED, FOLDER, State, StateRecorder, read_states
+from keepstep.drill.records import FINISHED, FOLDER, StateRecorder, StepState, read_states
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import WorkerMachine
 
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records.time, "monotonic", lambda: float(next(times)))
 
 
-def weights(states: dict[int, State]) -> dict[int, tuple[str, ...]]:
+def weights(states: dict[int, StepState]) -> dict[int, tuple[str, ...]]:
     return {step: state.digests for step, state in states.items()}
 
 
@@ -109,8 +109,8 @@ def test_a_run_without_records_has_no_states(tmp_path: Path) -> None:
 
 
 def test_states_differ_in_what_one_of_them_lacks(tmp_path: Path) -> None:
-    state = State(0.0, ("a", "b"), ("1", "2"))
-    assert state.differing(State(9.0, ("a", "b"), ("1", "2"))) == []
-    assert state.differing(State(0.0, ("b", "a"), ("2", "1"))) == []
-    assert state.differing(State(0.0, ("a", "b", "c"), ("1", "3", "4"))) == ["b", "c"]
-    assert state.differing(State(0.0, ("a",), ("1",))) == ["b"]
+    state = StepState(0.0, ("a", "b"), ("1", "2"))
+    assert state.differing(StepState(9.0, ("a", "b"), ("1", "2"))) == []
+    assert state.differing(StepState(0.0, ("b", "a"), ("2", "1"))) == []
+    assert state.differing(StepState(0.0, ("a", "b", "c"), ("1", "3", "4"))) == ["b", "c"]
+    assert state.differing(StepState(0.0, ("a",), ("1",))) == ["b"]

@@ -47,7 +47,7 @@ def record(folder: Path, *flags: object, faults: str = "", companion: Companion 
     folder.mkdir(parents=True, exist_ok=True)
     options = job_options(make_parser("keepstep run").parse_args(["--run-dir", str(folder), *map(str, flags)]))
     write_plan(folder, parse(faults, options.recovery.world_size) if faults else [])
-    agent = dataclasses.replace(options.agent, digest=True, observer="keepstep.drill.inject:install")
+    agent = dataclasses.replace(options.agent, digest=True, observer="keepstep.drill.worker_injector:install")
     return run_job(dataclasses.replace(options, agent=agent), companion)
 
 

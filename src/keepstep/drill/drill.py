@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.agent.settings import AgentSettings
-from keepstep.drill.explanation import Recorded, explain
-from keepstep.drill.faults import Fault, fired_at, write_plan
+from keepstep.drill.explanation import RecordedRun, explain
+from keepstep.drill.faults import DrillFault, fired_at, write_plan
 from keepstep.drill.files import compare_files
-from keepstep.drill.injector import OutsideInjector
+from keepstep.drill.outside_injector import OutsideInjector
 from keepstep.drill.records import States, read_states
 from keepstep.drill.workdir import make_working_dir
 from keepstep.errors import ConfigurationError, KeepstepError
@@ -22,7 +22,7 @@ from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.describe import describe_recovery
 
-OBSERVER = "keepstep.drill.inject:install"
+OBSERVER = "keepstep.drill.worker_injector:install"
 REFERENCE, STRUCK, REPEATED = "reference", "with-faults", "repeated"
 """The folders of the runs: the first, and the second with faults or without."""
 TITLES = {REFERENCE: "without failures", STRUCK: "with failures", REPEATED: "without failures, again"}
@@ -39,7 +39,7 @@ class DrillFailed(KeepstepError):
 class Drill:
     """What a drill does beside running a job twice."""
 
-    faults: list[Fault]
+    faults: list[DrillFault]
     """What happens to the second run; nothing where it is empty."""
     patterns: tuple[str, ...] = ()
     """Which files are compared; with any, each run has a working directory of its own."""
@@ -54,7 +54,7 @@ class Drill:
 
 
 @dataclasses.dataclass
-class Run:
+class DrillRun:
     """One of the two runs."""
 
     report: dict[str, Any]
@@ -71,9 +71,9 @@ class Run:
         return kinds[0] if len(kinds) == 1 else " ".join(f"rank{rank}:{digest}" for rank, digest in found.items())
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> RecordedRun:
         """What an explanation needs of it."""
-        return Recorded(self.states, self.report["digests"], self.report["reason"])
+        return RecordedRun(self.states, self.report["digests"], self.report["reason"])
 
 
 def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
     }
 
 
-def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProgress) -> Run:
+def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProgress) -> DrillRun:
     directory.mkdir()
     write_plan(directory, drill.faults)
     agent = dataclasses.replace(
@@ -131,7 +131,7 @@ def _run(options: JobOptions, directory: Path, drill: Drill, on_progress: OnProg
         raise DrillFailed(f"the run {title} did not begin: {result['reason']}")
     durations = seen[0].agent.step_durations_s
     step_ms = round(statistics.median(durations) * 1000, 3) if durations else None
-    return Run(result, seen[0].controller.job.records, step_ms, injector, read_states(directory))
+    return DrillRun(result, seen[0].controller.job.records, step_ms, injector, read_states(directory))
 
 
 def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[str, ...]) -> AgentSettings:
@@ -143,7 +143,7 @@ def _in_its_own_place(agent: AgentSettings, working_dir: Path, patterns: tuple[s
     return dataclasses.replace(agent, command=(script, *arguments), working_dir=working_dir)
 
 
-def _compare(first: Run, second: Run, faults: list[Fault], directory: Path) -> dict[str, Any]:
+def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], directory: Path) -> dict[str, Any]:
     outside = second.injector.fired
     rows = [_row(fault, at_s, rank, second.records) for fault, at_s, rank in outside]
     missed = []
@@ -179,7 +179,7 @@ def is_good(result: dict[str, Any]) -> bool:
     return result["identical"] and not result["missed"] and all(file["difference"] is None for file in result["files"])
 
 
-def _row(fault: Fault, at_s: float, rank: int | None, records: list[RecoveryRecord]) -> dict[str, Any]:
+def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[RecoveryRecord]) -> dict[str, Any]:
     """What became of one fault. A recovery that a further failure cut short ends with the one that took over."""
     record = next(
         (

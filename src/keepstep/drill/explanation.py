@@ -12,7 +12,7 @@ import enum
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from keepstep.drill.records import State, States
+from keepstep.drill.records import States, StepState
 
 NAMES_SHOWN = 3
 """In the text; the JSON result has all."""
@@ -66,7 +66,7 @@ class Explanation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRun:
     """One of the two runs, as far as an explanation needs it."""
 
     states: States
@@ -76,7 +76,7 @@ class Recorded:
     """Why the run ended."""
 
 
-def explain(first: Recorded, second: Recorded, faults: Sequence[Mapping[str, Any]]) -> Explanation:
+def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[str, Any]]) -> Explanation:
     """Explains why two runs do not have the same weights.
 
     Args:
@@ -131,7 +131,7 @@ def _steps_of(states: States) -> list[int]:
     return sorted({step for steps in states.values() for step in steps})
 
 
-def _difference(step: int, different: dict[int, list[str]], states: dict[int, State]) -> Difference:
+def _difference(step: int, different: dict[int, list[str]], states: dict[int, StepState]) -> Difference:
     names = dict.fromkeys(name for found in different.values() for name in found)
     return Difference(step, tuple(different), tuple(names), min(states[rank].at_s for rank in different))
 
@@ -144,7 +144,7 @@ def _ranks_differ(found: Difference, states: States) -> Explanation:
     return Explanation(Kind.RANKS, (where, hint), found)
 
 
-def _no_difference(second: Recorded) -> Explanation:
+def _no_difference(second: RecordedRun) -> Explanation:
     if not second.digests:
         reached = ", ".join(f"rank {rank} at step {max(steps)}" for rank, steps in second.states.items())
         text = f"the second run has no digests: it ended before the last step was complete ({reached}): {second.reason}"

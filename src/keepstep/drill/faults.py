@@ -33,7 +33,7 @@ NONE = "none"
 """As a whole specification: nothing fails, so that both runs of a drill are undisturbed."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DrillFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One fault of a drill."""
 
     number: int
@@ -55,7 +55,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.kind != "spare-kill" and self.phase != "random"
 
 
-def parse(text: str, world_size: int) -> list[Fault]:
+def parse(text: str, world_size: int) -> list[DrillFault]:
     """The faults in a specification, in order.
 
     Args:
@@ -77,15 +77,15 @@ def parse(text: str, world_size: int) -> list[Fault]:
     return faults
 
 
-def default_faults(world_size: int, first_step: int = 3, spacing: int = 8) -> list[Fault]:
+def default_faults(world_size: int, first_step: int = 3, spacing: int = 8) -> list[DrillFault]:
     """One kill in every phase of a step, on ranks in turn."""
     return [
-        Fault(number=n, kind="kill", step=first_step + n * spacing, phase=phase, rank=(n + 1) % world_size)
+        DrillFault(number=n, kind="kill", step=first_step + n * spacing, phase=phase, rank=(n + 1) % world_size)
         for n, phase in enumerate(IN_A_STEP)
     ]
 
 
-def _parse_one(text: str, number: int, world_size: int) -> Fault:
+def _parse_one(text: str, number: int, world_size: int) -> DrillFault:
     kind, _, rest = text.partition("@")
     if kind not in KINDS:
         raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}; allowed are {', '.join(KINDS)}")
@@ -99,7 +99,7 @@ def _parse_one(text: str, number: int, world_size: int) -> Fault:
             f"fault {text!r}: rank {numbers['rank']} is not there; allowed are 0 to {world_size - 1}"
         )
     chosen_late = kind == "spare-kill" or values.get("phase") == "random"
-    return Fault(
+    return DrillFault(
         number=number,
         kind=kind,
         step=numbers.get("step"),
@@ -161,17 +161,17 @@ def _check_whole(text: str, kind: str, values: dict[str, str], numbers: dict[str
         raise ConfigurationError(f"fault {text!r}: nothing can be raised during=stop; use kill, hang, segv or exit")
 
 
-def write_plan(run_dir: Path, faults: list[Fault]) -> None:
+def write_plan(run_dir: Path, faults: list[DrillFault]) -> None:
     """Lays the faults where the workers of a run find them."""
     (run_dir / PLAN_FILE).write_bytes(msgspec.json.encode(faults))
 
 
-def read_plan(run_dir: Path) -> list[Fault]:
+def read_plan(run_dir: Path) -> list[DrillFault]:
     """The faults of a run."""
-    return msgspec.json.decode((run_dir / PLAN_FILE).read_bytes(), type=list[Fault])
+    return msgspec.json.decode((run_dir / PLAN_FILE).read_bytes(), type=list[DrillFault])
 
 
-def claim(run_dir: Path, fault: Fault, now_s: float) -> bool:
+def claim(run_dir: Path, fault: DrillFault, now_s: float) -> bool:
     """Claims the one right to bring about a fault, and notes when; False if it has come about already."""
     try:
         with (run_dir / f"fired-{fault.number}").open("x", encoding="ascii") as file:
@@ -181,12 +181,12 @@ def claim(run_dir: Path, fault: Fault, now_s: float) -> bool:
     return True
 
 
-def is_fired(run_dir: Path, fault: Fault) -> bool:
+def is_fired(run_dir: Path, fault: DrillFault) -> bool:
     """Whether a fault has come about."""
     return (run_dir / f"fired-{fault.number}").exists()
 
 
-def fired_at(run_dir: Path, fault: Fault) -> float | None:
+def fired_at(run_dir: Path, fault: DrillFault) -> float | None:
     """When a fault came about, in monotonic seconds; None if it never did."""
     try:
         return float((run_dir / f"fired-{fault.number}").read_text(encoding="ascii"))

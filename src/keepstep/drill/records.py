@@ -34,7 +34,7 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class State:
+class StepState:
     """The state of one rank from which a step began, or the job ended."""
 
     at_s: float
@@ -44,7 +44,7 @@ class State:
     digests: tuple[str, ...]
     """In the order of the names."""
 
-    def differing(self, other: State) -> list[str]:
+    def differing(self, other: StepState) -> list[str]:
         """The names whose digests differ, or that only one of the states has, in this state's order."""
         if (self.names, self.digests) == (other.names, other.digests):
             return []
@@ -53,11 +53,11 @@ class State:
         return [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
 
 
-States: TypeAlias = dict[int, dict[int, State]]
+States: TypeAlias = dict[int, dict[int, StepState]]
 """rank -> step -> the state that the step began from; after the last step, under the number of the next."""
 
 
-class Recorded(Protocol):
+class StateSource(Protocol):
     """What a recorder needs of a worker's `keepstep.worker.coordination.Coordination`."""
 
     machine: WorkerMachine
@@ -67,7 +67,7 @@ class Recorded(Protocol):
 class StateRecorder:
     """Records a worker's state at the beginning of each step, and after the last. Runs in its training thread."""
 
-    def __init__(self, worker: Recorded, run_dir: Path) -> None:
+    def __init__(self, worker: StateSource, run_dir: Path) -> None:
         self._worker = worker
         (run_dir / FOLDER).mkdir(exist_ok=True)
         path = run_dir / FOLDER / str(worker.machine.worker)
@@ -110,5 +110,5 @@ def read_states(run_dir: Path) -> States:
             names = names if line.names is None else line.names
             steps = found.setdefault(line.rank, {})
             if line.step not in steps or steps[line.step].at_s < line.at_s:
-                steps[line.step] = State(line.at_s, names, line.digests)
+                steps[line.step] = StepState(line.at_s, names, line.digests)
     return dict(sorted(found.items()))

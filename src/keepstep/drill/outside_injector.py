@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, Fault, claim
+from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, DrillFault, claim
 from keepstep.launcher import control
 from keepstep.launcher.job import Job
 from keepstep.protocol.recovery import Stage
@@ -25,11 +25,11 @@ class OutsideInjector:
     It also tells the ranks, which wait before a step with a fault, when a spare is warm.
     """
 
-    def __init__(self, faults: list[Fault], *, awaits_spares: bool) -> None:
+    def __init__(self, faults: list[DrillFault], *, awaits_spares: bool) -> None:
         self._faults = [fault for fault in faults if not fault.in_worker]
         self._awaits_spares = awaits_spares
         self._is_over = False
-        self.fired: list[tuple[Fault, float, int | None]] = []
+        self.fired: list[tuple[DrillFault, float, int | None]] = []
 
     async def accompany(self, job: Job) -> None:
         """Runs beside the job until it has ended, or all faults have come about and no rank may ask for a spare."""
@@ -61,7 +61,7 @@ class OutsideInjector:
         finally:
             hold.unlink()
 
-    async def _bring_about(self, fault: Fault, job: Job) -> None:
+    async def _bring_about(self, fault: DrillFault, job: Job) -> None:
         if fault.kind == "spare-kill":
             await self._kill_spare(fault, job)
             return
@@ -78,7 +78,7 @@ class OutsideInjector:
             if self._strike(fault, job, rank):
                 await self._until(job, functools.partial(self._has_more_records, job, known))
 
-    async def _kill_spare(self, fault: Fault, job: Job) -> None:
+    async def _kill_spare(self, fault: DrillFault, job: Job) -> None:
         def is_there() -> bool:
             workers = job.agent.status()
             steps = [worker["step"] for worker in workers if worker["rank"] is not None]
@@ -90,7 +90,7 @@ class OutsideInjector:
         if await self._until(job, is_there):
             self._strike(fault, job, None)
 
-    def _strike(self, fault: Fault, job: Job, rank: int | None) -> bool:
+    def _strike(self, fault: DrillFault, job: Job, rank: int | None) -> bool:
         target = next((w["pid"] for w in job.agent.status() if w["rank"] == rank and w["pid"] is not None), None)
         if not isinstance(target, int):
             return False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from keepstep import config
-from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, Fault, claim, is_fired, read_plan
+from keepstep.drill.faults import HOLD_FILE, SPARES_SOCKET, DrillFault, claim, is_fired, read_plan
 from keepstep.drill.records import StateRecorder
 from keepstep.launcher.control import connect
 from keepstep.protocol.phases import Phase
@@ -54,7 +54,7 @@ def install(coordination: Observed) -> None:
     assert settings is not None
     run_dir = Path(settings.run_dir)
     recorder = StateRecorder(coordination, run_dir)
-    injector = Injector(coordination, run_dir, settings.world_size)
+    injector = WorkerInjector(coordination, run_dir, settings.world_size)
 
     def observe(moment: str) -> None:
         recorder.observe(moment)  # first, for the injector may not return
@@ -63,7 +63,7 @@ def install(coordination: Observed) -> None:
     coordination.observe = observe
 
 
-class Injector:
+class WorkerInjector:
     """Watches one rank's moments. `observe` is called from whichever thread lives through the moment."""
 
     def __init__(self, coordination: Observed, run_dir: Path, world_size: int) -> None:
@@ -75,7 +75,7 @@ class Injector:
         """Whether the rank is in an update, so that the next `Phase.UPDATED` is the end of a step."""
         self._meetings = {fault.number: self._open_meeting(fault) for fault in self._faults if fault.phase == "barrier"}
 
-    def _open_meeting(self, fault: Fault) -> int:
+    def _open_meeting(self, fault: DrillFault) -> int:
         """A pipe by which a rank that has left the barrier tells the one that is to fail in it."""
         path = self._run_dir / f"left-{fault.number}"
         with contextlib.suppress(FileExistsError):
@@ -115,7 +115,7 @@ class Injector:
         """The first generation is connected and restored, too, but that is no recovery."""
         return self._coordination.machine.target_generation <= 1
 
-    def _stage_barrier(self, fault: Fault, moment: str, rank: int | None, step: int) -> None:
+    def _stage_barrier(self, fault: DrillFault, moment: str, rank: int | None, step: int) -> None:
         """The rank fails when another one has left the barrier and the rest has not."""
         if step != fault.step or rank is None:
             return
@@ -132,7 +132,7 @@ class Injector:
         elif rank != leaver:
             self._coordination.wait_until_interrupted(HOLD_S)
 
-    def _fire(self, fault: Fault) -> None:
+    def _fire(self, fault: DrillFault) -> None:
         if not claim(self._run_dir, fault, time.monotonic()):
             return
         match fault.kind:
