@@ -44,7 +44,7 @@ __all__ = ["LoaderOptions", "MapDataset", "StepLoader", "StepSampler", "permute"
 Indices = npt.NDArray[np.int64]
 
 # Four rounds are the least with a proof (Luby & Rackoff 1988), and the proof is weak for small domains. NIST's FF1
-# takes ten against an attacker; nobody attacks the order of a training set. Eight keys are one BLAKE2b digest.
+# takes ten against an attacker, and the order of a training set has none. Eight keys are one BLAKE2b digest.
 NUM_ROUNDS = 8
 
 # Long enough for a slow file system to deliver a first batch, short enough for a person to wait for the error.

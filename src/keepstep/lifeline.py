@@ -61,7 +61,7 @@ class Lifeline:
 
 
 def create(name: str) -> int:
-    """Makes a lock that nobody holds and returns its file descriptor, which the caller owns.
+    """Makes a lock that is free and returns its file descriptor, which the caller owns.
 
     Args:
         name: shows in ``/proc/PID/fd`` only.

@@ -2,7 +2,7 @@
 
 One process writes it (the worker), one reads it (its agent). Writing costs about a microsecond, needs no thread and
 no message, and the page is still there after the worker was killed: its agent reads from it exactly where the worker
-died. The memory is an anonymous file that both sides hold open, so nothing is left behind whatever dies.
+died. The memory is an anonymous file that both sides hold open, so nothing is left behind when either dies.
 
 Layout, little endian, 8-byte words::
 

@@ -28,7 +28,7 @@ from keepstep.worker.step_controller import StepController
 NUM_STEPS = 5
 
 
-class Controller(alone.LinkToNobody):
+class Controller(alone.LinkAlone):
     """Stops the rank when it is told to, and has it resume at the greatest step that it reaches.
 
     Attributes:
@@ -70,7 +70,7 @@ class Training:
         alone_link, session = self.link, config.worker_config()
         assert session is None, "the test runs in no job"
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("keepstep.worker.session.LinkToNobody", lambda: alone_link)
+            patched.setattr("keepstep.worker.session.LinkAlone", lambda: alone_link)
             self.session: Session = init()
         self.model = torch.nn.Sequential(
             torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 1)

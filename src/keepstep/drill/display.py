@@ -17,7 +17,7 @@ PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
 
 
 def introduce(num_faults: int) -> None:
-    """Says what is about to happen, for somebody who has not seen a drill before."""
+    """Says what is about to happen, for a user who has not seen a drill before."""
     how = "both times without failures"
     if num_faults:
         faults = f"{num_faults} fault{'s' if num_faults != 1 else ''}"

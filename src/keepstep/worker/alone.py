@@ -20,7 +20,7 @@ from keepstep.protocol.messages import (
 from keepstep.worker.link import Link
 
 
-class LinkToNobody(Link):
+class LinkAlone(Link):
     """Answers every report by itself, as a controller would that has one rank and never loses it."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LinkToNobody(Link):
         """Answers at once.
 
         Raises:
-            NothingToRecoverFrom: the one rank cannot load its checkpoint, and there is nobody to get the state from.
+            NothingToRecoverFrom: the one rank cannot load its checkpoint, and no other rank holds the state.
         """
         match report:
             case CollectiveFailed():

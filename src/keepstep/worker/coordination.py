@@ -2,7 +2,7 @@
 
 Two threads meet here. The link's listener (and gloo's threads, when a collective fails) call `on_order` and `failed`:
 they tell the machine, which raises a flag, and break the communicators. The training thread looks at the flag at its
-safe points and asks `next_move` what to do; nobody else ever touches parameters.
+safe points and asks `next_move` what to do; no other thread touches parameters.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Coordination:
         self._training_thread = threading.get_ident()
         self._warned: set[str] = set()
         self._news = threading.Condition()
-        """Guards the machine, and is notified of whatever the training thread may be waiting for."""
+        """Guards the machine, and is notified of all that the training thread may be waiting for."""
         self._num_orders = 0
 
     # ---- other threads --------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Coordination:
             self.page.set_waiting(False)
 
     def wait_until_interrupted(self, timeout_s: float) -> None:
-        """Blocks until a failure is known, or for ``timeout_s``; nobody takes it for a hang."""
+        """Blocks until a failure is known, or for ``timeout_s``. The agent does not take this for a hang."""
         self.page.set_waiting(True)
         with self._news:
             self._news.wait_for(lambda: self.machine.interrupted, timeout_s)
@@ -351,7 +351,7 @@ class Coordination:
                 raise InternalError(f"worker {self.link.worker} has joined and is to {move}")
 
     def next_move(self) -> Work:
-        """What the caller is to do next. Says, awaits and connects by itself whatever comes before it."""
+        """What the caller is to do next. Sends reports, waits for orders and connects groups by itself until then."""
         while True:
             move, num_orders = self._ask()
             match move:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from keepstep.errors import PeerLost
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.groups.registry import GroupRegistry
-from keepstep.worker.groups.startup import Recording, Replaying
+from keepstep.worker.groups.startup_operations import OperationRecorder, OperationReplayer
 from keepstep.worker.groups.store import LinkKeeper
 from keepstep.worker.jobstore.default import DefaultStore
-from keepstep.worker.jobstore.startup import StoreRecording, StoreReplaying
+from keepstep.worker.jobstore.startup_store import StoreRecorder, StoreReplayer
 
 
 class StartUpExchange:
@@ -22,13 +22,13 @@ class StartUpExchange:
         self._keeper = LinkKeeper(coordination.link, lambda: machine.generation, coordination.page.set_waiting)
         self._store = store
         self._live = store.asking
-        self._recordings: list[Recording | StoreRecording] = []
+        self._recordings: list[OperationRecorder | StoreRecorder] = []
         if machine.rank is None:
             ranks = (coordination.await_rank, lambda: machine.rank)
-            groups.begin_start_up(Replaying(self._keeper, *ranks))
-            store.asking = StoreReplaying(self._keeper, *ranks)
+            groups.begin_start_up(OperationReplayer(self._keeper, *ranks))
+            store.asking = StoreReplayer(self._keeper, *ranks)
         else:
-            operations, keys = Recording(machine.rank), StoreRecording(machine.rank, store.asking)
+            operations, keys = OperationRecorder(machine.rank), StoreRecorder(machine.rank, store.asking)
             self._recordings = [operations, keys]
             groups.begin_start_up(operations)
             store.asking = keys

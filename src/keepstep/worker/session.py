@@ -19,7 +19,7 @@ from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
-from keepstep.worker.alone import LinkToNobody
+from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.communicator import LOOPBACK
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
@@ -96,7 +96,7 @@ class Session:
     def _connect(self) -> Coordination:
         settings, parked = self._settings, take_parked()
         if settings is None:
-            link: Link = LinkToNobody()
+            link: Link = LinkAlone()
             page = tagpage.TagWriter(tagpage.create("alone"))
             rank: int | None = 0
             world_size = 1
@@ -266,7 +266,7 @@ class Session:
         every: int = 10,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
-        """Publishes the weights every so many steps, in the background, to whoever is a `keepstep.Subscriber` there.
+        """Publishes the weights every so many steps, in the background, to every `keepstep.Subscriber` there.
 
         A version is the number of steps that its weights have seen. One that is under way when a rank is lost is left
         out. Call it after `protect`, before the first step.

@@ -60,7 +60,7 @@ class StepController:
             attempt: undoes a step.
             recovery: carries out recoveries.
             seed_step: seeds the random numbers of a step.
-            final_digest: of the state after the last step; None where nobody asks for it.
+            final_digest: of the state after the last step; None where none is asked for.
         """
         self.attempt = 0
         self.resumed = False

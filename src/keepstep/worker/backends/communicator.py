@@ -30,7 +30,7 @@ class CommunicatorAborted(RuntimeError):
     """The communicator was aborted; a RuntimeError, as errors of torch's own backends are."""
 
 
-class Cause(enum.Enum):
+class FailureCause(enum.Enum):
     """Why an operation has failed."""
 
     CONNECTION = enum.auto()
@@ -133,7 +133,7 @@ class Communicator(Carrier, Protocol):
         """
         ...
 
-    def cause_of(self, error: Exception) -> Cause:
+    def cause_of(self, error: Exception) -> FailureCause:
         """Why an operation has failed."""
         ...
 

@@ -1,7 +1,7 @@
 """A process group that outlives its members.
 
 `SurvivingGroup` is what DDP, FSDP2, a DeviceMesh and the user hold. Inside is an ordinary gloo group that is broken
-at a failure and replaced in the next generation, so nobody outside notices. In between the group is *down* and
+at a failure and replaced in the next generation, so the script does not notice. In between the group is *down* and
 echoes (`keepstep.worker.groups.echo`).
 """
 
@@ -34,15 +34,15 @@ from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operat
 from keepstep.worker.backends.by_device import BACKENDS
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
-    Cause,
     Communicator,
     CommunicatorAborted,
+    FailureCause,
     Outputs,
     TorchBackend,
 )
 from keepstep.worker.groups import echo, native, objects
 from keepstep.worker.groups.observer import GroupObserver
-from keepstep.worker.groups.startup import StartUp
+from keepstep.worker.groups.startup_operations import StartUpOperations
 from keepstep.worker.groups.work import EchoedWork, JoinedWork
 
 Tensors = list[Tensor]
@@ -76,7 +76,7 @@ class SurvivingGroup(dist.ProcessGroup):
         self.make_group: Callable[[tuple[int, ...], timedelta], SurvivingGroup | None] = lambda ranks, timeout: None
         """On the world group, how `new_group` makes one of some of its ranks."""
         self._is_destroyed = False
-        self.start_up: StartUp | None = None
+        self.start_up: StartUpOperations | None = None
         """Until the first step: keeps what operations give, or answers them with what was kept."""
         self._observer = observer
         self._rank, self._size = rank, size
@@ -112,7 +112,7 @@ class SurvivingGroup(dist.ProcessGroup):
         self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
     def take_down(self) -> None:
-        """Breaks the communicator: whoever waits in it is freed at once. From any thread, any number of times."""
+        """Breaks the communicator: a thread that waits in it is freed at once. From any thread, any number of times."""
         self._inner.abort()
 
     def drain(self, deadline_s: float) -> bool:
@@ -204,7 +204,7 @@ class SurvivingGroup(dist.ProcessGroup):
         group_name: str = "",
         group_desc: str | None = None,
     ) -> SurvivingGroup | None:
-        """`torch.distributed.new_group` calls this on the world group, whatever backend was asked for: it survives.
+        """`torch.distributed.new_group` calls this on the world group for any backend: the new group survives, too.
 
         Returns:
             the group; None where this rank is not in it.
@@ -287,7 +287,7 @@ class SurvivingGroup(dist.ProcessGroup):
                 ) from None
             echo_it()()
         except RuntimeError as error:
-            if inner.cause_of(error) is Cause.CALL or (tell := on_error(error)) is None:
+            if inner.cause_of(error) is FailureCause.CALL or (tell := on_error(error)) is None:
                 raise
             tell()
         objects.refuse_unpickling(self.keepstep_name, "a failure cut the group off, and nothing was received")
@@ -303,14 +303,14 @@ class SurvivingGroup(dist.ProcessGroup):
         own this rank leaves the group, so that no other waits in it any longer.
         """
         match inner.cause_of(error):
-            case Cause.CONNECTION:
+            case FailureCause.CONNECTION:
                 return self._observer.failed(self.keepstep_name, error)
-            case Cause.DEADLINE:
+            case FailureCause.DEADLINE:
                 if self._observer.knows_failure(DETECTION_S):
                     return True
                 inner.leave()
                 return False
-            case Cause.CALL:
+            case FailureCause.CALL:
                 return self._observer.knows_failure(0.0)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:

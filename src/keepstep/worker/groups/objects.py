@@ -45,7 +45,7 @@ def clear_for_receiver(tensors: list[Tensor]) -> None:
 
 
 def refuse_unpickling(group: str, why: str) -> None:
-    """Ends one of the two functions before it unpickles what nobody sent. On the sending rank it may go on.
+    """Ends one of the two functions before it unpickles bytes that no rank has sent. On the sending rank it may go on.
 
     Raises:
         PeerLost: naming the function, the group and the reason.

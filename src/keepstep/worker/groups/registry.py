@@ -15,7 +15,7 @@ from keepstep.errors import InternalError, PeerLost
 from keepstep.worker.backends.communicator import LOOPBACK
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.observer import GroupObserver
-from keepstep.worker.groups.startup import StartUp
+from keepstep.worker.groups.startup_operations import StartUpOperations
 
 BACKEND = "keepstep"
 WORLD = "world"
@@ -40,7 +40,7 @@ class GroupRegistry:
     """The groups of one process, in order of creation.
 
     A group is named by its members and by how many of the same members came before it, so survivors and a
-    replacement agree on names whatever torch's own counters say.
+    replacement agree on names even where torch's own counters differ.
     """
 
     def __init__(self, store: StoreFactory, observer: GroupObserver, host: str = LOOPBACK) -> None:
@@ -56,7 +56,7 @@ class GroupRegistry:
         self._made: Counter[tuple[int, ...]] = Counter()
         self._generation: int | None = None
         self._rank = 0
-        self._start_up: StartUp | None = None
+        self._start_up: StartUpOperations | None = None
         self._default_store: Store | None = None
         """Torch has it in C++, which does not keep a Python object alive."""
 
@@ -79,7 +79,7 @@ class GroupRegistry:
         self.world.await_rank = await_rank
         return self.world
 
-    def begin_start_up(self, start_up: StartUp) -> None:
+    def begin_start_up(self, start_up: StartUpOperations) -> None:
         """From now on, until `end_start_up`, what the groups of this process do goes through ``start_up``."""
         self._start_up = start_up
 

@@ -61,7 +61,7 @@ class LinkStore(Store):
 
 
 class LinkKeeper:
-    """Keeps what ranks exchanged in their start-up with the controller; see `keepstep.worker.groups.startup.Keeper`."""
+    """Keeps what ranks exchanged in their start-up with the controller. Implements `startup_operations.Keeper`."""
 
     def __init__(self, link: Link, generation: Callable[[], int], set_waiting: Callable[[bool], None]) -> None:
         """Args:

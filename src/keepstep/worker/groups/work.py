@@ -20,7 +20,7 @@ class EchoedWork(dist.Work):
         """Args:
         outputs: what its future holds.
         rank: of this process in the group.
-        size: of the group; a message from anybody came from the next rank.
+        size: of the group; a message from any source came from the next rank.
         """
         super().__init__()
         self._outputs = outputs

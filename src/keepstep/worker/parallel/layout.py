@@ -6,45 +6,29 @@ what has to be done around a step so that the step can be undone and done again.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 import xxhash
 
-from keepstep.protocol.transfer.boxes import Box, whole
+from keepstep.protocol.transfer.boxes import whole
+from keepstep.weights.memory.blocks import NamedBlock
+from keepstep.weights.memory.pieces import Held
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Block:
-    """The part of one tensor that a rank holds.
-
-    Attributes:
-        name: of the tensor, the same on all ranks.
-        tensor: the part itself; any strides. The model or the optimizer owns it.
-        box: where in the whole tensor it is.
-        whole: the shape of the whole tensor.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    box: Box
-    whole: tuple[int, ...]
-
-
-def shard_of(blocks: Iterable[Block]) -> str:
+def shard_of(blocks: Iterable[NamedBlock]) -> str:
     """The name of a shard: a digest of its blocks' names, dtypes and places, but not of what is in them."""
     digest = xxhash.xxh3_64()
     for block in blocks:
-        digest.update(f"{block.name} {block.tensor.dtype} {block.whole} {block.box}\n".encode())
+        digest.update(f"{block.names} {block.dtype} {block.whole} {block.held.box}\n".encode())
     return digest.hexdigest()
 
 
 class ParallelLayout(Protocol):
     """One rank's adapter. All methods are called by the training thread."""
 
-    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[Block]:
+    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[NamedBlock]:
         """What this rank holds of tensors: parameters, buffers or optimizer state, by their names."""
         ...
 
@@ -72,9 +56,9 @@ class ParallelLayout(Protocol):
 class Replicated:
     """No wrapper at all: every rank holds all of every tensor, and a step needs nothing. Adapters may build on it."""
 
-    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[Block]:
+    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[NamedBlock]:
         """All of each tensor."""
-        return [Block(name, tensor, whole(tuple(tensor.shape)), tuple(tensor.shape)) for name, tensor in named]
+        return [_all_of(name, tensor) for name, tensor in named]
 
     def begin_step(self) -> None:
         """Nothing."""
@@ -87,3 +71,8 @@ class Replicated:
 
     def restored(self) -> None:
         """Nothing."""
+
+
+def _all_of(name: str, tensor: torch.Tensor) -> NamedBlock:
+    shape = tuple(tensor.shape)
+    return NamedBlock((name,), Held(tensor.detach(), whole(shape)), shape, (tensor,))

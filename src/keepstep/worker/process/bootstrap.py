@@ -50,7 +50,7 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         _report(error)
         sys.excepthook(type(error), error, interruption.__traceback__)
         return EXIT_EXCEPTION
-    except BaseException as error:  # whatever ends the script is reported, then the process ends
+    except BaseException as error:  # any error that ends the script is reported, then the process ends
         _report(error)
         _explain(error)
         sys.excepthook(type(error), error, error.__traceback__)

@@ -94,7 +94,7 @@ class Spawner:
             self._become_worker(request, descriptors, parent, begun)
         for descriptor in (*descriptors, begun):
             os.close(descriptor)
-        os.read(read, 1)  # ends when the worker leads its group: whoever hears of it may kill the group at once
+        os.read(read, 1)  # ends when the worker leads its group: the agent may kill the group as soon as it knows of it
         os.close(read)
         self._children[pid] = request.worker
         self._report(WorkerSpawned(request.worker, pid))
@@ -197,7 +197,7 @@ def measure_worker_bytes() -> int:
 
 
 def private_bytes() -> int:
-    """Memory that this process shares with nobody, in bytes."""
+    """Memory that this process shares with no other, in bytes."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) * 1024
 

@@ -1,4 +1,4 @@
-"""The process that ends what workers have started, when nobody else is left to do it.
+"""The process that ends what workers have started, when no agent is left to do it.
 
 The kernel kills a worker when its spawner dies, and the spawner when the agent dies. It does not go on from there: what
 a worker has started, such as its data loader's processes, would live. A worker leads a process group, and what it
@@ -42,7 +42,7 @@ class Sweeper:
         self._tell(-group)
 
     def _tell(self, number: int) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed the sweeper
+        with contextlib.suppress(BrokenPipeError):  # the sweeper was killed
             os.write(self.descriptor, array.array(_NUMBER, [number]).tobytes())
 
 

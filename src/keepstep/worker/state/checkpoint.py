@@ -180,7 +180,7 @@ class Checkpoints:
         self._damaged.discard(step)
 
     def _remove(self, step: int) -> None:
-        """Takes the name away first: nobody shall find a checkpoint that is half removed."""
+        """Takes the name away first, so that no rank finds a checkpoint that is half removed."""
         nameless = self._directory / f"draft_{step:010d}_removed"
         self._path(step).rename(nameless)
         shutil.rmtree(nameless)

@@ -11,9 +11,9 @@ import xxhash
 
 from keepstep.errors import StateMismatch
 from keepstep.protocol.transfer.boxes import Box
+from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.groups.store import LinkStore
-from keepstep.worker.parallel.layout import Block
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import ProtectedState
 
@@ -52,15 +52,15 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         return f"{self.dtype}{list(self.shape)}{part}{strides}"
 
 
-def headers_of(blocks: Iterable[Block]) -> tuple[TensorHeader, ...]:
+def headers_of(blocks: Iterable[NamedBlock]) -> tuple[TensorHeader, ...]:
     """The headers of what a rank holds, in its order."""
     return tuple(
         TensorHeader(
-            block.name,
-            str(block.tensor.dtype).removeprefix("torch."),
-            block.box.shape,
-            block.tensor.stride(),
-            block.box.start,
+            block.names[0],
+            block.dtype,
+            block.held.box.shape,
+            block.held.tensor.stride(),
+            block.held.box.start,
             block.whole,
         )
         for block in blocks

@@ -50,7 +50,7 @@ class Neighbourhood:
 
         Raises:
             PeerLost: they did not call in time.
-            RemoteProtocolError: somebody else called.
+            RemoteProtocolError: another process called.
             Interrupted: by ``stop``.
         """
         sources: dict[int, tuple[Line, SlotBuffer]] = {}

@@ -28,11 +28,12 @@ from keepstep.weights.device.stages import Course, Gathering, device_outlet
 from keepstep.weights.lines.flow import Inlet
 from keepstep.weights.lines.group import Carrier, GroupInlet, GroupOutlet
 from keepstep.weights.lines.line import Flag, Line
+from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import checksum_in, copy_of
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
 from keepstep.weights.spans import Spans
-from keepstep.worker.parallel.layout import Block, Replicated
+from keepstep.worker.parallel.layout import Replicated
 from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
 from keepstep.worker.state.protected import ProtectedState
@@ -130,7 +131,7 @@ def send_state(
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
     course = Course(_transfer_layout(header, route), rank)
-    course.prepare([_held(block) for block in blocks])
+    course.prepare([block.held for block in blocks])
     lines = {receiver: line for receiver in route.receivers if (line := _call(receiver, rank, source.h2d, group))}
     try:
         outlet = _Outlets(course, source.h2d, lines, way)
@@ -233,7 +234,7 @@ def _inlets(
     return inlets
 
 
-def describe(state: ProtectedState, step: int, limits: Limits) -> tuple[StateHeader, list[Block]]:
+def describe(state: ProtectedState, step: int, limits: Limits) -> tuple[StateHeader, list[NamedBlock]]:
     """The header of the state as it is now, and what this rank holds, in the order of the header's tensors."""
     host, host_tensors = state.host_bytes()
     host_named = [(f"host/{index}", tensor) for index, tensor in enumerate(host_tensors)]
@@ -283,10 +284,6 @@ def _transfer_layout(header: StateHeader, route: Transfer) -> Layout:
     holders = tuple(parts if rank in route.sources else () for rank in range(max(route.sources) + 1))
     readers = tuple(Reader(receiver, parts) for receiver in route.receivers)
     return Layout(forms, holders, readers, (None,) * len(readers), header.limits)
-
-
-def _held(block: Block) -> Held:
-    return Held(block.tensor.detach(), block.box)
 
 
 def _checksum(content: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class _ModuleBuffers:
             copy.copy_(buffer.detach())
 
     def put_back(self) -> None:
-        """The same tensors with the same content, whatever a forward assigned, added or took away."""
+        """The same tensors with the same content, also where a forward assigned, added or removed some."""
         self._live.clear()
         self._live.update(self._were)
         for name, buffer in self._were.items():
@@ -40,7 +40,7 @@ class _ModuleBuffers:
 class StepSnapshot:
     """What a step can change before its update: module buffers, host state, and gradients.
 
-    Parameters and optimizer state are not copied: before the gradient barrier nobody writes to them. The copies are
+    Parameters and optimizer state are not copied: a step does not write to them before its barrier. The copies are
     allocated once and reused at every step.
 
     Nor are gradients copied that an update has used: they were set to zero since, or will be before the next

@@ -8,7 +8,7 @@ a reduced metric to a scheduler there, which is not. `MissingValues` tells the t
 * Python numbers: ``.item()`` gives a `Missing`, which calculates, and prints as ``missing`` (a ``TorchFunctionMode``).
 
 A copy is whole if no missing value was written into a protected tensor or host value, and none was *decided by*: turned
-into a bool or another plain number, or compared. What a script does upon a decision cannot be known. Whatever is not
+into a bool or another plain number, or compared. What a script does upon a decision cannot be known. What is not
 seen to be harmless counts as harm.
 
 It costs nothing until a collective is cut off behind the barrier: the modes are on from there to the next step.

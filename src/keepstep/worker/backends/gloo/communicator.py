@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
-    Cause,
     CommunicatorAborted,
+    FailureCause,
     OnError,
     OperationObserver,
     Outputs,
@@ -43,9 +43,9 @@ LOOK_S = 0.01
 """Between two looks at gloo's threads. Longer than the 5 ms in which a thread that waits for Python's lock stirs."""
 
 PEEK_S = 0.001
-"""Between two looks at operations that nobody waits for, while one waits for all of them to end."""
+"""How often `wait_until_quiet` looks at operations that the script does not wait for."""
 
-_NOBODY_SENDS = 0x7FFF_FFFF
+_UNUSED_TAG = 0x7FFF_FFFF
 """A tag that no message carries."""
 
 
@@ -69,7 +69,7 @@ class GlooCommunicator:
         self._timeout = timedelta(0)
         self.num_begun = 0
         self._under_way: dict[GlooWork, None] = {}
-        """In the order in which they were begun. What nobody waits for is looked at when the next one begins."""
+        """In the order in which they were begun. `begin` looks at those that the script does not wait for."""
         self._changed = threading.Condition()
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class GlooCommunicator:
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Breaks the communicator: whoever waits in it is freed within milliseconds. Any number of times."""
+        """Breaks the communicator: a thread that waits in it is freed within milliseconds. Any number of times."""
         with self._changed:
             first = not self._is_down
             self._is_down = True
@@ -139,7 +139,7 @@ class GlooCommunicator:
             threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
 
     def _free_all(self, communicator: TorchBackend) -> None:
-        """Ends what gloo does not end: whatever is under way when its connections are closed and its threads sleep.
+        """Ends what gloo does not end: operations under way when its connections are closed and its threads sleep.
 
         Nothing can wake them then but their deadline, so what they hold is not written any more.
         """
@@ -162,7 +162,7 @@ class GlooCommunicator:
             if peer == self._rank:
                 continue
             with suppress(RuntimeError):  # the deadline; or this one is closed already
-                communicator.recv([torch.empty(1)], peer, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+                communicator.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def leave(self) -> None:
         """Lets the other members know that gloo has closed this one's connections, as it does after a deadline.
@@ -206,7 +206,7 @@ class GlooCommunicator:
         self._communicator = None
         self._connections.close()
 
-    def cause_of(self, error: Exception) -> Cause:
+    def cause_of(self, error: Exception) -> FailureCause:
         """Why an operation has failed."""
         return errors.cause_of(error)
 
@@ -251,7 +251,7 @@ class GlooCommunicator:
         return work
 
     def _look_at_the_oldest(self) -> None:
-        """Notices what has ended that nobody waits for. They end in order, but for one or two."""
+        """Notices operations that have ended though the script does not wait for them. They end nearly in order."""
         while self._under_way:
             with self._changed:
                 work = next(iter(self._under_way), None)

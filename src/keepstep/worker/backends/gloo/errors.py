@@ -5,15 +5,15 @@ Gloo's errors have no types, so its words are looked at: an error of a connectio
 
 from __future__ import annotations
 
-from keepstep.worker.backends.communicator import Cause
+from keepstep.worker.backends.communicator import FailureCause
 
 RAISED = (RuntimeError, ValueError, TypeError, IndexError)
 """What torch's C++ errors become in Python."""
 
 
-def cause_of(error: Exception) -> Cause:
+def cause_of(error: Exception) -> FailureCause:
     """Tells from its text why an operation has failed."""
     message = str(error)
     if "Timed out waiting" in message or "Application timeout" in message:
-        return Cause.DEADLINE
-    return Cause.CONNECTION if "gloo/transport" in message else Cause.CALL
+        return FailureCause.DEADLINE
+    return FailureCause.CONNECTION if "gloo/transport" in message else FailureCause.CALL

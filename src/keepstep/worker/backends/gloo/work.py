@@ -76,7 +76,7 @@ class GlooWork(dist.Work):
         self._changing = threading.Lock()
         self._end: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
-        """Made when somebody asks for it."""
+        """Made when it is asked for."""
 
     def follow(self, issued: dist.Work, communicator: TorchBackend) -> None:
         """Takes on gloo's handle, which may be done already."""

@@ -1,9 +1,9 @@
 """What operations gave the ranks while they started, for a replacement that runs the same script later and alone.
 
-Until the first step a rank numbers the operations of each group and keeps copies of small results (`Recording`). It
-hands them over before it says that it is ready. A replacement's groups echo while it starts, but an operation of the
-same number, kind, dtypes and shapes is answered with what was kept (`Replaying`). Large results are not kept: they are
-weights, as in the constructor of DDP, and those a replacement gets later.
+Until the first step, an `OperationRecorder` numbers the operations of each group and copies small results. The rank
+hands them to the controller before it reports that it is ready. A replacement's groups echo while it starts, but an
+`OperationReplayer` answers an operation of the same number, kind, dtypes and shapes with the result that was kept.
+Large results are not kept: they are weights, as in the constructor of DDP, which a replacement gets later.
 
 The operations of a group that give all members the same are kept once, by its first member. What differs from rank to
 rank is kept by rank. Tensors are kept as bytes: objects that are pickled in them are torch's and the script's affair.
@@ -139,7 +139,7 @@ class _Numbering:
         return self._numbers[key]
 
 
-class StartUp(Protocol):
+class StartUpOperations(Protocol):
     """What a group asks for each of its operations until the first step."""
 
     def joined(self, group: str, group_rank: int) -> None:
@@ -155,7 +155,7 @@ class StartUp(Protocol):
         """The handle for the script of the operation that `answer` was last asked for."""
 
 
-class Recording:
+class OperationRecorder:
     """Keeps what the operations of a rank give it."""
 
     def __init__(self, rank: int) -> None:
@@ -225,7 +225,7 @@ class Recording:
                 )
 
 
-class Replaying:
+class OperationReplayer:
     """Answers the operations of a replacement with what was kept of the ranks' own start-up."""
 
     def __init__(self, keeper: Keeper, await_rank: Callable[[], int], known_rank: Callable[[], int | None]) -> None:

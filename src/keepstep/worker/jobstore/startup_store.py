@@ -17,7 +17,7 @@ import msgspec
 from torch import distributed as dist
 
 from keepstep.errors import PeerLost
-from keepstep.worker.groups.startup import MAX_RESULT_BYTES, MAX_VALUE_BYTES, Keeper, decode_kept
+from keepstep.worker.groups.startup_operations import MAX_RESULT_BYTES, MAX_VALUE_BYTES, Keeper, decode_kept
 from keepstep.worker.jobstore.default import Asking
 
 WHAT_TO_DO = "USAGE.md, 'Objects exchanged while the script starts'"
@@ -48,7 +48,7 @@ def _digest(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=8).digest()
 
 
-class StoreRecording:
+class StoreRecorder:
     """Keeps what the operations of a rank give it. Implements `default.Asking`."""
 
     def __init__(self, rank: int, asking: Asking) -> None:
@@ -96,7 +96,7 @@ class StoreRecording:
             )
 
 
-class StoreReplaying:
+class StoreReplayer:
     """Answers the operations of a replacement with what was kept. Implements `default.Asking`."""
 
     def __init__(self, keeper: Keeper, await_rank: Callable[[], int], known_rank: Callable[[], int | None]) -> None:

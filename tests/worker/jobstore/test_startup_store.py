@@ -11,9 +11,9 @@ from torch.distributed.elastic.utils.store import barrier
 from keepstep.controller.jobstore import JobStore
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.messages import StoreRequested
-from keepstep.worker.jobstore import startup
+from keepstep.worker.jobstore import startup_store as startup
 from keepstep.worker.jobstore.default import DefaultStore
-from keepstep.worker.jobstore.startup import StoreRecording, StoreReplaying
+from keepstep.worker.jobstore.startup_store import StoreRecorder, StoreReplayer
 
 
 class Direct:
@@ -50,7 +50,7 @@ class Kept:
 
 def recorded(script: Any, keeper: Kept, rank: int = 0, jobstore: JobStore | None = None) -> Any:
     """What a rank's start-up gives, kept for its replacement."""
-    recording = StoreRecording(rank, Direct(jobstore or JobStore()))
+    recording = StoreRecorder(rank, Direct(jobstore or JobStore()))
     found = script(DefaultStore(recording))
     recording.hand_over(keeper)
     return found
@@ -58,7 +58,7 @@ def recorded(script: Any, keeper: Kept, rank: int = 0, jobstore: JobStore | None
 
 def replacement(keeper: Kept, rank: int | None = 0) -> DefaultStore:
     """The store of a replacement that starts; None: of a spare that has no rank yet, and gets rank 0."""
-    return DefaultStore(StoreReplaying(keeper, lambda: rank or 0, lambda: rank))
+    return DefaultStore(StoreReplayer(keeper, lambda: rank or 0, lambda: rank))
 
 
 def everything(store: Any) -> list[object]:
@@ -92,7 +92,7 @@ def test_each_rank_has_its_own_results_and_the_store_is_not_asked_again() -> Non
     keeper, jobstore = Kept(), JobStore()
     line = Direct(jobstore)
     for rank in range(2):
-        recording = StoreRecording(rank, line)
+        recording = StoreRecorder(rank, line)
         assert DefaultStore(recording).add("tickets", 1) == rank + 1
         recording.hand_over(keeper)
     assert [replacement(keeper, rank).add("tickets", 1) for rank in range(2)] == [1, 2]
@@ -114,7 +114,7 @@ def test_a_spare_waits_for_its_rank_where_there_is_a_result() -> None:
         rank.append(0)
         return 0
 
-    store = DefaultStore(StoreReplaying(keeper, await_rank, lambda: rank[0] if rank else None))
+    store = DefaultStore(StoreReplayer(keeper, await_rank, lambda: rank[0] if rank else None))
     store.set("a", "another")
     store.wait(["a"])
     assert rank == []

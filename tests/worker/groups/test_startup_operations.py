@@ -14,9 +14,9 @@ from torch import distributed as dist
 
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.waiting.operations import Operation
-from keepstep.worker.groups import startup
+from keepstep.worker.groups import startup_operations as startup
 from keepstep.worker.groups.registry import GroupRegistry
-from keepstep.worker.groups.startup import MAX_RESULT_BYTES, Recording, Replaying
+from keepstep.worker.groups.startup_operations import MAX_RESULT_BYTES, OperationRecorder, OperationReplayer
 
 SIZE = 3
 
@@ -42,7 +42,7 @@ class Folder:
 def record(rank: int, size: int, path: Path, names: list[str]) -> Any:
     """The ranks' own start-up."""
     registry = registry_of(path, size, Watcher())
-    recording = Recording(rank)
+    recording = OperationRecorder(rank)
     registry.begin_start_up(recording)
     registry.join_world(rank, size, lambda: rank)
     registry.connect(1, rank)
@@ -62,7 +62,7 @@ def replay(process: int, size: int, path: Path, names: list[str], rank: int | No
         given.append(rank)
         return rank
 
-    registry.begin_start_up(Replaying(folder, await_rank, lambda: given[0] if given else None))
+    registry.begin_start_up(OperationReplayer(folder, await_rank, lambda: given[0] if given else None))
     registry.join_world(0, size, await_rank)
     results = run_start_up(rank, size, names)
     return results, bool(given), folder.asked
@@ -183,7 +183,7 @@ class Done(dist.Work):
 
 def recorded(path: Path, *operations: tuple[Operation, torch.Tensor]) -> Folder:
     """What one rank, the first of the world, keeps of these."""
-    recording, folder = Recording(0), Folder(path)
+    recording, folder = OperationRecorder(0), Folder(path)
     recording.joined("world", 0)
     for operation, tensor in operations:
         assert not recording.answer("world", operation, [tensor], -1)
@@ -193,7 +193,7 @@ def recorded(path: Path, *operations: tuple[Operation, torch.Tensor]) -> Folder:
 
 
 def answers(folder: Folder, *operations: tuple[Operation, torch.Tensor]) -> list[bool]:
-    replaying = Replaying(folder, lambda: 0, lambda: 0)
+    replaying = OperationReplayer(folder, lambda: 0, lambda: 0)
     return [replaying.answer("world", operation, [tensor], -1) for operation, tensor in operations]
 
 
@@ -240,7 +240,7 @@ def test_another_kind_shape_or_dtype_is_not_answered(
 
 
 def test_an_operation_that_has_not_ended_is_not_kept(tmp_path: Path) -> None:
-    recording, folder = Recording(0), Folder(tmp_path)
+    recording, folder = OperationRecorder(0), Folder(tmp_path)
     recording.joined("world", 0)
     recording.answer("world", Operation.ALL_REDUCE, [torch.ones(2)], -1)
     recording.follow(Done(ended=False))
@@ -258,7 +258,7 @@ def test_what_was_kept_is_checked(tmp_path: Path) -> None:
 def unkept_objects(rank: int, size: int) -> list[str]:
     """A replacement for which nothing was kept, in both functions, sending and receiving."""
     registry = GroupRegistry(lambda generation, name: pytest.fail("nothing may be asked of the store"), Watcher())
-    registry.begin_start_up(Replaying(Nothing(), lambda: rank, lambda: None))
+    registry.begin_start_up(OperationReplayer(Nothing(), lambda: rank, lambda: None))
     registry.join_world(0, size, lambda: pytest.fail("torch's log of the error must not wait for a rank"))
     errors = []
     for function in (dist.broadcast_object_list, dist.scatter_object_list):
