@@ -36,7 +36,8 @@ from keepstep.transports.rpc import gate
 from keepstep.weights import publisher, subscriber
 from keepstep.weights.device import stages, verdicts
 from keepstep.worker import coordination
-from keepstep.worker.groups import group, startup
+from keepstep.worker.groups import group
+from keepstep.worker.groups import startup_operations as startup
 from keepstep.worker.state import checkpoint, restore
 from keepstep.worker.step import stop_points
 from keepstep.worker.values import declared
