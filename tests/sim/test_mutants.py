@@ -29,6 +29,7 @@ from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.standstill import Standstill
+from keepstep.protocol.recovery.startup import StartUp
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
@@ -135,6 +136,74 @@ def what_one_holds_another_may_begin(patch: pytest.MonkeyPatch) -> None:
         right(self, name)
 
     patch.setattr(Claims, "_give_on", give_on)
+
+
+# ---- The record of the start-up -------------------------------------------------------------------------------------
+
+
+def what_was_exchanged_is_never_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StartUp, "begins_anew", lambda self, stage, generation: False)
+
+
+def only_the_record_of_a_complete_start_up_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    right = StartUp.begins_anew
+
+    def begins_anew(self: StartUp, stage: Stage, generation: int) -> bool:
+        return self._is_complete and right(self, stage, generation)
+
+    patch.setattr(StartUp, "begins_anew", begins_anew)
+
+
+def a_former_controllers_record_counts_though_its_start_up_was_interrupted(patch: pytest.MonkeyPatch) -> None:
+    right, right_begins_anew, taken_over = StartUp.__init__, StartUp.begins_anew, set[StartUp]()
+
+    def init(self: StartUp, written: Iterable[msg.StoreRequested] = ()) -> None:
+        right(self, written)
+        if self.values:
+            taken_over.add(self)
+
+    def begins_anew(self: StartUp, stage: Stage, generation: int) -> bool:
+        if stage is Stage.STARTING and self in taken_over:
+            taken_over.remove(self)
+            self._start = generation
+        return right_begins_anew(self, stage, generation)
+
+    patch.setattr(StartUp, "__init__", init)
+    patch.setattr(StartUp, "begins_anew", begins_anew)
+
+
+def a_restarted_controller_does_not_read_the_record(patch: pytest.MonkeyPatch) -> None:
+    right = StartUp.__init__
+    patch.setattr(StartUp, "__init__", lambda self, written=(): right(self))
+
+
+def a_value_of_an_earlier_generation_is_kept(patch: pytest.MonkeyPatch) -> None:
+    right = StartUp.request
+
+    def request(self: StartUp, request: msg.StoreRequested, generation: int) -> list[msg.StoreAnswered]:
+        return right(self, request, request.generation)
+
+    patch.setattr(StartUp, "request", request)
+
+
+def a_replacement_is_given_what_another_rank_kept(patch: pytest.MonkeyPatch) -> None:
+    right = StartUp._answer
+
+    def answer(self: StartUp, request: msg.StoreRequested) -> msg.StoreAnswered:
+        kind = request.keys[0].split("/")[0]
+        name = next((name for name in self.values if name.startswith(kind)), request.keys[0])
+        return right(self, msgspec.structs.replace(request, keys=(name,)))
+
+    patch.setattr(StartUp, "_answer", answer)
+
+
+def what_was_kept_is_given_before_all_stand_ready(patch: pytest.MonkeyPatch) -> None:
+    right = StartUp.request
+
+    def request(self: StartUp, request: msg.StoreRequested, generation: int) -> list[msg.StoreAnswered]:
+        return [self._answer(request)] if request.operation == "kept" else right(self, request, generation)
+
+    patch.setattr(StartUp, "request", request)
 
 
 # ---- The resume rule ------------------------------------------------------------------------------------------------
@@ -549,6 +618,13 @@ MUTANTS: dict[Plant, Check] = {
     a_spare_is_given_twice: Check.RAISED,
     a_claim_ends_with_its_process: Check.ONCE,
     what_one_holds_another_may_begin: Check.ONCE,
+    what_was_exchanged_is_never_dropped: Check.START_UP,
+    only_the_record_of_a_complete_start_up_is_dropped: Check.START_UP,
+    a_former_controllers_record_counts_though_its_start_up_was_interrupted: Check.START_UP,
+    a_restarted_controller_does_not_read_the_record: Check.START_UP,
+    a_value_of_an_earlier_generation_is_kept: Check.START_UP,
+    a_replacement_is_given_what_another_rank_kept: Check.START_UP,
+    what_was_kept_is_given_before_all_stand_ready: Check.START_UP,
     every_replacement_is_the_first_of_its_node: Check.LOCAL_RANKS,
     eviction_is_ignored: Check.ENDED,
     a_lost_node_keeps_its_spares: Check.RAISED,

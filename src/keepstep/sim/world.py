@@ -15,8 +15,9 @@ from keepstep.sim.cluster.controller import SimulatedController
 from keepstep.sim.cluster.layout import Layout
 from keepstep.sim.cluster.network import CONTROLLER, Network
 from keepstep.sim.cluster.node import SimulatedNode
-from keepstep.sim.cluster.once import Once
 from keepstep.sim.cluster.schedule import Event, Schedule
+from keepstep.sim.cluster.scripts.once import Once
+from keepstep.sim.cluster.scripts.startup import StartUpExchange
 from keepstep.sim.cluster.transfers import Rows, Transfers
 from keepstep.sim.cluster.worker import History, SimulatedWorker
 from keepstep.sim.oracle import Oracle
@@ -36,6 +37,7 @@ class World:
         self.schedule = Schedule()
         self.oracle = Oracle(self)
         self.once = Once(self)
+        self.start_up = StartUpExchange(self, seed)
         self.network = Network(self, layout.network)
         self.collectives = Collectives(self)
         self.rendezvous = Rendezvous(self)
@@ -65,6 +67,7 @@ class World:
             "transfers": self.transfers,
             "oracle": self.oracle,
             "once": self.once,
+            "start-up": self.start_up,
             CONTROLLER: self.controller,
             **self.nodes,
         }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.recovery import Stage
+from keepstep.protocol.recovery.startup import StartUp
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 
@@ -23,6 +24,9 @@ class SimulatedController:
         self.machine = ControllerMachine(world.layout.settings)
         self.journal: list[JournalEntry] = []
         """What is on disk."""
+        self._start_up = StartUp()
+        self._start_up_file: list[msg.StoreRequested] = []
+        """What of it is on disk."""
         self._dies_before: str | None = None
         self._wake_s: float | None = None
 
@@ -35,6 +39,24 @@ class SimulatedController:
         elif self.is_up and isinstance(packet, msg.NodeLeft):
             self.machine.left(packet, self.world.schedule.now_s)
             self._proceed()
+
+    def requested(self, node: str, request: msg.StoreRequested) -> None:
+        """A process asks the record of the start-up. What is kept is on disk before the answer is transmitted."""
+        worker = self.machine.job.roster.workers.get(request.worker)
+        if not self.is_up or worker is None or worker.node != node:
+            return
+        answers = self._start_up.request(request, self.machine.job.generation)
+        self._start_up_file += self._start_up.take_unwritten()
+        for answer in answers:
+            self.world.start_up.answers(answer)
+
+    def _settle(self) -> None:
+        """After every event, as `keepstep.controller.kept.Kept` does."""
+        job = self.machine.job
+        if self._start_up.begins_anew(job.stage, job.generation):
+            self._start_up_file.clear()
+        for answer in self._start_up.settle(is_complete=bool(job.shard_of)):
+            self.world.start_up.answers(answer)
 
     def drain(self) -> None:
         """SIGTERM: the job is to end. A controller that is not there hears of it when it is back."""
@@ -67,6 +89,7 @@ class SimulatedController:
             self.crash()
             return
         self._write(entries)
+        self._settle()
         for packet in self.machine.packets(self.world.schedule.now_s):
             self.world.network.send(CONTROLLER, packet.node, packet)
         self._wake_later()
@@ -109,4 +132,5 @@ class SimulatedController:
         now_s = self.world.schedule.now_s
         self.world.oracle.controller_restarted()
         self.machine = ControllerMachine.from_journal(self.world.layout.settings, self.journal, now_s)
+        self._start_up = StartUp(self._start_up_file)
         self._proceed()

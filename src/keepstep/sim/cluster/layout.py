@@ -79,6 +79,8 @@ class Layout:
     """The rank whose script leaves its loop one step before the others, by a mistake of its author."""
     asks_once: bool = False
     """Whether scripts have something to do that is done once in the job's life."""
+    exchanges: bool = False
+    """Whether ranks exchange something in their start-up, which a replacement is to get."""
 
     @property
     def world_size(self) -> int:
@@ -139,6 +141,7 @@ def draw_layout(rng: random.Random) -> Layout:
         reduces_after_update=rng.random() < 0.2,
         parks_spares=num_spares == 1,
         asks_once=True,
+        exchanges=True,
     )
 
 

@@ -24,6 +24,9 @@ class SimulatedProcess:
         self.is_alive = True
         self.is_stopped = False
         """Held by SIGSTOP: nothing in it moves."""
+        self.is_stuck = False
+        """Its training thread hangs; its listener lives."""
+        self.slowness = 1.0
         self.exit: tuple[Cause, str] = (Cause.EXIT, "")
         self._missed: list[tuple[str, tuple[object, ...]]] = []
         """What came while it was stopped."""
@@ -35,10 +38,19 @@ class SimulatedProcess:
         for what, arguments in missed:
             getattr(self, what)(*arguments)
 
+    def be_fast(self) -> None:
+        """It is not slow any more."""
+        self.slowness = 1.0
+
     def say_anew(self, report: msg.WorkerReport) -> None:
         """Something the process says by mistake, or a second time."""
         if self.is_alive and not self.is_stopped:
             self._say(report)
+
+    def is_answered(self, answer: msg.StoreAnswered) -> None:
+        """An answer of the controller's record of the start-up comes."""
+        if self._can_move("is_answered", answer) and not self.is_stuck:
+            self.world.start_up.heard(self.process, answer)
 
     def _can_move(self, what: str, *arguments: object) -> bool:
         if self.is_stopped:

@@ -43,14 +43,13 @@ class SimulatedWorker(SimulatedProcess):
         self.machine = WorkerMachine(wanted.worker, process, wanted.rank)
         self.local_rank = wanted.local_rank
         self.local_world_size = wanted.local_world_size
+        self.is_first_holder = wanted.rank is not None
+        """Its script starts as a rank of the job, together with all others; a replacement's starts alone."""
         self.spawned_s = world.schedule.now_s
         self.parameters: History = ()
         self.local = LocalValue()
         self.shard: str | None = None
         """The shard that the parameters are of; a spare's are of none yet."""
-        self.is_stuck = False
-        """Its training thread hangs; its listener lives."""
-        self.slowness = 1.0
         self.cohort: Cohort | None = None
         """The processes it has connected with last."""
         self.tag = Tag(0, -1, Phase.STARTING)
@@ -129,10 +128,6 @@ class SimulatedWorker(SimulatedProcess):
         """An exception that nobody catches."""
         self._say(msg.WorkerFailed(self.number, error, "Traceback ...", fatal))
         self.die(Cause.EXIT, "exit code 1")
-
-    def be_fast(self) -> None:
-        """It is not slow any more."""
-        self.slowness = 1.0
 
     def lose_connection(self) -> None:
         """A connection to a peer ends for no reason."""
@@ -239,6 +234,7 @@ class SimulatedWorker(SimulatedProcess):
             self._begin(world.layout.durations.tick_s, "wait_for_rank")
         elif machine.generation > 0 and not machine.tainted and not machine.interrupted:
             self.local.start(machine.rank)
+            world.oracle.start_up.begins(self)
             self._enter(-1, "build")
         else:
             machine.echoed()
@@ -257,6 +253,13 @@ class SimulatedWorker(SimulatedProcess):
         self._built()
 
     def _built(self) -> None:
+        if self.world.start_up.begin(self):
+            self._is_waiting = True
+        else:
+            self.has_exchanged()
+
+    def has_exchanged(self) -> None:
+        """The script stands at its first step."""
         machine = self.machine
         if machine.generation > 0 and not machine.tainted:
             self.parameters, self.shard = (), self.world.shard_of(machine.rank)

@@ -22,6 +22,7 @@ class Check(enum.StrEnum):
     ENDED = "ended without need"
     LOCAL_RANKS = "local ranks doubled or out of range"
     ONCE = "done twice, or by two at a time"
+    START_UP = "another start-up's or rank's value, or too early"
     DRAIN = "drained wrongly, or not at all"
     RAISED = "a machine raised"
 
