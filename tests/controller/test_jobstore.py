@@ -275,6 +275,40 @@ def test_a_former_controller_that_still_writes_harms_nothing(tmp_path: Path, ope
     check_filled(opened(tmp_path / "store"))
 
 
+def test_a_former_controller_that_starts_all_ranks_anew_leaves_the_file_of_its_successor(
+    tmp_path: Path, opened: Opened
+) -> None:
+    former = fill(opened(tmp_path / "store"))
+    opened(tmp_path / "store")
+    former.store.start_anew()
+    former.ask("set", "a", value=b"too late")
+    former.store.flush()
+    check_filled(opened(tmp_path / "store"))
+
+
+def test_a_former_controller_does_not_compact_over_the_file_of_its_successor(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = fill(opened(tmp_path / "store"))
+    opened(tmp_path / "store")
+    monkeypatch.setattr(jobstore, "COMPACT_BYTES", -1_000_000)
+    former.ask("set", "a", value=b"too late")
+    with pytest.raises(OSError, match="another controller has taken it over"):
+        former.store.flush()
+    check_filled(opened(tmp_path / "store"))
+
+
+def test_a_start_from_scratch_goes_on_in_the_file(tmp_path: Path, opened: Opened) -> None:
+    store = fill(opened(tmp_path / "store"))
+    store.ask("set", "not flushed")
+    store.store.start_anew()
+    store.ask("set", "b", value=b"2")
+    store.store.flush()
+    again = opened(tmp_path / "store")
+    assert again.value("num_keys") == (b"1",)
+    assert again.value("get", "b") == (b"2",)
+
+
 def test_a_start_from_scratch_empties_the_file(tmp_path: Path, opened: Opened) -> None:
     store = fill(opened(tmp_path / "store"))
     store.store.start_anew()

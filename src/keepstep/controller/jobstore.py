@@ -222,8 +222,12 @@ class JobStore:
         """All ranks start, and none of an earlier start is left: what those had agreed upon is void."""
         self._values, self._num_bytes = {}, 0
         self._waiting, self._waiting_for, self._answered = {}, {}, {}
-        if self._path is not None:
-            self._rewrite(self._path)
+        if self._file is not None:  # what is open, and no other controller reads if this one is the former one
+            self._unwritten.clear()
+            self._file.seek(0)
+            self._file.truncate()
+            self._file_bytes = 0
+            self._sync(self._file)
 
     # ---- the file ---------------------------------------------------------------------------------------------------
 
@@ -241,6 +245,7 @@ class JobStore:
         self._file.write(data)
         self._file_bytes += len(data)
         if self._file_bytes > COMPACT_BYTES + 2 * self._num_bytes:
+            self._check_own(self._file, self._path)
             self._rewrite(self._path)
         else:
             self._sync(self._file)
@@ -259,6 +264,15 @@ class JobStore:
                 elif isinstance(message, StoreAnswered):
                     self._answered.setdefault(message.worker, OrderedDict())[message.request] = message
         self._rewrite(path)
+
+    @staticmethod
+    def _check_own(file: BinaryIO, path: Path) -> None:
+        """Makes sure that no successor has put its file there: a former controller may have stood still until now.
+
+        One that stands still again right behind this, until another one has taken over, is not noticed.
+        """
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise OSError(f"{path} is not written any more: another controller has taken it over")
 
     def _rewrite(self, path: Path) -> None:
         """Writes the file anew. A former controller that still writes has the old one open, which is unlinked now."""
