@@ -16,7 +16,6 @@ from tests.test_docs import DEPLOY, FENCE, PAGES, PROTOCOL, ROOT, SIMULATION, US
 from keepstep import tagpage
 from keepstep.cli.cluster import controller
 from keepstep.controller import jobstore
-from keepstep.controller import startup as record
 from keepstep.dashboard import process
 from keepstep.launcher import console, flags
 from keepstep.launcher.cluster import service
@@ -27,6 +26,7 @@ from keepstep.protocol import controller as controller_machine
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import reports
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
+from keepstep.protocol.recovery import startup as record
 from keepstep.protocol.recovery.placement import quarantine
 from keepstep.sim.studies import goodput
 from keepstep.trace.record import phaselog, runfolder
@@ -97,7 +97,7 @@ FACTS: list[tuple[Path, str]] = [
     (ARCHITECTURE, f"unknown fields and frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
     (ARCHITECTURE, f"and its last {tagpage.RING_EVENTS - 1:,} phases"),
     (ARCHITECTURE, f"about {round(tagpage.PAGE_BYTES / 10240) * 10} KiB, written by the worker only"),
-    (ARCHITECTURE, f"kept in `controller/startup.py`, at most {mib(record.MAX_KEPT_BYTES)}"),
+    (ARCHITECTURE, f"kept by `protocol/recovery/startup.py`, in a file by `controller/startup.py`, at most {mib(record.MAX_KEPT_BYTES)}"),
     (ARCHITECTURE, f"`controller/jobstore.py`, at most {mib(jobstore.MAX_STORE_BYTES)}"),
     (ARCHITECTURE, f"of two buckets ({mib(restore.NUM_SLOTS * restore.RESTORE_BUCKET_BYTES)})"),
     (SECURITY, f"frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
