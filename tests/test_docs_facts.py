@@ -97,7 +97,7 @@ FACTS: list[tuple[Path, str]] = [
     (ARCHITECTURE, f"unknown fields and frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
     (ARCHITECTURE, f"and its last {tagpage.RING_EVENTS - 1:,} phases"),
     (ARCHITECTURE, f"about {round(tagpage.PAGE_BYTES / 10240) * 10} KiB, written by the worker only"),
-    (ARCHITECTURE, f"kept by `protocol/recovery/startup.py`, in a file by `controller/startup.py`, at most {mib(record.MAX_KEPT_BYTES)}"),
+    (ARCHITECTURE, f"in a file by `controller/startup.py`, at most {mib(record.MAX_KEPT_BYTES)}"),
     (ARCHITECTURE, f"`controller/jobstore.py`, at most {mib(jobstore.MAX_STORE_BYTES)}"),
     (ARCHITECTURE, f"of two buckets ({mib(restore.NUM_SLOTS * restore.RESTORE_BUCKET_BYTES)})"),
     (SECURITY, f"frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
