@@ -37,7 +37,7 @@ from rich.console import Console
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import Heard
+from keepstep.protocol.controller import ReportsReceived
 from keepstep.trace.record import journal, runfolder
 from keepstep.trace.timeline.run import Run
 from keepstep.trust.tokens import Secret
@@ -179,7 +179,7 @@ def stops_ms(run_dir: Path, num_survivors: int) -> list[float]:
     for entry in journal.read(run_dir / runfolder.JOURNAL):
         if any(isinstance(order, msg.Stop) for _, order, _ in entry.orders):
             began_s, acknowledged = entry.at_s, 0
-        if isinstance(entry.event, Heard):
+        if isinstance(entry.event, ReportsReceived):
             answers = [each for each in entry.event.reports if isinstance(each, msg.SafePointReached)]
             acknowledged += sum(len(each.workers) for each in answers)
             if answers and acknowledged == num_survivors:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.protocol.controller import Heard, JournalEntry
+from keepstep.protocol.controller import JournalEntry, ReportsReceived
 from keepstep.protocol.messages import Cause, PhasesObserved, StepObserved, WorkerLost
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Layout, NodeLayout
 from keepstep.sim.cluster.worker import SimulatedWorker
@@ -126,7 +126,7 @@ class Feeder:
 def _shifted(entry: JournalEntry, shift_s: float) -> JournalEntry:
     """A journal's entry on the clock of this machine: its own time, and those in the reports that it tells of."""
     event = entry.event
-    if isinstance(event, Heard):
+    if isinstance(event, ReportsReceived):
         reports = []
         for report in event.reports:
             if isinstance(report, WorkerLost):

@@ -21,7 +21,7 @@ from keepstep.launcher import console, flags
 from keepstep.launcher.cluster import service
 from keepstep.launcher.cluster.flags import DEFAULT_PORT
 from keepstep.protocol import agent as agent_machine
-from keepstep.protocol import clocks, conversation, lease, liveness
+from keepstep.protocol import clocks, lease, liveness, reliable_channel
 from keepstep.protocol import controller as controller_machine
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import reports
@@ -79,8 +79,8 @@ FACTS: list[tuple[Path, str]] = [
     (PROTOCOL, f"(up to {stop_points.NUM_STOP_POINTS} each way through the model)"),
     (PROTOCOL, f"More than {RECOVERY.max_recoveries_without_progress} failures without one completed step"),
     (PROTOCOL, f"they wait another {RECOVERY.spares_grace_s:g} s"),
-    (PROTOCOL, f"when a packet that comes {conversation.CROSSING_S:g} s later does not acknowledge it"),
-    (PROTOCOL, f"does not acknowledge it, or after {conversation.RESEND_S:g} s"),
+    (PROTOCOL, f"when a packet that comes {reliable_channel.CROSSING_S:g} s later does not acknowledge it"),
+    (PROTOCOL, f"does not acknowledge it, or after {reliable_channel.RESEND_S:g} s"),
     (PROTOCOL, f"A node has a lease of {controller_machine.LEASE_S:g} s"),
     (PROTOCOL, f"It gives nobody up for {controller_machine.ISOLATED_S:g} s"),
     (PROTOCOL, f"for which it holds, {lease.HOLD_S:g} s by default"),

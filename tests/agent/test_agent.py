@@ -16,9 +16,9 @@ import numpy as np
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings, Place
 from keepstep.protocol import messages as msg
-from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.tagpage import PHASES
 from keepstep.trace.record.phaselog import records_of
 from keepstep.transports.memory import MemoryChannel, channel_pair
@@ -48,7 +48,7 @@ class Controller:
 
     def __init__(self, channel: MemoryChannel) -> None:
         self.channel = channel
-        self.line: Conversation | None = None
+        self.line: ReliableChannel | None = None
         self.asides: list[msg.Aside] = []
         """What the agent said that nothing is decided by."""
 
@@ -71,8 +71,8 @@ class Controller:
                 if not isinstance(message, msg.Packet):
                     found.append(message)
                     continue
-                if self.line is None or self.line.life != message.life:
-                    self.line = Conversation(NODE, message.life)
+                if self.line is None or self.line.incarnation != message.incarnation:
+                    self.line = ReliableChannel(NODE, message.incarnation)
                 found += self.line.receive(message, 0.0)
         return found
 
@@ -167,13 +167,13 @@ def test_a_node_that_was_given_up_ends_its_processes_and_offers_itself_anew(tmp_
         controller.order(START)
         await controller.hear(1)
         assert controller.line is not None
-        life = controller.line.life
+        incarnation = controller.line.incarnation
         pid = agent.workers[0].pid
         assert pid is not None
         descriptor = os.pidfd_open(pid)
-        controller.channel.send(msg.NodeEvicted(NODE, life, "not heard of", False))
+        controller.channel.send(msg.NodeEvicted(NODE, incarnation, "not heard of", False))
         assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1)]
-        assert controller.line.life == life + 1
+        assert controller.line.incarnation == incarnation + 1
         assert agent.workers == {}
         assert select.select([descriptor], [], [], DEADLINE_S)[0], "the worker still runs"
         os.close(descriptor)

@@ -19,7 +19,7 @@ from tests.support.recorded import NUM_RANKS, NUM_STEPS, GrowingRun, Recorded, g
 
 from keepstep.cli.terminal.screen import Screen
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import Event, Heard, JournalEntry, relive
+from keepstep.protocol.controller import Event, JournalEntry, ReportsReceived, relive
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
 from keepstep.tagpage import PHASES
@@ -138,16 +138,16 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             recorder.decided([JournalEntry(at_s, event, machine.stage, machine.generation, orders)])
 
         for number in range(NODES):
-            happens(Heard(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0),)))
+            happens(ReportsReceived(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0),)))
         holders = {worker.rank: worker for worker in machine.roster.holders()}
         first = holders[0]
-        happens(Heard(first.node, 1, (msg.WorkerJoined(first.worker, 1),)))
+        happens(ReportsReceived(first.node, 1, (msg.WorkerJoined(first.worker, 1),)))
         for node in machine.roster.nodes:
             there = [worker for worker in holders.values() if worker.node == node]
             recorder.observed(msg.PhasesObserved(node, 0, phases(there, round(at_s * 1e9))))
         lost = holders[LOST_RANK]
         report = msg.WorkerLost(lost.worker, msg.Cause.SIGNAL, "killed by SIGKILL", True, None, at_s)
-        happens(Heard(lost.node, 1, (report,)))
+        happens(ReportsReceived(lost.node, 1, (report,)))
     found = Run(folder)
     monkeypatch.setattr(found.stragglers, "found", lambda: [Straggler(SLOW_RANK, "forward", 30.0, 20.0)])
     return found

@@ -18,7 +18,7 @@ from keepstep.config import SECRET_VARIABLE
 from keepstep.controller.lease import FOLDER
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED
-from keepstep.protocol.controller import Heard, Restarted
+from keepstep.protocol.controller import ReportsReceived, Restarted
 from keepstep.protocol.lease import Lease
 from keepstep.protocol.recovery import RecoveryMachine, Stage
 from keepstep.trace.record import journal, runfolder
@@ -82,7 +82,7 @@ class Succession:
         """Whether an agent has spoken to the controller that has taken the place of another one."""
         entries = journal.read(self.run_dir / runfolder.JOURNAL)
         again = [number for number, entry in enumerate(entries) if isinstance(entry.event, Restarted)]
-        return bool(again) and any(isinstance(entry.event, Heard) for entry in entries[again[-1] :])
+        return bool(again) and any(isinstance(entry.event, ReportsReceived) for entry in entries[again[-1] :])
 
     def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
         """Waits for something that comes about with a change of the run's folder, or soon after."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from tests.protocol.simulated_nodes import SimulatedNodes
 from tests.protocol.simulated_oracle import Oracle
-from tests.protocol.simulated_worker import AWAITS_ORDERS, ORDER_IN_STEP, Doing, Position, SimulatedWorker
+from tests.protocol.simulated_worker import AWAITS_ORDERS, ORDER_IN_STEP, Position, SimulatedWorker, WorkerState
 
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -104,7 +104,7 @@ class SimulatedJob(SimulatedNodes):
             while self.reports[source]:
                 self.say(self.reports[source].popleft())
         first = self.workers.get(0)
-        if first is not None and first.doing is Doing.LAUNCHING:
+        if first is not None and first.state is WorkerState.LAUNCHING:
             self._join(first)
             while self.reports[0]:
                 self.say(self.reports[0].popleft())
@@ -247,7 +247,7 @@ class SimulatedJob(SimulatedNodes):
             if worker.dying and (move := self._sends(worker, WorkerFenced, self._fence)):
                 yield f"the fence reaches worker {worker.number}", move
             if move := self._next(worker, training):
-                yield f"worker {worker.number} goes on from {worker.doing.name}", move
+                yield f"worker {worker.number} goes on from {worker.state.name}", move
             if failures and (move := self._collective_failure(worker)):
                 yield f"a collective of worker {worker.number} fails", move
 
@@ -258,37 +258,37 @@ class SimulatedJob(SimulatedNodes):
         """The one thing that this worker's training thread can do next, or None while it has to wait."""
         if worker.hung:
             return None
-        if worker.rescue and worker.doing in AWAITS_ORDERS:
+        if worker.rescue and worker.state in AWAITS_ORDERS:
             return self._sends(worker, StateRescued, self._rescue)
         stopping = worker.told > worker.generation
-        match worker.doing:
-            case Doing.LAUNCHING:
+        match worker.state:
+            case WorkerState.LAUNCHING:
                 return self._sends(worker, WorkerJoined, self._join)
-            case Doing.JOINING if worker.assignment is not None or worker.told > 0:
+            case WorkerState.JOINING if worker.assignment is not None or worker.told > 0:
                 return worker.begin
-            case Doing.CONNECTING:
+            case WorkerState.CONNECTING:
                 return self._connecting(worker)
-            case Doing.BUILDING:
+            case WorkerState.BUILDING:
                 return self._sends(worker, WorkerReady, self._ready)
-            case Doing.STANDING if worker.told > worker.reported:
+            case WorkerState.STANDING if worker.told > worker.reported:
                 return self._sends(worker, SafePointReached, self._report_safe_point)
-            case Doing.STANDING if worker.order and worker.order.generation == worker.told == worker.reported:
+            case WorkerState.STANDING if worker.order and worker.order.generation == worker.told == worker.reported:
                 return lambda: self._carry_out(worker, worker.order)
-            case Doing.READY | Doing.RESTORING | Doing.RESTORED | Doing.FINISHED if stopping:
+            case WorkerState.READY | WorkerState.RESTORING | WorkerState.RESTORED | WorkerState.FINISHED if stopping:
                 return worker.stand
-            case Doing.READY if worker.order is not None:
+            case WorkerState.READY if worker.order is not None:
                 return lambda: self._carry_out(worker, worker.order)
-            case Doing.RESTORING if self._source_is_there(worker):
+            case WorkerState.RESTORING if self._source_is_there(worker):
                 return self._sends(worker, StateRecovered, self._recover)
-            case Doing.RESTORED if worker.resumed == worker.generation:
-                return lambda: setattr(worker, "doing", Doing.TRAINING)
-            case Doing.TRAINING:
+            case WorkerState.RESTORED if worker.resumed == worker.generation:
+                return lambda: setattr(worker, "state", WorkerState.TRAINING)
+            case WorkerState.TRAINING:
                 if stopping or worker.failed_in == worker.generation:
                     return self._step_on(worker) if worker.phase is Phase.OPTIMIZER else worker.stand
                 return self._training_move(worker) if training else None
-            case Doing.FINISHED if worker.completed == worker.generation:
-                return lambda: setattr(worker, "doing", Doing.COMPLETE)
-            case Doing.COMPLETE:
+            case WorkerState.FINISHED if worker.completed == worker.generation:
+                return lambda: setattr(worker, "state", WorkerState.COMPLETE)
+            case WorkerState.COMPLETE:
                 return self._sends(worker, WorkerDone, self._end)
         return None
 
@@ -302,8 +302,8 @@ class SimulatedJob(SimulatedNodes):
         ranks = {other.rank for other in self.workers.values()}
         if worker.hung or len(ranks - {None}) == self.machine.settings.world_size:
             return None
-        within = worker.target if worker.doing is Doing.CONNECTING else worker.generation
-        busy = worker.doing in (Doing.CONNECTING, Doing.RESTORING, Doing.TRAINING)
+        within = worker.target if worker.state is WorkerState.CONNECTING else worker.generation
+        busy = worker.state in (WorkerState.CONNECTING, WorkerState.RESTORING, WorkerState.TRAINING)
         if not busy or worker.told > within or worker.failed_in == within:
             return None
         return lambda: self._collective_failed(worker, within)
@@ -311,16 +311,16 @@ class SimulatedJob(SimulatedNodes):
     def _collective_failed(self, worker: SimulatedWorker, within: int) -> None:
         worker.failed_in = within
         self._queue(worker.number, CollectiveFailed(worker.number, within, "world", "connection closed by peer"))
-        if worker.doing is Doing.CONNECTING:
+        if worker.state is WorkerState.CONNECTING:
             self._superseded(worker)
-        elif worker.doing is Doing.RESTORING:
+        elif worker.state is WorkerState.RESTORING:
             worker.stand()
 
     # ---- a worker's start -------------------------------------------------------------------------------------------
 
     def _join(self, worker: SimulatedWorker) -> None:
         self._queue(worker.number, WorkerJoined(worker.number, 4000 + worker.number))
-        worker.doing = Doing.BUILDING if worker.rank is None else Doing.JOINING
+        worker.state = WorkerState.BUILDING if worker.rank is None else WorkerState.JOINING
 
     def _connecting(self, worker: SimulatedWorker) -> Callable[[], None] | None:
         if worker.told > worker.target:
@@ -328,7 +328,7 @@ class SimulatedJob(SimulatedNodes):
         there = {
             other.rank
             for other in self.workers.values()
-            if other.doing is Doing.CONNECTING and other.target == worker.target and not other.hung
+            if other.state is WorkerState.CONNECTING and other.target == worker.target and not other.hung
         }
         if worker.target not in self.met and len(there) < self.machine.settings.world_size:
             return None
@@ -337,7 +337,7 @@ class SimulatedJob(SimulatedNodes):
     def _superseded(self, worker: SimulatedWorker) -> None:
         """A rendezvous that came to nothing: a start-up goes on in echo, a recovery waits for the next generation."""
         if worker.order is None:
-            worker.doing = Doing.BUILDING
+            worker.state = WorkerState.BUILDING
         else:
             worker.stand()
             worker.reported = worker.target
@@ -346,8 +346,10 @@ class SimulatedJob(SimulatedNodes):
         self.met.add(worker.target)
         worker.generation, worker.stopped_in = worker.target, None
         self._queue(worker.number, GroupsReset((worker.number,), worker.generation))
-        worker.doing = Doing.BUILDING if worker.order is None else Doing.RESTORING
-        worker.torn = worker.torn or (worker.order is not None and worker.action is Action.RESTORE)
+        worker.state = WorkerState.BUILDING if worker.order is None else WorkerState.RESTORING
+        worker.partially_updated = worker.partially_updated or (
+            worker.order is not None and worker.action is Action.RESTORE
+        )
 
     def _ready(self, worker: SimulatedWorker) -> None:
         if worker.generation > 0 and worker.told <= worker.generation:
@@ -356,7 +358,7 @@ class SimulatedJob(SimulatedNodes):
         worker.said = (worker.reach(), worker.parameters_at, snapshots)
         said = (worker.generation, worker.reach(), snapshots, writes, self.shards(worker.rank or 0))
         self._queue(worker.number, WorkerReady(worker.number, *said))
-        worker.doing = Doing.READY
+        worker.state = WorkerState.READY
 
     # ---- a worker's recovery ----------------------------------------------------------------------------------------
 
@@ -381,8 +383,8 @@ class SimulatedJob(SimulatedNodes):
         elif worker.generation != order.generation:
             worker.connect(order.generation)
         else:
-            worker.doing = Doing.RESTORING
-            worker.torn = worker.torn or worker.action is Action.RESTORE
+            worker.state = WorkerState.RESTORING
+            worker.partially_updated = worker.partially_updated or worker.action is Action.RESTORE
 
     def _source_is_there(self, worker: SimulatedWorker) -> bool:
         assert worker.order is not None
@@ -402,11 +404,11 @@ class SimulatedJob(SimulatedNodes):
         if action is Action.REWIND:
             assert order.resume_step in self.checkpoints, f"{order} names a checkpoint that is not there"
         if action in (Action.REWIND, Action.RESTORE):
-            worker.step, worker.phase, worker.torn = order.resume_step - 1, Phase.UPDATED, False
+            worker.step, worker.phase, worker.partially_updated = order.resume_step - 1, Phase.UPDATED, False
             received = 8 if action is Action.RESTORE else 0
         assert worker.parameters_at == order.resume_step, f"{order} left its parameters at {worker.parameters_at}"
         self._queue(worker.number, StateRecovered((worker.number,), worker.generation, received))
-        worker.doing = Doing.RESTORED
+        worker.state = WorkerState.RESTORED
 
     # ---- a worker's steps -------------------------------------------------------------------------------------------
 
@@ -415,7 +417,7 @@ class SimulatedJob(SimulatedNodes):
 
     def _training_move(self, worker: SimulatedWorker) -> Callable[[], None] | None:
         """The next phase, unless it has to wait: for gradients of all, or for all in the barrier."""
-        if worker.doing is not Doing.TRAINING or worker.hung:
+        if worker.state is not WorkerState.TRAINING or worker.hung:
             return None
         if worker.phase is Phase.UPDATED and worker.step + 1 == self.num_steps:
             return self._sends(worker, StepsFinished, self._finish)
@@ -442,7 +444,7 @@ class SimulatedJob(SimulatedNodes):
 
     def _update(self, worker: SimulatedWorker) -> None:
         """A step is complete: the agent sees it when all ranks there have got so far, rank 0 may write a checkpoint."""
-        if worker.doing is Doing.TRAINING and worker.observed_in < worker.generation:
+        if worker.state is WorkerState.TRAINING and worker.observed_in < worker.generation:
             worker.observed_in = worker.generation
             ranks = self.nodes[worker.node].ranks
             there = [self.workers[number] for number, rank in ranks.items() if rank is not None]
@@ -455,7 +457,7 @@ class SimulatedJob(SimulatedNodes):
     def _finish(self, worker: SimulatedWorker) -> None:
         digest = f"weights at step {worker.parameters_at}"
         self._queue(worker.number, StepsFinished((worker.number,), worker.generation, worker.step + 1, digest))
-        worker.doing = Doing.FINISHED
+        worker.state = WorkerState.FINISHED
 
     def _end(self, worker: SimulatedWorker) -> None:
         if worker.abandoned:

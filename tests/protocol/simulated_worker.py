@@ -15,7 +15,7 @@ ORDER_IN_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, P
 Position = tuple[int, Phase]
 
 
-class Doing(enum.Enum):
+class WorkerState(enum.Enum):
     """What a worker's training thread is at."""
 
     LAUNCHING = enum.auto()
@@ -31,7 +31,13 @@ class Doing(enum.Enum):
     COMPLETE = enum.auto()
 
 
-AWAITS_ORDERS = {Doing.JOINING, Doing.READY, Doing.STANDING, Doing.RESTORED, Doing.FINISHED}
+AWAITS_ORDERS = {
+    WorkerState.JOINING,
+    WorkerState.READY,
+    WorkerState.STANDING,
+    WorkerState.RESTORED,
+    WorkerState.FINISHED,
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,10 +47,10 @@ class SimulatedWorker:
     number: int
     node: str
     rank: int | None
-    doing: Doing = Doing.LAUNCHING
+    state: WorkerState = WorkerState.LAUNCHING
     step: int = -1
     phase: Phase = Phase.STARTING
-    torn: bool = False
+    partially_updated: bool = False
     hung: bool = False
     dying: bool = False
     """It was ordered to be fenced, and its process still exists."""
@@ -72,7 +78,7 @@ class SimulatedWorker:
     @property
     def parameters_at(self) -> int | None:
         """The step of its parameters, None where they are in between or were never loaded."""
-        if self.torn or self.phase in (Phase.STARTING, Phase.OPTIMIZER):
+        if self.partially_updated or self.phase in (Phase.STARTING, Phase.OPTIMIZER):
             return None
         return self.step + 1 if self.phase is Phase.UPDATED else self.step
 
@@ -127,20 +133,20 @@ class SimulatedWorker:
     def begin(self) -> None:
         """Joins the generation that it was assigned to; where that is over, its start-up goes on in echo."""
         if self.assignment is None or self.told > self.assignment.generation:
-            self.doing = Doing.BUILDING
+            self.state = WorkerState.BUILDING
         else:
             self.connect(self.assignment.generation)
 
     def connect(self, generation: int) -> None:
         """Goes to the rendezvous of a generation."""
-        self.target, self.doing = generation, Doing.CONNECTING
+        self.target, self.state = generation, WorkerState.CONNECTING
 
     def stand(self) -> None:
         """Begins to wait for a decision; an unfinished step before the barrier is undone."""
         if self.phase in (Phase.FORWARD, Phase.BACKWARD):
             self.stopped_in = (self.step, self.phase)
             self.undo()
-        self.reported, self.order, self.doing = max(self.reported, self.generation), None, Doing.STANDING
+        self.reported, self.order, self.state = max(self.reported, self.generation), None, WorkerState.STANDING
 
     def undo(self) -> None:
         """Puts a step back whose update has not begun."""

@@ -20,18 +20,18 @@ from keepstep.protocol.agent import (
     Signal,
     Spawn,
 )
-from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessSettings, Observation
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, WaitsFor
 
-NODE, LIFE = "node-a", 5
+NODE, INCARNATION = "node-a", 5
 JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0)
 IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
 BETWEEN = Tag(1, 3, Phase.UPDATED)
 LOOK_S = LivenessSettings().blind_s / 2
-EVICTED = msg.NodeEvicted(NODE, LIFE, "not heard of", False)
+EVICTED = msg.NodeEvicted(NODE, INCARNATION, "not heard of", False)
 
 
 class Node:
@@ -39,8 +39,8 @@ class Node:
 
     def __init__(self, ranks: int = 0, spares: int = 0) -> None:
         self.now_s = 100.0
-        self.agent = AgentMachine(JOINED, LIFE, LivenessSettings())
-        self.controller = Conversation(NODE, LIFE)
+        self.agent = AgentMachine(JOINED, INCARNATION, LivenessSettings())
+        self.controller = ReliableChannel(NODE, INCARNATION)
         assert self.heard() == [JOINED]
         for number in range(ranks + spares):
             rank = number if number < ranks else None
@@ -272,13 +272,13 @@ def test_a_node_that_has_nothing_to_say_is_heard_of_nonetheless() -> None:
     due_s = node.agent.next_deadline()
     assert node.now_s < due_s <= node.now_s + HEARTBEAT_S * (1 + SOONEST)
     assert node.agent.packets(node.now_s) == []
-    assert node.agent.packets(due_s) == [msg.Packet(NODE, LIFE, 1, 1, (), misses=False)]
+    assert node.agent.packets(due_s) == [msg.Packet(NODE, INCARNATION, 1, 1, (), misses=False)]
     assert node.agent.next_deadline() == pytest.approx(due_s + HEARTBEAT_S)
 
 
 def test_nodes_that_answered_at_the_same_moment_have_a_heartbeat_each_in_its_own() -> None:
     names = [f"node-{number}" for number in range(100)]
-    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0), LIFE, LivenessSettings()) for name in names]
+    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0), INCARNATION, LivenessSettings()) for name in names]
     for agent in agents:
         assert agent.packets(100.0)
     dues = [agent.next_deadline() for agent in agents]
@@ -292,7 +292,7 @@ def test_a_new_connection_begins_with_what_has_arrived() -> None:
     node.order(msg.Resume(1))
     node.heard()
     node.agent.reconnected()
-    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE, 1, 1, (), misses=False)]
+    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, INCARNATION, 1, 1, (), misses=False)]
 
 
 # ---- The first step after a recovery --------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def test_ranks_that_are_being_stopped_stand_still_for_a_known_reason() -> None:
     assert node.agent.take() == []
 
 
-# ---- A new life -----------------------------------------------------------------------------------------------------
+# ---- A new incarnation ----------------------------------------------------------------------------------------------
 
 
 def test_a_node_that_was_given_up_offers_itself_anew_when_all_its_processes_are_gone() -> None:
@@ -410,9 +410,9 @@ def test_a_node_that_was_given_up_offers_itself_anew_when_all_its_processes_are_
     assert node.agent.take() == [Kill(0), Kill(1)]
     node.said(0, safe(0))
     node.exit(0, "killed by SIGKILL", IN_A_STEP)
-    assert node.agent.life == LIFE
+    assert node.agent.incarnation == INCARNATION
     node.agent.exited(1, Cause.SIGNAL, "killed by SIGKILL", BETWEEN, node.now_s)
-    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, LIFE + 1, 0, 0, (JOINED,), misses=False)]
+    assert node.agent.packets(node.now_s) == [msg.Packet(NODE, INCARNATION + 1, 0, 0, (JOINED,), misses=False)]
     assert node.agent.next_deadline() > node.now_s
 
 
@@ -420,7 +420,7 @@ def test_an_idle_node_that_was_given_up_offers_itself_at_once() -> None:
     node = Node()
     node.agent.receive(EVICTED, node.now_s)
     (packet,) = node.agent.packets(node.now_s)
-    assert (packet.life, packet.messages) == (LIFE + 1, (JOINED,))
+    assert (packet.incarnation, packet.messages) == (INCARNATION + 1, (JOINED,))
 
 
 def test_a_process_that_comes_up_after_its_node_was_given_up_is_killed() -> None:
@@ -431,7 +431,7 @@ def test_a_process_that_comes_up_after_its_node_was_given_up_is_killed() -> None
     node.agent.spawned(0, 4000)
     assert node.agent.take() == [Kill(0)]
     node.exit(0, "killed by SIGKILL")
-    assert node.agent.life == LIFE + 1
+    assert node.agent.incarnation == INCARNATION + 1
 
 
 def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -> None:
@@ -447,20 +447,20 @@ def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -
 
 def test_a_node_that_is_not_wanted_any_more_leaves() -> None:
     node = Node(ranks=1)
-    node.agent.receive(msg.NodeEvicted(NODE, LIFE, "another agent speaks for it", is_final=True), node.now_s)
+    node.agent.receive(msg.NodeEvicted(NODE, INCARNATION, "another agent speaks for it", is_final=True), node.now_s)
     assert node.agent.take() == [Leave(1, "another agent speaks for it"), Kill(0)]
 
 
 def test_a_node_that_takes_its_leave_says_so_until_it_was_heard_and_nothing_else() -> None:
     node = Node(ranks=1)
     node.agent.depart("ended by SIGTERM")
-    farewell = Depart(msg.NodeLeft(NODE, LIFE, "ended by SIGTERM"))
+    farewell = Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM"))
     assert node.agent.take() == [farewell, Kill(0)]
     assert node.exit(0, "killed by SIGKILL", IN_A_STEP) == []
     assert node.wait(1000.0) == []
     node.agent.reconnected()
     assert node.agent.take() == [farewell]
-    node.agent.receive(msg.NodeEvicted(NODE, LIFE, "ended by SIGTERM", is_final=True), node.now_s)
+    node.agent.receive(msg.NodeEvicted(NODE, INCARNATION, "ended by SIGTERM", is_final=True), node.now_s)
     assert node.agent.take() == [Leave(1, "ended by SIGTERM")]
     assert node.agent.packets(node.now_s + 1000.0) == []
 
@@ -472,13 +472,13 @@ def test_a_drained_node_leaves_when_its_ranks_have_moved() -> None:
     assert node.agent.take() == []
     node.order(msg.FenceWorker(0, "its node is to leave"))
     node.exit(0, "killed by SIGKILL", IN_A_STEP)
-    assert Depart(msg.NodeLeft(NODE, LIFE, "ended by SIGTERM")) in node.agent.take()
+    assert Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM")) in node.agent.take()
 
 
 def test_a_drained_node_without_ranks_leaves_at_once() -> None:
     node = Node(ranks=0)
     node.agent.drain("ended by SIGTERM")
-    assert Depart(msg.NodeLeft(NODE, LIFE, "ended by SIGTERM")) in node.agent.take()
+    assert Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM")) in node.agent.take()
 
 
 def test_a_drained_node_stays_until_a_drained_job_has_ended() -> None:
@@ -507,11 +507,11 @@ def test_times_go_up_on_the_controllers_clock() -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        msg.NodeEvicted(NODE, LIFE - 1, "an earlier life", False),
-        msg.Packet(NODE, LIFE - 1, 0, 0, (msg.EndJob(0, "an earlier life"),), misses=False),
+        msg.NodeEvicted(NODE, INCARNATION - 1, "an earlier incarnation", False),
+        msg.Packet(NODE, INCARNATION - 1, 0, 0, (msg.EndJob(0, "an earlier incarnation"),), misses=False),
     ],
 )
 def test_what_was_meant_for_an_earlier_life_is_dropped(stale: msg.Packet | msg.NodeEvicted) -> None:
     node = Node(ranks=1)
     node.agent.receive(stale, node.now_s)
-    assert (node.agent.take(), node.agent.life) == ([], LIFE)
+    assert (node.agent.take(), node.agent.incarnation) == ([], INCARNATION)

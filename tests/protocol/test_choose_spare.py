@@ -33,10 +33,10 @@ def test_a_fault_of_the_node_prefers_another_domain() -> None:
 
 @pytest.mark.parametrize("node_at_fault", [False, True])
 def test_a_place_in_quarantine_comes_after_all_others(node_at_fault: bool) -> None:
-    near, far = Placement("a", "rack 1", doubt=1), Placement("c", "rack 2", doubt=1)
+    near, far = Placement("a", "rack 1", penalty=1), Placement("c", "rack 2", penalty=1)
     assert best_of(near, ELSEWHERE, node_at_fault=node_at_fault) == ELSEWHERE
     assert best_of(far, SAME_RACK, node_at_fault=node_at_fault) == SAME_RACK
-    assert best_of(Placement("a", "rack 1", doubt=2), near, node_at_fault=node_at_fault) == near
+    assert best_of(Placement("a", "rack 1", penalty=2), near, node_at_fault=node_at_fault) == near
 
 
 @pytest.mark.parametrize("node_at_fault", [False, True])

@@ -18,9 +18,9 @@ from keepstep.protocol.controller import (
     LOOKS,
     ControllerMachine,
     DeadlineCame,
-    Heard,
     JournalEntry,
     LeaseExpired,
+    ReportsReceived,
     Restarted,
 )
 from keepstep.protocol.messages import Cause, Packet
@@ -72,7 +72,7 @@ def test_the_job_waits_for_room() -> None:
 def test_a_node_that_is_heard_of_keeps_its_lease() -> None:
     cluster = ToyCluster().go().wait(10 * LEASE_S)
     assert where(cluster) == (Stage.TRAINING, 1)
-    assert [entry for entry in cluster.entries() if not isinstance(entry.event, Heard)] == []
+    assert [entry for entry in cluster.entries() if not isinstance(entry.event, ReportsReceived)] == []
 
 
 def test_a_silent_node_is_given_up_and_its_rank_is_taken() -> None:
@@ -216,11 +216,11 @@ def test_a_node_that_comes_back_kills_what_it_has_and_is_of_use_again() -> None:
     (orphan,) = node.workers
     node.is_cut_off = False
     cluster.wait(1.0)
-    assert {(each.node, each.life) for each in cluster.refused} == {("node-1", 1)}
+    assert {(each.node, each.incarnation) for each in cluster.refused} == {("node-1", 1)}
     assert cluster.refused[0].reason == "not heard of for 3 s"
     (spare,) = node.workers.values()
     assert spare.number != orphan
-    assert (node.agent.life, spare.rank) == (2, None)
+    assert (node.agent.incarnation, spare.rank) == (2, None)
     cluster.kill_rank(0)
     assert cluster.holder(0) == (node, spare)
     assert where(cluster) == (Stage.TRAINING, 3)
@@ -235,7 +235,7 @@ def test_a_node_that_takes_its_leave_is_replaced_at_once_and_not_blamed() -> Non
         cluster.go()
         assert leaving.has_left
         assert leaving.workers == {}
-        leaving = cluster.add_node("node-1", life=leaving.agent.life + 1)
+        leaving = cluster.add_node("node-1", incarnation=leaving.agent.incarnation + 1)
         cluster.go()
     assert cluster.now_s < began_s + LEASE_S
     (record,) = cluster.controller.job.records
@@ -255,7 +255,7 @@ def test_a_node_that_nobody_knows_may_leave() -> None:
 
 def test_an_agent_that_was_started_again_is_another_one() -> None:
     cluster = ToyCluster().go()
-    cluster.add_node("node-2", life=9)
+    cluster.add_node("node-2", incarnation=9)
     cluster.go()
     (record,) = cluster.controller.job.records
     assert record.detail == "rank 2 lost: node node-2 lost: its agent was started again"
@@ -265,16 +265,16 @@ def test_an_agent_that_was_started_again_is_another_one() -> None:
 
 def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
     cluster = ToyCluster().go()
-    cluster.add_node("node-2", life=9)
+    cluster.add_node("node-2", incarnation=9)
     cluster.go()
     num_entries = len(cluster.journal)
-    for life in (1, 5):
+    for incarnation in (1, 5):
         cluster.controller.receive(
-            Packet("node-2", life, 0, 0, (msg.NodeJoined("node-2", 1, "x", 0, 0),), misses=False), cluster.now_s
+            Packet("node-2", incarnation, 0, 0, (msg.NodeJoined("node-2", 1, "x", 0, 0),), misses=False), cluster.now_s
         )
         (answer,) = cluster.controller.packets(cluster.now_s)
         why = "another agent speaks for node node-2 by now; each needs a name of its own"
-        assert answer == msg.NodeEvicted("node-2", life, why, is_final=True)
+        assert answer == msg.NodeEvicted("node-2", incarnation, why, is_final=True)
     assert len(cluster.journal) == num_entries
     assert cluster.controller.take_entries() == []
 
@@ -355,7 +355,7 @@ def test_a_node_cannot_speak_for_the_workers_of_another() -> None:
         msg.StepsFinished((other,), 1, 99, "forged"),
         msg.WorkerDone(other, 3),
     ):
-        node.agent.conversation.say([report])
+        node.agent.channel.say([report])
     cluster.go()
     assert where(cluster) == (Stage.TRAINING, 1)
     assert (controller.job.progress.trained_to, controller.job.digests) == (1, {})
@@ -406,7 +406,7 @@ def orders_of(entries: list[JournalEntry], node: str) -> list[msg.AgentOrder]:
 def test_the_journal_has_all_that_the_story_is_to_have() -> None:
     cluster = undisturbed()
     kinds = {type(entry.event) for entry in cluster.entries()}
-    assert kinds == {Heard, LeaseExpired}
+    assert kinds == {ReportsReceived, LeaseExpired}
     stages = {entry.stage for entry in cluster.entries()}
     assert stages == {str(stage) for stage in Stage} - {Stage.RESCUING, Stage.DRAINING}
     assert cluster.controller.job.ended is not None
@@ -421,7 +421,7 @@ def test_a_journal_gives_back_the_state_and_every_order_with_its_number(length: 
     assert isinstance(last.event, Restarted)
     interrupts = any(entry.orders for entry in entries) and entries[-1].stage in (Stage.STARTING, Stage.RECOVERING)
     assert last.generation == entries[-1].generation + interrupts
-    heard = [entry.event for entry in entries if isinstance(entry.event, Heard)]
+    heard = [entry.event for entry in entries if isinstance(entry.event, ReportsReceived)]
     for node in ("node-0", "node-1"):
         num_reports = sum(len(event.reports) for event in heard if event.node == node)
         if num_reports:

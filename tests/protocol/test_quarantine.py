@@ -44,16 +44,16 @@ def test_nothing_is_held_where_it_is_off() -> None:
     for _ in range(5):
         quarantine.failed(A, "lost", 0.0)
     assert quarantine.held == {}
-    assert quarantine.doubt("a", 1) == 0
+    assert quarantine.penalty("a", 1) == 0
 
 
 def test_a_node_weighs_more_than_a_device() -> None:
     quarantine = Quarantine(1, WINDOW_S)
     quarantine.failed(A_1, "lost", 0.0)
-    assert [quarantine.doubt("a", device) for device in (0, 1)] == [0, 1]
+    assert [quarantine.penalty("a", device) for device in (0, 1)] == [0, 1]
     quarantine.failed(A, "lost", 0.0)
-    assert [quarantine.doubt("a", device) for device in (0, 1)] == [2, 2]
-    assert quarantine.doubt("b", 0) == 0
+    assert [quarantine.penalty("a", device) for device in (0, 1)] == [2, 2]
+    assert quarantine.penalty("b", 0) == 0
 
 
 # ---- what follows from it -------------------------------------------------------------------------------------------

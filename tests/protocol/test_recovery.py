@@ -2,7 +2,7 @@
 
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
-from tests.protocol.simulated_worker import Doing
+from tests.protocol.simulated_worker import WorkerState
 
 from keepstep.protocol.messages import (
     Assign,
@@ -253,7 +253,7 @@ def test_a_lost_spare_is_replaced_and_nobody_stops() -> None:
     job.settle()
     assert job.where == (Stage.TRAINING, 1)
     assert (job.orders(Stop), job.machine.records) == ([], [])
-    assert job.workers[3].doing is Doing.READY
+    assert job.workers[3].state is WorkerState.READY
     job.finish_well()
 
 
@@ -303,7 +303,7 @@ def test_a_hung_spare_is_fenced_while_training_goes_on() -> None:
     job.settle()
     assert job.where == (Stage.TRAINING, 1)
     assert [order.worker for order in job.orders(FenceWorker)] == [2]
-    assert job.workers[3].doing is Doing.READY
+    assert job.workers[3].state is WorkerState.READY
 
 
 def test_a_spare_that_hangs_during_a_recovery_is_fenced_beside_it() -> None:

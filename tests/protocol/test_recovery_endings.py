@@ -52,7 +52,7 @@ def test_the_exit_codes_are_told_apart() -> None:
 def test_all_finish_then_complete_then_done_then_exit_0() -> None:
     job = SimulatedJob(world_size=2, num_spares=1, num_steps=3).bring_all(2, Phase.UPDATED)
     job.withhold(job.holder(1), StepsFinished)
-    while job.holder(0).doing.name == "TRAINING":
+    while job.holder(0).state.name == "TRAINING":
         list(job.moves(training=True))[-1][1]()
     job.settle()
     assert job.where == (Stage.TRAINING, 1)
@@ -76,7 +76,7 @@ def test_all_finish_then_complete_then_done_then_exit_0() -> None:
 def test_a_loss_before_all_have_finished_is_recovered_and_those_who_had_finish_again() -> None:
     job = SimulatedJob(world_size=2, num_steps=3).bring_all(2, Phase.UPDATED)
     job.withhold(job.holder(1), StepsFinished)
-    while job.holder(0).doing.name == "TRAINING":
+    while job.holder(0).state.name == "TRAINING":
         list(job.moves(training=True))[-1][1]()
     job.settle()
     job.kill(job.holder(1))
@@ -267,7 +267,7 @@ def test_a_checkpoint_of_one_shard_alone_is_none() -> None:
 def test_survivors_whose_copies_are_torn_go_back_to_a_checkpoint() -> None:
     """An echo in mid-update tore the only survivor; it can still read a checkpoint, and sends it on."""
     job = SimulatedJob(world_size=2, num_spares=1, checkpoint_every=4).bring_all(6, Phase.BACKWARD)
-    job.holder(0).torn = True
+    job.holder(0).partially_updated = True
     job.kill(job.holder(1))
     job.settle()
     assert job.where == (Stage.TRAINING, 2)
@@ -527,7 +527,7 @@ def test_every_rescued_state_is_named() -> None:
 
 def test_a_state_that_could_not_be_saved_is_not_called_saved() -> None:
     job = out_of_restarts(world_size=2)
-    job.holder(0).torn = True
+    job.holder(0).partially_updated = True
     job.release()
     job.settle()
     exit_code, reason = ended(job)

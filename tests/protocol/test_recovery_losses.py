@@ -97,7 +97,7 @@ def test_a_half_restored_replacement_reaches_nothing() -> None:
         job.withhold(job.workers[3], StateRecovered)
         job.kill(job.holder(1))
         job.settle()
-        assert job.holder(1).torn
+        assert job.holder(1).partially_updated
         for rank in lost:
             job.kill(job.holder(rank))
         job.settle()

@@ -2,7 +2,7 @@
 
 import pytest
 from tests.protocol.simulated_job import SimulatedJob, three_nodes
-from tests.protocol.simulated_worker import Doing
+from tests.protocol.simulated_worker import WorkerState
 
 from keepstep.protocol.messages import (
     Abandon,
@@ -252,7 +252,7 @@ def test_a_node_lost_with_the_only_ranks_that_have_not_finished_does_not_complet
     while move := next((move for what, move in job.moves(training=True) if "TRAINING" in what), None):
         move()
         job.settle()
-    assert [job.holder(rank).doing for rank in (0, 1)] == [Doing.FINISHED, Doing.FINISHED]
+    assert [job.holder(rank).state for rank in (0, 1)] == [WorkerState.FINISHED, WorkerState.FINISHED]
     job.lose_node("b")
     job.settle()
     assert job.orders(Complete) == []

@@ -7,7 +7,7 @@ end. `SimulatedJob` checks every order on the way. A walk that has failed is rep
 import random
 
 from tests.protocol.simulated_job import Move, SimulatedJob
-from tests.protocol.simulated_worker import Doing, SimulatedWorker
+from tests.protocol.simulated_worker import SimulatedWorker, WorkerState
 
 from keepstep.protocol.recovery import Stage
 
@@ -55,7 +55,7 @@ class Walk:
         worker = self.random.choice(list(self.job.workers.values()))
         kind = self.random.choice(["kill", "kill", "hang", "throw"])
         if not worker.hung and self.may_be_lost(worker, kind):
-            self.story.append(f"{kind} worker {worker.number}, rank {worker.rank}, {worker.doing.name}")
+            self.story.append(f"{kind} worker {worker.number}, rank {worker.rank}, {worker.state.name}")
             getattr(self.job, kind)(worker)
             self.num_faults -= 1
 
@@ -94,7 +94,12 @@ class TrainingWalk(Walk):
     """Only ranks are lost, and only from training on: what is known to fail beside that is tried by other walks."""
 
     def may_be_lost(self, worker: SimulatedWorker, kind: str) -> bool:
-        starting = worker.doing in (Doing.LAUNCHING, Doing.JOINING, Doing.CONNECTING, Doing.BUILDING)
+        starting = worker.state in (
+            WorkerState.LAUNCHING,
+            WorkerState.JOINING,
+            WorkerState.CONNECTING,
+            WorkerState.BUILDING,
+        )
         return not starting and self.job.machine.stage is not Stage.STARTING and worker.rank is not None
 
 

@@ -29,7 +29,7 @@ from keepstep.protocol.moves import (
     Move,
     Save,
     SaveAndEnd,
-    Say,
+    SendReport,
     Train,
     Undo,
     Update,
@@ -37,7 +37,7 @@ from keepstep.protocol.moves import (
 )
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.resume import Action
-from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
+from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
 
 NUMBER, PID, RANK = 4, 1234, 1
 EVENTS = {
@@ -61,14 +61,14 @@ def stop(generation: int, synced_step: int | None = None) -> Stop:
 def moves(machine: WorkerMachine) -> list[msg.WorkerReport | Move]:
     """What the machine says, as reports, and the move after that."""
     said: list[msg.WorkerReport | Move] = []
-    while isinstance(move := machine.next_move(), Say):
+    while isinstance(move := machine.next_move(), SendReport):
         said.append(move.report)
     return [*said, move]
 
 
 def launched(rank: int | None = RANK) -> WorkerMachine:
     machine = WorkerMachine(NUMBER, PID, rank)
-    assert machine.next_move() == Say(WorkerJoined(NUMBER, PID))
+    assert machine.next_move() == SendReport(WorkerJoined(NUMBER, PID))
     return machine
 
 
@@ -144,7 +144,7 @@ def spare() -> WorkerMachine:
 def test_a_rank_joins_connects_builds_and_trains() -> None:
     machine = training()
     assert machine.steps.parameters_at == 0
-    assert (machine.generation, machine.doing) == (1, Doing.TRAINING)
+    assert (machine.generation, machine.state) == (1, WorkerState.TRAINING)
     assert not machine.interrupted
 
 
@@ -168,7 +168,7 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
         machine.receive(Assign(NUMBER, 1, RANK, 3, 0, 3))
     assert machine.receive(stop(2)) is Urgency.BREAK
     assert moves(machine) == [Build()]
-    assert machine.tainted
+    assert machine.used_echo
     machine.built("0", (), False)
     ready = WorkerReady(NUMBER, 0, (), (), False, "0")
     assert moves(machine) == [
@@ -184,7 +184,7 @@ def test_a_start_up_that_cannot_connect_goes_on_in_echo() -> None:
     assert moves(machine) == [Connect(1)]
     machine.fell_out("connect", "nobody came")
     assert moves(machine) == [CollectiveFailed(NUMBER, 1, "connect", "nobody came"), Build()]
-    assert (machine.generation, machine.tainted) == (0, True)
+    assert (machine.generation, machine.used_echo) == (0, True)
 
 
 def test_a_start_up_in_which_something_was_echoed_reaches_nothing() -> None:
@@ -242,7 +242,7 @@ def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
     machine.receive(stop(2))
     machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    machine.found_torn()
+    machine.found_partially_updated()
     assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False), Wait()]
 
 
@@ -259,9 +259,9 @@ def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
 
 def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
     machine = training(Phase.UPDATED, 5)
-    machine.torn = True
+    machine.partially_updated = True
     machine.found_whole()
-    assert machine.torn
+    assert machine.partially_updated
 
 
 def test_a_synced_rank_tells_that_its_update_would_hold_a_collective() -> None:
@@ -411,7 +411,7 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    machine.found_torn()
+    machine.found_partially_updated()
     hint, wait = moves(machine)
     assert isinstance(hint, CollectiveFailed)
     assert (hint.generation, hint.group, wait) == (2, "update", Wait())

@@ -13,11 +13,11 @@ import msgspec
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
 from keepstep.protocol.controller import LEASE_S, ControllerMachine, JournalEntry
-from keepstep.protocol.conversation import RESEND_S
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.protocol.reliable_channel import RESEND_S
 
 MOMENT_S = 0.001
 _encoder = msgspec.json.Encoder()
@@ -40,9 +40,9 @@ class ToyWorker:
 class ToyNode:
     """An agent's machine and its workers."""
 
-    def __init__(self, name: str, slots: int, life: int) -> None:
+    def __init__(self, name: str, slots: int, incarnation: int) -> None:
         self.name = name
-        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0), life, LivenessSettings())
+        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0), incarnation, LivenessSettings())
         self.workers: dict[int, ToyWorker] = {}
         self.orders: list[msg.AgentOrder] = []
         """What has arrived here, each order once; not those for the agent itself."""
@@ -133,9 +133,9 @@ class ToyCluster:
 
     # ---- what happens -----------------------------------------------------------------------------------------------
 
-    def add_node(self, name: str, life: int = 1) -> ToyNode:
+    def add_node(self, name: str, incarnation: int = 1) -> ToyNode:
         """A node's agent starts."""
-        self.nodes[name] = node = ToyNode(name, 1, life)
+        self.nodes[name] = node = ToyNode(name, 1, incarnation)
         return node
 
     def go(self, rounds: int = 60) -> ToyCluster:

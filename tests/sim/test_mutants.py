@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.protocol import controller, conversation, resume
+from keepstep.protocol import controller, reliable_channel, resume
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine
 from keepstep.protocol.controller import ControllerMachine, DrainAsked, JournalEntry
-from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
@@ -30,6 +29,7 @@ from keepstep.protocol.recovery.placement.topology import Placement, choose_spar
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.standstill import Standstill
 from keepstep.protocol.recovery.startup import StartUp
+from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
@@ -49,27 +49,27 @@ Answers = list[msg.GroupAnswer]
 
 
 def a_packet_that_came_twice_is_new(patch: pytest.MonkeyPatch) -> None:
-    right = Conversation.receive
+    right = ReliableChannel.receive
 
-    def receive(self: Conversation, packet: msg.Packet, now_s: float) -> Any:
+    def receive(self: ReliableChannel, packet: msg.Packet, now_s: float) -> Any:
         if packet.messages and packet.first < self.received:
             packet = msgspec.structs.replace(packet, first=self.received)
         return right(self, packet, now_s)
 
-    patch.setattr(Conversation, "receive", receive)
+    patch.setattr(ReliableChannel, "receive", receive)
 
 
 def what_is_lost_is_not_sent_again(patch: pytest.MonkeyPatch) -> None:
-    right = Conversation.receive
+    right = ReliableChannel.receive
 
-    def receive(self: Conversation, packet: msg.Packet, now_s: float) -> Any:
+    def receive(self: ReliableChannel, packet: msg.Packet, now_s: float) -> Any:
         transmitted = self._transmitted
         new = right(self, packet, now_s)
         self._transmitted = max(self._transmitted, transmitted)
         return new
 
-    patch.setattr(Conversation, "receive", receive)
-    patch.setattr(conversation, "RESEND_S", float("inf"))
+    patch.setattr(ReliableChannel, "receive", receive)
+    patch.setattr(reliable_channel, "RESEND_S", float("inf"))
 
 
 def the_last_entry_of_the_journal_is_lost(patch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def the_last_entry_of_the_journal_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restarted_controller_forgets_what_it_has_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Conversation, "resume_at", lambda self, received: None)
+    patch.setattr(ReliableChannel, "resume_at", lambda self, received: None)
 
 
 def reports_of_old_generations_are_heard(patch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_missing_value_does_no_harm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerMachine, "found_torn", WorkerMachine.found_whole)
+    patch.setattr(WorkerMachine, "found_partially_updated", WorkerMachine.found_whole)
 
 
 def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
@@ -269,8 +269,8 @@ def a_half_restored_copy_is_whole(patch: pytest.MonkeyPatch) -> None:
 
     def loading(self: WorkerMachine) -> Move:
         move = right(self)
-        if isinstance(move, Load) and self.torn:
-            self.torn = False
+        if isinstance(move, Load) and self.partially_updated:
+            self.partially_updated = False
             self.steps.restored(move.order.resume_step)
         return move
 
@@ -497,7 +497,7 @@ def a_survivor_that_does_not_stop_is_waited_for(patch: pytest.MonkeyPatch) -> No
 
 
 def an_agent_that_was_held_up_blames_its_workers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LivenessMachine, "_forgive_blindness", lambda self, now_s: None)
+    patch.setattr(LivenessMachine, "_discount_own_pause", lambda self, now_s: None)
 
 
 def no_lease_ever_ends(patch: pytest.MonkeyPatch) -> None:

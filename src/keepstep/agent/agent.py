@@ -94,7 +94,7 @@ class Agent:
         self._line = line
         place = settings.place
         joined = NodeJoined(place.node, place.slots, place.domain or place.node, place.position, place.world_size)
-        # The time of day, for it goes on when the machine is started again, and a later life has a greater number.
+        # The time of day: it goes on when the machine is started again, so a later incarnation has a greater number.
         self._machine = AgentMachine(joined, time.time_ns(), settings.liveness)
         self._phases = PhaseReporter(place.node, line)
         self._asked: dict[tuple[int, int], StoreRequested] = {}

@@ -15,11 +15,11 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.liveness import LivenessMachine, LivenessSettings, Observation
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
+from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import MAX_TOLD, OperationCount, Standing, WaitsFor
 from keepstep.protocol.waiting.watch import StandingWatch
 
@@ -110,14 +110,14 @@ class _FirstSteps:
 class AgentMachine:
     """One node's part of a job."""
 
-    def __init__(self, joined: msg.NodeJoined, life: int, liveness: LivenessSettings) -> None:
+    def __init__(self, joined: msg.NodeJoined, incarnation: int, liveness: LivenessSettings) -> None:
         self.node = joined.node
-        self.life = life
+        self.incarnation = incarnation
         self.liveness = LivenessMachine(joined.node, liveness)
         self._joined = joined
         self._liveness_settings = liveness
-        self.conversation = Conversation(joined.node, life)
-        self.conversation.say([joined])
+        self.channel = ReliableChannel(joined.node, incarnation)
+        self.channel.say([joined])
         self._processes: dict[int, _Process] = {}
         self._held: dict[tuple[type, int], list[msg.GroupAnswer]] = {}
         self._held_since_s = 0.0
@@ -151,7 +151,7 @@ class AgentMachine:
         if self._departing is not None:
             return []
         due = now_s >= self._heartbeat_s
-        packets = self.conversation.packets(now_s, heartbeat=due)
+        packets = self.channel.packets(now_s, heartbeat=due)
         if packets:
             self._heartbeat_s = self._beat_after(now_s + HEARTBEAT_S * SOONEST)
         return packets
@@ -163,14 +163,14 @@ class AgentMachine:
 
     def reconnected(self) -> None:
         """There is a new connection to the controller, which may be another one and waits to hear what has arrived."""
-        self.conversation.reconnected()
+        self.channel.reconnected()
         self._heartbeat_s = 0.0
         if self._departing is not None:
             self._effects.append(Depart(self._departing))
 
     def depart(self, reason: str) -> None:
         """The node is to leave the job. `Leave` follows when the controller has heard so."""
-        self._departing = msg.NodeLeft(self.node, self.life, reason)
+        self._departing = msg.NodeLeft(self.node, self.incarnation, reason)
         self._effects.append(Depart(self._departing))
         self._be_silent()
 
@@ -207,20 +207,20 @@ class AgentMachine:
             self._release()
 
     def receive(self, packet: msg.Packet | msg.NodeEvicted, now_s: float) -> None:
-        """A packet of the controller. One that was meant for an earlier life is dropped."""
-        if packet.life != self.life:
+        """A packet of the controller. One that was meant for an earlier incarnation is dropped."""
+        if packet.incarnation != self.incarnation:
             return
         if isinstance(packet, msg.NodeEvicted) and packet.is_final:
             self._effects.append(Leave(EXIT_FAILED, packet.reason))
             self._be_silent()
-            self._departing = self._departing or msg.NodeLeft(self.node, self.life, packet.reason)
+            self._departing = self._departing or msg.NodeLeft(self.node, self.incarnation, packet.reason)
             return
         if self._evicted:
             return
         if isinstance(packet, msg.NodeEvicted):
             self._begin_new_life(now_s)
             return
-        for order in self.conversation.receive(packet, now_s):
+        for order in self.channel.receive(packet, now_s):
             self._obey(order, now_s)  # type: ignore[arg-type]  # the wrong kind is refused there
 
     # ---- orders -----------------------------------------------------------------------------------------------------
@@ -294,12 +294,12 @@ class AgentMachine:
         if self._processes or self._departing is not None:
             return
         self._evicted = False
-        self.life += 1
+        self.incarnation += 1
         self.liveness = LivenessMachine(self.node, self._liveness_settings)
         self._watch, self._stall = StandingWatch(self._liveness_settings.explain_s), None
         self._first_steps.clear()
-        self.conversation = Conversation(self.node, self.life)
-        self.conversation.say([self._joined])
+        self.channel = ReliableChannel(self.node, self.incarnation)
+        self.channel.say([self._joined])
         self._heartbeat_s = now_s
 
     # ---- what became of processes -----------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class AgentMachine:
         self._leave_if_drained()
 
     def training_thread_died(self, number: int, tag: Tag, at_s: float) -> bool:
-        """The kernel has taken the life of a worker's training thread; the process goes after it.
+        """The kernel has taken the incarnation of a worker's training thread; the process goes after it.
 
         In a step that is a loss, whatever the exit status: the process can touch nothing any more. Outside of a step
         it may have ended well, which its exit status tells when the kernel is done with it.
@@ -449,7 +449,7 @@ class AgentMachine:
             together: dict[msg.GroupAnswer, list[int]] = {}
             for answer in answers:
                 together.setdefault(msgspec.structs.replace(answer, workers=()), []).extend(answer.workers)
-            self.conversation.say(
+            self.channel.say(
                 msgspec.structs.replace(answer, workers=tuple(workers)) for answer, workers in together.items()
             )
         self._held.clear()
@@ -464,7 +464,7 @@ class AgentMachine:
             case _:
                 pass
         if not self._evicted:
-            self.conversation.say([report])
+            self.channel.say([report])
 
 
 def _standing(worker: int, look: Observation, still_s: float, counts: Sequence[OperationCount]) -> Standing:

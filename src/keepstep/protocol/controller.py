@@ -17,8 +17,8 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.conversation import Conversation, Spoken
 from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
+from keepstep.protocol.reliable_channel import ReliableChannel, Spoken
 
 LEASE_S = 3.0
 """A node not heard of for so long is given up."""
@@ -32,16 +32,16 @@ ISOLATED_S = 60.0
 up would lose the state of all, so it waits for so long."""
 
 
-class Heard(msgspec.Struct, frozen=True, tag=True):
+class ReportsReceived(msgspec.Struct, frozen=True, tag=True):
     """A node's agent said this, in one of its lives."""
 
     node: str
-    life: int
+    incarnation: int
     reports: tuple[Spoken, ...]
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """A node was not heard of for too long, or its agent began a new life. ``heard_s``: when it last was."""
+    """A node was not heard of for too long, or its agent began a new incarnation. ``heard_s``: when it last was."""
 
     node: str
     why: str
@@ -75,7 +75,7 @@ class DrainAsked(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Event = Heard | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
+Event = ReportsReceived | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,7 +91,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
     """One event of a job, as its machine lives through it: for the first time, or once more from a journal."""
     match event:
-        case Heard():
+        case ReportsReceived():
             return [effect for report in event.reports for effect in job.receive(event.node, _let_in(report), now_s)]
         case LeaseExpired():
             return job.node_lost(event.node, f"node {event.node} lost: {event.why}", event.heard_s, now_s)
@@ -118,7 +118,7 @@ def _let_in(report: Spoken) -> msg.Report:
 class _Line:
     """The controller's end of the line to one node."""
 
-    conversation: Conversation
+    channel: ReliableChannel
     heard_s: float
     is_silent: bool = False
     """Not heard of since the controller was restarted, so nobody knows which orders have arrived there."""
@@ -144,7 +144,7 @@ class ControllerMachine:
         self._lease_s = lease_s
         self.lines: dict[str, _Line] = {}
         self._given_up: dict[str, tuple[int, str]] = {}
-        """node -> the last life of it that was given up, and why."""
+        """node -> the last incarnation of it that was given up, and why."""
         self._touched: dict[str, None] = {}
         """Nodes for which there may be something to transmit, in order."""
         self._answers: list[msg.Packet | msg.NodeEvicted] = []
@@ -162,19 +162,19 @@ class ControllerMachine:
                 run; nothing of it was heard.
         """
         _check(packet)
-        life, why = self._given_up.get(packet.node, (-1, ""))
+        incarnation, why = self._given_up.get(packet.node, (-1, ""))
         line = self.lines.get(packet.node)
-        if line is not None and packet.life < line.conversation.life:
+        if line is not None and packet.incarnation < line.channel.incarnation:
             why = f"another agent speaks for node {packet.node} by now; each needs a name of its own"
-            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why, is_final=True))
+            self._answers.append(msg.NodeEvicted(packet.node, packet.incarnation, why, is_final=True))
             return
-        if packet.life <= life:
-            self._answers.append(msg.NodeEvicted(packet.node, packet.life, why, False))
+        if packet.incarnation <= incarnation:
+            self._answers.append(msg.NodeEvicted(packet.node, packet.incarnation, why, False))
             return
         if (mistake := self._mistaken(packet)) is not None:
-            self._answers.append(msg.NodeEvicted(packet.node, packet.life, mistake, is_final=True))
+            self._answers.append(msg.NodeEvicted(packet.node, packet.incarnation, mistake, is_final=True))
             return
-        if line is not None and packet.life > line.conversation.life:
+        if line is not None and packet.incarnation > line.channel.incarnation:
             self._happened(LeaseExpired(packet.node, "its agent was started again", line.heard_s), now_s)
             line = None
         if line is None:
@@ -185,22 +185,22 @@ class ControllerMachine:
                 )
             if packet.first != 0 or not packet.messages:
                 # Its first words are still under way, or were lost.
-                self._answers.append(msg.Packet(packet.node, packet.life, 0, 0, (), misses=True))
+                self._answers.append(msg.Packet(packet.node, packet.incarnation, 0, 0, (), misses=True))
                 return
-            line = self._open(packet.node, packet.life, now_s)
-        self._forgive_deafness(now_s)
+            line = self._open(packet.node, packet.incarnation, now_s)
+        self._discount_own_pause(now_s)
         line.heard_s, line.is_silent = now_s, False
         self._touched[packet.node] = None
-        reports = line.conversation.receive(packet, now_s)
+        reports = line.channel.receive(packet, now_s)
         if reports:
-            self._happened(Heard(packet.node, packet.life, reports), now_s)
+            self._happened(ReportsReceived(packet.node, packet.incarnation, reports), now_s)
 
     def left(self, message: msg.NodeLeft, now_s: float) -> None:
         """A node takes its leave; it is told that this was heard."""
         line = self.lines.get(message.node)
-        if line is not None and line.conversation.life == message.life:
+        if line is not None and line.channel.incarnation == message.incarnation:
             self._happened(Departed(message.node, message.reason), now_s)
-        self._answers.append(msg.NodeEvicted(message.node, message.life, message.reason, is_final=True))
+        self._answers.append(msg.NodeEvicted(message.node, message.incarnation, message.reason, is_final=True))
 
     def _mistaken(self, packet: msg.Packet) -> str | None:
         """Why a node that offers itself cannot be meant for this job; None where it can."""
@@ -213,7 +213,7 @@ class ControllerMachine:
     def reconnected(self, node: str) -> None:
         """There is a new connection to a node."""
         if node in self.lines:
-            self.lines[node].conversation.reconnected()
+            self.lines[node].channel.reconnected()
             self._touched[node] = None
 
     def call_off(self, order: msg.EndJob, now_s: float) -> None:
@@ -226,14 +226,14 @@ class ControllerMachine:
 
     def tick(self, now_s: float) -> None:
         """Acts on leases and deadlines that have come; harmless when none has."""
-        self._forgive_deafness(now_s)
+        self._discount_own_pause(now_s)
         if self._lease_s is not None and self._look_at_leases_s is not None and now_s >= self._look_at_leases_s:
             self._look_at_leases(self._lease_s, now_s)
         due = self.job.next_deadline()
         if due is not None and now_s >= due:
             self._happened(DeadlineCame(), now_s)
 
-    def _forgive_deafness(self, now_s: float) -> None:
+    def _discount_own_pause(self, now_s: float) -> None:
         """A controller that was itself held up (it looks often enough) cannot tell who was silent meanwhile."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
         if self._lease_s is not None and gap_s > self._lease_s * 2 * LOOKS:
@@ -259,7 +259,7 @@ class ControllerMachine:
     @property
     def is_heard(self) -> bool:
         """Whether every node has heard all that it was told."""
-        return all(line.conversation.is_heard for line in self.lines.values())
+        return all(line.channel.is_heard for line in self.lines.values())
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None while nothing is waited for."""
@@ -280,7 +280,7 @@ class ControllerMachine:
         for node in self._touched:
             line = self.lines.get(node)
             if line is not None and not line.is_silent:
-                out += line.conversation.packets(now_s)
+                out += line.channel.packets(now_s)
         self._touched.clear()
         return out
 
@@ -293,17 +293,17 @@ class ControllerMachine:
 
     def _apply(self, event: Event, now_s: float) -> list[Effect]:
         if isinstance(event, LeaseExpired | Departed):
-            self._given_up[event.node] = (self.lines.pop(event.node).conversation.life, event.why)
+            self._given_up[event.node] = (self.lines.pop(event.node).channel.incarnation, event.why)
         effects = relive(self.job, event, now_s)
         for effect in effects:
             for node in self.lines if effect.node is None else (effect.node,):
                 if node in self.lines:
-                    self.lines[node].conversation.say((effect.order,))
+                    self.lines[node].channel.say((effect.order,))
                     self._touched[node] = None
         return effects
 
-    def _open(self, node: str, life: int, now_s: float) -> _Line:
-        line = self.lines[node] = _Line(Conversation(node, life), now_s)
+    def _open(self, node: str, incarnation: int, now_s: float) -> _Line:
+        line = self.lines[node] = _Line(ReliableChannel(node, incarnation), now_s)
         if self._look_at_leases_s is None and self._lease_s is not None:
             self._look_at_leases_s = now_s + self._lease_s * LOOKS
         return line
@@ -326,15 +326,15 @@ class ControllerMachine:
         heard: dict[str, int] = {}
         for entry in entries:
             event = entry.event
-            if isinstance(event, Heard):
+            if isinstance(event, ReportsReceived):
                 if event.node not in machine.lines:
-                    machine._open(event.node, event.life, entry.at_s)
+                    machine._open(event.node, event.incarnation, entry.at_s)
                     heard[event.node] = 0
                 heard[event.node] += len(event.reports)
             machine._apply(event, entry.at_s)
         for node, line in machine.lines.items():
             line.heard_s, line.is_silent = now_s, True
-            line.conversation.resume_at(heard[node])
+            line.channel.resume_at(heard[node])
         machine._awake_s = now_s
         if lease_s is not None:
             machine._look_again(lease_s, now_s)

@@ -129,7 +129,7 @@ class LivenessMachine:
 
     def observe(self, worker: int, look: Observation, now_s: float) -> None:
         """One look at a worker's page and process."""
-        self._forgive_blindness(now_s)
+        self._discount_own_pause(now_s)
         watched = self._workers.get(worker)
         if watched is None or (watched.seen is not None and look == watched.seen):
             return
@@ -170,7 +170,7 @@ class LivenessMachine:
 
     def judge(self, now_s: float) -> list[WorkerLost | JobStalled]:
         """Which workers are lost, or whether all ranks of the node stand still and none of them is to blame."""
-        self._forgive_blindness(now_s)
+        self._discount_own_pause(now_s)
         verdicts: list[WorkerLost | JobStalled] = []
         holders = [number for number, watched in self._workers.items() if watched.rank is not None]
         overdue = [number for number in holders if self._still_s(number, now_s) > self.deadline_s(number)]
@@ -197,7 +197,7 @@ class LivenessMachine:
             if (still_s := self._still_s(number, now_s)) >= least_s
         ]
 
-    def _forgive_blindness(self, now_s: float) -> None:
+    def _discount_own_pause(self, now_s: float) -> None:
         """The agent does not hold the time against a worker in which it was itself suspended, or its clock jumped."""
         before, self._looked_s = self._looked_s, now_s
         if before is None or abs(now_s - before) <= self.settings.blind_s:

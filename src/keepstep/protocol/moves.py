@@ -14,7 +14,7 @@ class Wait:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Say:
+class SendReport:
     """Send a report."""
 
     report: msg.WorkerReport
@@ -76,4 +76,4 @@ class SaveAndEnd:
     order: msg.Rescue
 
 
-Move = Wait | Say | Build | Connect | Undo | Update | Load | Train | Save | End | SaveAndEnd
+Move = Wait | SendReport | Build | Connect | Undo | Update | Load | Train | Save | End | SaveAndEnd

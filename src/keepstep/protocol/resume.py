@@ -76,8 +76,8 @@ def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool = 
             that reach nothing left away.
         would_communicate: a rank that would have to run its update, while the groups are broken, knows that the update
             holds a collective. Its value would be missing, and the copy might be of no use. So the least common step is
-            taken: where no rank has left the gradient barrier, or only some whose copies are torn, the step is
-            computed again.
+            taken: where no rank has left the gradient barrier, or only some whose copies are partially updated, the
+            step is computed again.
 
     Where it exists it is taken, although `resume_step` may be greater by one: nobody then gives up a good copy for one
     that is still to come. Simulated jobs were lost otherwise: ranks that were synced ran the update, the only rank that
@@ -98,7 +98,7 @@ def action(step: int, own_reach: frozenset[int], current_step: int | None, snaps
 
     Args:
         step: the resume step.
-        own_reach: the reach of the rank's live copy (empty for a replacement, or for a copy torn in mid-update).
+        own_reach: the reach of the rank's live copy (empty for a replacement, or for a partially updated one).
         current_step: the step the live copy is at now, None if it is at none.
         snapshots: the steps of which this rank can load a snapshot or checkpoint.
     """

@@ -12,12 +12,25 @@ import enum
 from keepstep.errors import LocalProtocolError, RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import resume
-from keepstep.protocol.moves import Build, Connect, End, Load, Move, Save, SaveAndEnd, Say, Train, Undo, Update, Wait
+from keepstep.protocol.moves import (
+    Build,
+    Connect,
+    End,
+    Load,
+    Move,
+    Save,
+    SaveAndEnd,
+    SendReport,
+    Train,
+    Undo,
+    Update,
+    Wait,
+)
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.resume import Action
 
 
-class Doing(enum.StrEnum):
+class WorkerState(enum.StrEnum):
     """What the training thread is at."""
 
     LAUNCHED = "launched"
@@ -35,7 +48,9 @@ class Doing(enum.StrEnum):
     COMPLETE = "complete"
 
 
-WAITS_FOR_ORDERS = frozenset({Doing.JOINING, Doing.READY, Doing.STANDING, Doing.RECOVERED, Doing.FINISHED})
+WAITS_FOR_ORDERS = frozenset(
+    {WorkerState.JOINING, WorkerState.READY, WorkerState.STANDING, WorkerState.RECOVERED, WorkerState.FINISHED}
+)
 
 
 class Urgency(enum.Enum):
@@ -55,15 +70,15 @@ class WorkerMachine:
         self.worker = worker
         self.rank = rank
         self.steps = StepMachine()
-        self.doing = Doing.LAUNCHED
+        self.state = WorkerState.LAUNCHED
         self.generation = 0
         """The generation whose groups this rank has connected, 0 before the first."""
-        self.tainted = False
+        self.used_echo = False
         """Something was echoed since the groups were last connected."""
-        self.torn = False
+        self.partially_updated = False
         """The parameters are in between, and reach no step."""
         self.in_doubt = False
-        """It counts as torn until `found_whole`: what went wrong behind the barrier may be in the state for good."""
+        """It counts as partially updated until `found_whole`: a wrong value may have got into the state for good."""
         self.communicates_in_update = False
         """The script has run a collective behind the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
@@ -184,7 +199,7 @@ class WorkerMachine:
 
     def collective_failed(self, group: str, error: str) -> msg.CollectiveFailed | None:
         """A collective ended in an error: a peer may be gone. Returns the hint to send, the first time."""
-        if self.doing is Doing.COMPLETE:
+        if self.state is WorkerState.COMPLETE:
             return None
         first = not self._failed and not self._stopping
         self._failed_generation = self.generation
@@ -192,72 +207,72 @@ class WorkerMachine:
 
     def echoed(self) -> None:
         """A collective was answered by echo."""
-        self.tainted = True
+        self.used_echo = True
 
     def lost_value(self) -> None:
         """Something went wrong where nothing is undone any more: behind the gradient barrier or behind the step.
 
         A collective was cut off there, or an optimizer's ``step()`` has raised.
         """
-        self.torn = self.in_doubt = True
+        self.partially_updated = self.in_doubt = True
 
     def found_whole(self) -> None:
         """What went wrong has no part in the state."""
         if self.in_doubt:
-            self.torn = self.in_doubt = False
+            self.partially_updated = self.in_doubt = False
 
-    def found_torn(self) -> None:
+    def found_partially_updated(self) -> None:
         """It may have, and the copy is restored from another one."""
         self.in_doubt = False
 
     # ---- the training thread: what to do next -----------------------------------------------------------------------
 
     def next_move(self) -> Move:
-        """What to do next; a `Say` counts as done when it was returned."""
+        """What to do next; a `SendReport` counts as done when it was returned."""
         if self._sayings:
-            return Say(self._sayings.pop(0))
-        if self._rescue is not None and self.doing in WAITS_FOR_ORDERS:
+            return SendReport(self._sayings.pop(0))
+        if self._rescue is not None and self.state in WAITS_FOR_ORDERS:
             return SaveAndEnd(self._rescue)
-        match self.doing:
-            case Doing.LAUNCHED:
-                self.doing = Doing.JOINING
-                return Say(msg.WorkerJoined(self.worker, self._pid))
-            case Doing.JOINING:
+        match self.state:
+            case WorkerState.LAUNCHED:
+                self.state = WorkerState.JOINING
+                return SendReport(msg.WorkerJoined(self.worker, self._pid))
+            case WorkerState.JOINING:
                 return self._joining()
-            case Doing.CONNECTING:
+            case WorkerState.CONNECTING:
                 return self._connecting()
-            case Doing.BUILDING:
+            case WorkerState.BUILDING:
                 return Build()
-            case Doing.READY:
+            case WorkerState.READY:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
                 return Wait() if self._order is None else self._carry_out(self._order)
-            case Doing.STANDING:
+            case WorkerState.STANDING:
                 return self._standing()
-            case Doing.LOADING:
+            case WorkerState.LOADING:
                 return self._loading()
-            case Doing.RECOVERED:
+            case WorkerState.RECOVERED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
                 if self._resumed != self.generation and not self._is_draining:
                     return Wait()
-                self.doing = Doing.TRAINING
+                self.state = WorkerState.TRAINING
                 return self._next_step()
-            case Doing.TRAINING:
+            case WorkerState.TRAINING:
                 return self._stand(self.generation) if self.interrupted else self._next_step()
-            case Doing.SAVING:
+            case WorkerState.SAVING:
                 raise LocalProtocolError(f"rank {self.rank} asks for more before its checkpoint is written")
-            case Doing.DRAINED:
+            case WorkerState.DRAINED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
-                return self._go_on(Doing.COMPLETE, End()) if self.terminated else Wait()
-            case Doing.FINISHED:
+                return self._go_on(WorkerState.COMPLETE, End()) if self.terminated else Wait()
+            case WorkerState.FINISHED:
                 if self.is_over(self.generation):
                     return self._stand(self.generation)
                 if self._stands_at_the_end:
-                    return self._go_on(Doing.SAVING, Save(self._at))
-                return self._go_on(Doing.COMPLETE, End()) if self._completed == self.generation else Wait()
-            case Doing.COMPLETE:
+                    return self._go_on(WorkerState.SAVING, Save(self._at))
+                return self._go_on(WorkerState.COMPLETE, End()) if self._completed == self.generation else Wait()
+            case WorkerState.COMPLETE:
                 return End()
 
     @property
@@ -277,24 +292,24 @@ class WorkerMachine:
     def _next_step(self) -> Move:
         """The next step, unless the job ends before it."""
         if self._stands_at_the_end:
-            return self._go_on(Doing.SAVING, Save(self._at))
+            return self._go_on(WorkerState.SAVING, Save(self._at))
         is_held = self._hold is not None and self._hold.generation == self.generation and self._at >= self._hold.step
         if is_held and not self._is_draining:
             return Wait()
         self._next_stop = self._at + 1
         return Train()
 
-    def _go_on(self, doing: Doing, move: Move) -> Move:
-        self.doing = doing
+    def _go_on(self, state: WorkerState, move: Move) -> Move:
+        self.state = state
         return move
 
     def _joining(self) -> Move:
         if self.rank is None:
-            return self._go_on(Doing.BUILDING, Build())
+            return self._go_on(WorkerState.BUILDING, Build())
         assigned = self.assignment.generation if self.assignment is not None else 0
         if self._stop_generation > assigned:
-            self.tainted = True  # the start-up goes on in echo and ends at the first step
-            return self._go_on(Doing.BUILDING, Build())
+            self.used_echo = True  # the start-up goes on in echo and ends at the first step
+            return self._go_on(WorkerState.BUILDING, Build())
         return self._connect(assigned) if assigned else Wait()
 
     def _connecting(self) -> Move:
@@ -305,13 +320,13 @@ class WorkerMachine:
 
     def _connect(self, generation: int) -> Move:
         self._target = generation
-        return self._go_on(Doing.CONNECTING, Connect(generation))
+        return self._go_on(WorkerState.CONNECTING, Connect(generation))
 
     def _stand(self, after: int) -> Move:
         """Waits for the decision on every `Stop` after the generation that is over."""
         self._reported = max(self._reported, after)
         self._order = None
-        self.doing = Doing.STANDING
+        self.state = WorkerState.STANDING
         if self.steps.phase in (Phase.FORWARD, Phase.BACKWARD):
             return Undo()
         return self._standing()
@@ -320,10 +335,10 @@ class WorkerMachine:
         if self._stop_generation > self._reported:
             self._reported = self._stop_generation
             step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
-            current = None if self.torn else self.steps.parameters_at
+            current = None if self.partially_updated else self.steps.parameters_at
             would_communicate = self.communicates_in_update and self.steps.phase is Phase.SYNCED
             report = (self._stop_generation, step, phase, self.own_reach(), current, self._snapshots, would_communicate)
-            return Say(msg.SafePointReached((self.worker,), *report))
+            return SendReport(msg.SafePointReached((self.worker,), *report))
         order = self._order
         if order is None or not order.generation == self._stop_generation == self._reported:
             return Wait()
@@ -337,13 +352,13 @@ class WorkerMachine:
                 return Undo()
             self._advanced = order.generation
             return Update()
-        if self.torn and self._advanced == order.generation:
+        if self.partially_updated and self._advanced == order.generation:
             self._target = order.generation
             self.fell_out("update", "it is not known to be whole, so this rank is not where it was to advance to")
             return self.next_move()
         if self.generation != order.generation:
             return self._connect(order.generation)
-        self.doing = Doing.LOADING
+        self.state = WorkerState.LOADING
         return self._loading()
 
     def _loading(self) -> Move:
@@ -354,7 +369,7 @@ class WorkerMachine:
         transfer = next((each for each in order.transfers if self._takes_part(each)), None)
         action = self._action(order)
         if action in (Action.RESTORE, Action.REWIND):
-            self.torn = True
+            self.partially_updated = True
         return Load(order, action, transfer)
 
     def _takes_part(self, transfer: msg.Transfer) -> bool:
@@ -363,7 +378,7 @@ class WorkerMachine:
     def _action(self, order: msg.Recover) -> Action:
         if any(self.rank in transfer.receivers for transfer in order.transfers):
             return Action.RESTORE
-        current = None if self.torn else self.steps.parameters_at
+        current = None if self.partially_updated else self.steps.parameters_at
         reached = frozenset(self.own_reach())
         action = resume.action(order.resume_step, reached, current, frozenset(self._snapshots))
         if action is Action.RESTORE:
@@ -375,7 +390,7 @@ class WorkerMachine:
 
     def own_reach(self) -> tuple[int, ...]:
         """The steps this rank's copy can be at."""
-        if self.torn:
+        if self.partially_updated:
             return ()
         return tuple(sorted(resume.reach(self.steps.step, self.steps.phase)))
 
@@ -385,13 +400,13 @@ class WorkerMachine:
         """The groups are connected in the generation that was asked for."""
         generation = self._target
         self.generation = generation
-        self.tainted = False
+        self.used_echo = False
         self.stopped_in = None
         if self.is_over(generation):
             self._fall_back(generation)
             return
         self._sayings.append(msg.GroupsReset((self.worker,), generation))
-        self.doing = Doing.LOADING if self._started else Doing.BUILDING
+        self.state = WorkerState.LOADING if self._started else WorkerState.BUILDING
 
     def fell_out(self, where: str, error: str) -> None:
         """A group could not be connected, or a transfer broke off. Tells the controller, unless it knows."""
@@ -403,10 +418,10 @@ class WorkerMachine:
         if self._started:
             self._reported = max(self._reported, generation)
             self._order = None
-            self.doing = Doing.STANDING
+            self.state = WorkerState.STANDING
         else:
-            self.tainted = True
-            self.doing = Doing.BUILDING
+            self.used_echo = True
+            self.state = WorkerState.BUILDING
 
     def await_rank(self) -> msg.RankAwaited | None:
         """A spare's script has come to a line that needs its rank."""
@@ -414,7 +429,7 @@ class WorkerMachine:
 
     def built(self, shard: str, snapshots: tuple[int, ...], checkpointing: bool, start: int = 0) -> None:
         """The script stands at its first step, which is ``start``, with everything protected."""
-        if self.generation > 0 and not self.tainted:
+        if self.generation > 0 and not self.used_echo:
             self.steps.restored(start)
         self._started = True
         self._snapshots = snapshots
@@ -422,18 +437,18 @@ class WorkerMachine:
             msg.WorkerReady(self.worker, self.generation, self.own_reach(), snapshots, checkpointing, shard)
         )
         self._target = self.generation
-        self.doing = Doing.READY
+        self.state = WorkerState.READY
 
     def loaded(self, received_bytes: int) -> None:
         """This rank's shard is at the resume step."""
         order = self._order
         assert order is not None
-        if self.torn:
-            self.torn = False
+        if self.partially_updated:
+            self.partially_updated = False
             self.steps.restored(order.resume_step)
         self._next_stop = order.resume_step
         self._sayings.append(msg.StateRecovered((self.worker,), order.generation, received_bytes))
-        self.doing = Doing.RECOVERED
+        self.state = WorkerState.RECOVERED
 
     def undone(self) -> None:
         """The interrupted step is undone."""
@@ -447,11 +462,11 @@ class WorkerMachine:
     def saved(self, is_saved: bool) -> None:
         """The checkpoint of the step at which the job is drained is written, where this rank is to write one."""
         self._sayings.append(msg.Drained((self.worker,), self.generation, is_saved))
-        self.doing = Doing.DRAINED
+        self.state = WorkerState.DRAINED
 
     def finished(self, digest: str | None) -> None:
         """The last step is complete."""
         step = self.steps.parameters_at
         assert step is not None
         self._sayings.append(msg.StepsFinished((self.worker,), self.generation, step, digest))
-        self.doing = Doing.FINISHED
+        self.state = WorkerState.FINISHED

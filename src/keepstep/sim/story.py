@@ -11,9 +11,9 @@ from keepstep.protocol.controller import (
     DeadlineCame,
     Departed,
     DrainAsked,
-    Heard,
     JournalEntry,
     LeaseExpired,
+    ReportsReceived,
     Restarted,
 )
 from keepstep.sim.cluster.schedule import Event
@@ -63,7 +63,7 @@ class Story:
                 self.add(entry.at_s, "controller", f"is to end the job: {entry.event.reason}")
             case DeadlineCame():
                 self.add(entry.at_s, "controller", "does not wait any longer")
-            case Heard():
+            case ReportsReceived():
                 for report in entry.event.reports:
                     if isinstance(report, msg.WorkerLost | msg.WorkerFenced | msg.WorkerDone | msg.JobStalled):
                         self.add(entry.at_s, entry.event.node, f"says: {_brief(report)}")

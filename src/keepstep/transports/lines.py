@@ -1,7 +1,7 @@
 """What carries messages between the agents of a job and its controller, whatever it is made of.
 
 Nothing is promised of a line but that what arrives is what was sent, in order, as long as one connection lasts: what
-must arrive is repeated by `keepstep.protocol.conversation`.
+must arrive is repeated by `keepstep.protocol.reliable_channel`.
 """
 
 from __future__ import annotations

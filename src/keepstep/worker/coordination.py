@@ -25,7 +25,7 @@ from keepstep.protocol.messages import Rescue, StateRescued, Stop, Terminate, Wo
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.waiting.operations import Operation
-from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
+from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
 from keepstep.tagpage import TagWriter
 from keepstep.weights.lines.line import Flag
 from keepstep.worker.groups.registry import GroupRegistry
@@ -192,7 +192,7 @@ class Coordination:
         """Whether what the script does now is not undone: it is behind the gradient barrier, or behind the step."""
         phase = self.machine.steps.phase
         return phase is Phase.OPTIMIZER or (
-            phase is Phase.UPDATED and self.machine.doing is Doing.TRAINING and not self.attempting
+            phase is Phase.UPDATED and self.machine.state is WorkerState.TRAINING and not self.attempting
         )
 
     def missing(self, group: str, received: Sequence[object]) -> None:
@@ -213,7 +213,7 @@ class Coordination:
         """
         harm = self.missing_values.conclude(host)
         if self._update_raised and self.interrupted:
-            self.machine.found_torn()
+            self.machine.found_partially_updated()
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: optimizer.step() has raised, and "
                 "a rank was lost in the same step; this rank's copy may be half updated and has to be restored",
@@ -222,7 +222,7 @@ class Coordination:
         elif self.machine.in_doubt and harm is None:
             self.machine.found_whole()
         elif self.machine.in_doubt:
-            self.machine.found_torn()
+            self.machine.found_partially_updated()
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: the value that a failure cut off "
                 f"may have got into {harm}; this rank's copy has to be restored. In front of optimizer.step() such a "
@@ -290,7 +290,7 @@ class Coordination:
     @property
     def completed(self) -> bool:
         """Whether every rank has completed its last step: from here on the script's errors are its own."""
-        return self.machine.doing is Doing.COMPLETE
+        return self.machine.state is WorkerState.COMPLETE
 
     # ---- the training thread ----------------------------------------------------------------------------------------
 
@@ -327,8 +327,8 @@ class Coordination:
     def _look_for_raised_update(self) -> None:
         """A ``step()`` that has begun and not ended has raised, and the script went on (it skips the step, perhaps).
 
-        Torch tells of the beginning and of a good end only. The copy counts as torn until the script asks for the next
-        step, where `judge_copy` ends the doubt.
+        Torch tells of the beginning and of a good end only. The copy counts as partially updated until the script asks
+        for the next step, where `judge_copy` decides.
         """
         if self._update is not None:
             self._update, self._update_raised = None, True
@@ -355,7 +355,7 @@ class Coordination:
         while True:
             move, num_orders = self._ask()
             match move:
-                case moves.Say():
+                case moves.SendReport():
                     self.link.send(move.report)
                     if isinstance(move.report, WorkerReady):
                         self.observe("ready")
@@ -415,7 +415,7 @@ class Coordination:
     def give_up_update(self) -> None:
         """The rest of a step cannot be done: this rank's copy is between two steps, and has to be restored."""
         self.machine.lost_value()
-        self.machine.found_torn()
+        self.machine.found_partially_updated()
         self._update = None
 
     def stand_until_ended(self) -> NoReturn:

@@ -38,7 +38,7 @@ class StartUpExchange:
         machine = self._coordination.machine
         self._groups.end_start_up()
         self._store.asking = self._live
-        if machine.generation == 0 or machine.tainted:
+        if machine.generation == 0 or machine.used_echo:
             return
         try:
             for recording in self._recordings:

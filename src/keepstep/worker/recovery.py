@@ -77,7 +77,7 @@ class Recovery:
     def write_checkpoint(self) -> None:
         """Writes one where it is due. Not before the script returns: what it does behind the ``with`` belongs to it."""
         machine = self._machine
-        if self._checkpoints is not None and machine.rank == 0 and not machine.torn:
+        if self._checkpoints is not None and machine.rank == 0 and not machine.partially_updated:
             self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
 
     def decide_at_barrier(self) -> None:
@@ -103,7 +103,7 @@ class Recovery:
         does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
         """
         machine = self._machine
-        if self._publication is not None and not machine.torn and not self._coordination.interrupted:
+        if self._publication is not None and not machine.partially_updated and not self._coordination.interrupted:
             self._publication.after_step(machine.steps.step + 1)
 
     def after_last_step(self) -> None:
@@ -205,7 +205,7 @@ class Recovery:
         at = self._machine.steps.parameters_at
         path, problem = None, None
         try:
-            if self._machine.torn or at is None:
+            if self._machine.partially_updated or at is None:
                 raise NothingToRecoverFrom("its copy is not whole")
             self._attempt.undo()
             path = rescue(self._state, at, self._machine.rank or 0)

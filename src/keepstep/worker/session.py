@@ -326,7 +326,7 @@ class Session:
     def _check_replicas(self, start: int) -> None:
         """Compares what this rank begins with to what rank 0 does, while all ranks start together."""
         machine = self._coordination.machine
-        if machine.generation == 0 or machine.tainted or machine.rank is None or self.world_size == 1:
+        if machine.generation == 0 or machine.used_echo or machine.rank is None or self.world_size == 1:
             return
         assert self._state is not None
         store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)

@@ -195,7 +195,7 @@ class StepController:
         if isinstance(error, StepInterrupted):
             return True
         before_update = coordination.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if not before_update or not isinstance(error, Exception) or not coordination.machine.tainted:
+        if not before_update or not isinstance(error, Exception) or not coordination.machine.used_echo:
             return False
         print(
             f"keepstep: step {coordination.machine.steps.step} comes again; it ended in echo with {error!r}",

@@ -3,7 +3,7 @@
 import pytest
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import DrainAsked, Event, Heard, JournalEntry
+from keepstep.protocol.controller import DrainAsked, Event, JournalEntry, ReportsReceived
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
 from keepstep.trace.timeline.events import Teller
 
@@ -24,11 +24,11 @@ def test_the_beginning_of_a_drain_is_told() -> None:
     ("order", "kind"), [(msg.Drain(1, 7), "drain decided"), (msg.Terminate("SIGTERM"), "scripts told to end")]
 )
 def test_what_is_decided_in_a_drain_is_told_with_its_reason(order: msg.AgentOrder, kind: str) -> None:
-    answers = Heard("node-0", 0, (msg.Holding((0, 1), 1, 7),))
+    answers = ReportsReceived("node-0", 0, (msg.Holding((0, 1), 1, 7),))
     assert told(answers, (order, "SIGTERM: why")) == [(kind, "info", "SIGTERM: why")]
 
 
 def test_a_node_that_is_to_leave_is_told() -> None:
-    assert told(Heard("node-1", 0, (msg.NodeDraining("node-1", "ended by SIGTERM"),))) == [
+    assert told(ReportsReceived("node-1", 0, (msg.NodeDraining("node-1", "ended by SIGTERM"),))) == [
         ("node draining", "warning", "node-1: ended by SIGTERM")
     ]

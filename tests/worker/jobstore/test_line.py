@@ -10,7 +10,7 @@ from torch import distributed as dist
 from keepstep.errors import PeerLost
 from keepstep.protocol.messages import Resume, SafePointReached, Stop
 from keepstep.protocol.phases import Phase, StepEvent
-from keepstep.protocol.worker import Doing
+from keepstep.protocol.worker import WorkerState
 from keepstep.worker import coordination
 from keepstep.worker.coordination import StepInterrupted
 from keepstep.worker.jobstore.line import Downtime
@@ -93,7 +93,7 @@ def test_before_the_first_step_it_stands_until_its_process_is_ended(
     """All ranks start anew. Here the controller does not end the process, and the deadline for that is short."""
     monkeypatch.setattr(coordination, "ORDER_DEADLINE_S", 0.1)
     machine = rank.coordination.machine
-    machine.doing, machine.generation = Doing.BUILDING, 1
+    machine.state, machine.generation = WorkerState.BUILDING, 1
     later(rank, rank.stop)
     with pytest.raises(PeerLost, match="no order from the controller within"):
         rank.store.get("of a lost rank")

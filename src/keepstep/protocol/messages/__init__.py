@@ -154,16 +154,16 @@ Report: TypeAlias = WorkerReport | AgentReport
 
 
 class Packet(Message, frozen=True):
-    """What one end of a `keepstep.protocol.conversation.Conversation` transmits.
+    """What one end of a `keepstep.protocol.reliable_channel.ReliableChannel` transmits.
 
-    ``life`` tells one life of a node's agent from the next: a new agent, or one whose node was given up, begins anew.
+    ``incarnation`` counts those of a node's agent: a new agent has the next, and so has one whose node was given up.
     ``first`` is the number of ``messages[0]``; ``received`` is how many of the other end's have arrived without a gap.
     ``misses``: something has arrived beyond a gap. Without that a small ``received`` says nothing: it may have met
     the messages on the way.
     """
 
     node: str
-    life: int
+    incarnation: int
     first: int
     received: int
     messages: tuple[Report | AgentOrder, ...]
@@ -171,22 +171,22 @@ class Packet(Message, frozen=True):
 
 
 class NodeEvicted(Message, frozen=True):
-    """The node was given up in this life: its ranks belong to others. End its workers and offer it anew.
+    """The node was given up in this incarnation: its ranks belong to others. End its workers and offer it anew.
 
     ``is_final``: do not offer it again, and end.
     """
 
     node: str
-    life: int
+    incarnation: int
     reason: str
     is_final: bool
 
 
 class NodeLeft(Message, frozen=True):
-    """The node takes its leave in this life, with everything on it. The answer is a `NodeEvicted` that is final."""
+    """The node leaves in this incarnation, with everything on it. The answer is a `NodeEvicted` that is final."""
 
     node: str
-    life: int
+    incarnation: int
     reason: str
 
 

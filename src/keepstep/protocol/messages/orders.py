@@ -95,7 +95,7 @@ class Rescue(Message, frozen=True):
 
 
 class Hold(Message, frozen=True):
-    """The job is to end: complete the step that you are in, and wait. Say at once before which step that is."""
+    """The job is to end: complete the step that you are in, and wait. SendReport at once before which step that is."""
 
     generation: int
 

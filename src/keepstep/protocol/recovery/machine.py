@@ -80,7 +80,7 @@ class RecoveryMachine(Course):
         if not self.progress.is_initialised and lost:  # before that there are no spares
             self._ending.exited_in_start_up(lost[0], why)
             return self._orders.take()
-        self._mourn(
+        self._act_on_losses(
             [(worker, msg.WorkerLost(worker.worker, msg.Cause.NODE, why, True, None, since_s)) for worker in lost],
             now_s,
         )
@@ -261,7 +261,7 @@ class RecoveryMachine(Course):
 
     def _spread(self, now_s: float) -> None:
         """A rank that shares a device, or whose node is to leave, goes to a warm spare that has a place of its own."""
-        self._mourn(self._replacing.move(self.shard_of, now_s) if self.stage is Stage.TRAINING else [], now_s)
+        self._act_on_losses(self._replacing.move(self.shard_of, now_s) if self.stage is Stage.TRAINING else [], now_s)
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 
@@ -282,9 +282,9 @@ class RecoveryMachine(Course):
         if in_start_up:
             self._ending.exited_in_start_up(worker, worker.explain(message.detail))
         else:
-            self._mourn([(worker, message)], now_s)
+            self._act_on_losses([(worker, message)], now_s)
 
-    def _mourn(self, lost: list[tuple[Worker, msg.WorkerLost]], now_s: float) -> None:
+    def _act_on_losses(self, lost: list[tuple[Worker, msg.WorkerLost]], now_s: float) -> None:
         """What the loss of workers at one moment, marked as lost already, gives rise to."""
         failures: list[Failure] = []
         for worker, message in lost:

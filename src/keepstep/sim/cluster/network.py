@@ -32,7 +32,7 @@ class Network:
         """Transmits one packet, which may be lost, doubled or late."""
         layout = self._layout
         if isinstance(packet, NodeEvicted):
-            self._world.oracle.evicted(packet.node, packet.life)
+            self._world.oracle.evicted(packet.node, packet.incarnation)
         if self.is_cut(source, destination) or self._happens(max(layout.loss, self.extra_loss)):
             return
         copies = 2 if self._happens(layout.duplication) else 1

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
-from keepstep.protocol.conversation import Conversation
 from keepstep.protocol.messages import Cause
+from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.sim.cluster.layout import NodeLayout
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
@@ -30,20 +30,20 @@ class SimulatedNode:
         self.name = layout.name
         self.is_up = False
         self.workers: dict[int, SimulatedWorker] = {}
-        """The processes of the present life of its agent, by worker number."""
+        """The processes of the present incarnation of its agent, by worker number."""
         self.clock_jump_s = 0.0
-        self._life = 0
+        self._incarnation = 0
         self._wake_s = 0.0
         self._machine = self._agent()
 
     def _agent(self) -> AgentMachine:
         joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain, 0, 0)
-        return AgentMachine(joined, self._life, self.world.layout.liveness)
+        return AgentMachine(joined, self._incarnation, self.world.layout.liveness)
 
     @property
-    def conversation(self) -> Conversation:
+    def channel(self) -> ReliableChannel:
         """The agent's end of its line to the controller."""
-        return self._machine.conversation
+        return self._machine.channel
 
     @property
     def clock_s(self) -> float:
@@ -58,7 +58,7 @@ class SimulatedNode:
         if self.is_up:
             return
         self.is_up = True
-        self._life = self._machine.life + 1
+        self._incarnation = self._machine.incarnation + 1
         self._machine = self._agent()
         self.workers = {}
         self._wake_s = 0.0
@@ -101,17 +101,17 @@ class SimulatedNode:
     def worker_says(self, number: int, report: msg.AnyMessage) -> None:
         """A worker has written to its socket."""
         delay_s = self.world.layout.durations.local_s
-        self.world.schedule.after(delay_s, Event(self.name, "worker_said", (self._machine.life, number, report)))
+        self.world.schedule.after(delay_s, Event(self.name, "worker_said", (self._machine.incarnation, number, report)))
 
-    def worker_said(self, life: int, number: int, report: msg.AnyMessage) -> None:
+    def worker_said(self, incarnation: int, number: int, report: msg.AnyMessage) -> None:
         """What a worker has written is read."""
-        if self.is_up and life == self._machine.life:
+        if self.is_up and incarnation == self._machine.incarnation:
             self._machine.said(number, report, self.clock_s)
             self._proceed()
 
-    def tick(self, life: int) -> None:
+    def tick(self, incarnation: int) -> None:
         """The regular look at all workers."""
-        if not self.is_up or life != self._life:
+        if not self.is_up or incarnation != self._incarnation:
             return
         now_s = self.clock_s
         self._machine.clock_offset_s = self.world.schedule.now_s - now_s  # as the controller's answers tell it
@@ -132,14 +132,14 @@ class SimulatedNode:
             self._proceed()
 
     def _tick_later(self) -> None:
-        self.world.schedule.after(self.world.layout.durations.tick_s, Event(self.name, "tick", (self._life,)))
+        self.world.schedule.after(self.world.layout.durations.tick_s, Event(self.name, "tick", (self._incarnation,)))
 
     def _proceed(self) -> None:
         """Carries out what the machine wants, and transmits what it says."""
         for effect in self._machine.take():
             match effect:
                 case Spawn():
-                    event = Event(self.name, "spawn", (self._machine.life, effect))
+                    event = Event(self.name, "spawn", (self._machine.incarnation, effect))
                     self.world.schedule.after(self._drawn("spawn_s"), event)
                 case Kill():
                     self._kill(effect.worker)
@@ -150,14 +150,14 @@ class SimulatedNode:
                     counts = {number: self.workers[number].counts() for number in effect.workers}
                     self._machine.looked_closer(counts, self.clock_s)
                 case Leave():
-                    self.leave(self._life)
+                    self.leave(self._incarnation)
                 case Signal():
                     for number in effect.workers:
                         self._terminate(number)
                 case Depart():
                     self.world.oracle.node_began_new_life(self.name)
                     self.world.network.send(self.name, CONTROLLER, effect.message)
-                    self.world.schedule.after(DEPART_S, Event(self.name, "leave", (self._life,)))
+                    self.world.schedule.after(DEPART_S, Event(self.name, "leave", (self._incarnation,)))
         for packet in self._machine.packets(self.clock_s):
             self.world.network.send(self.name, CONTROLLER, packet)
         due_s = self._machine.next_deadline()
@@ -166,9 +166,9 @@ class SimulatedNode:
             delay_s = max(0.0, due_s - self.clock_s) / self.layout.clock_rate + 1e-6
             self.world.schedule.after(delay_s, Event(self.name, "wake", (due_s,)))
 
-    def leave(self, life: int) -> None:
+    def leave(self, incarnation: int) -> None:
         """The agent ends, and its workers with it."""
-        if not self.is_up or life != self._life:
+        if not self.is_up or incarnation != self._incarnation:
             return
         for worker in list(self.workers.values()):
             worker.die(Cause.SIGNAL, "killed with the job")
@@ -176,9 +176,9 @@ class SimulatedNode:
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
-    def spawn(self, life: int, wanted: Spawn) -> None:
+    def spawn(self, incarnation: int, wanted: Spawn) -> None:
         """The process of a worker exists."""
-        if not self.is_up or life != self._machine.life:
+        if not self.is_up or incarnation != self._machine.incarnation:
             return
         number = wanted.worker
         worker = self.world.add_process(self, wanted)
@@ -207,22 +207,22 @@ class SimulatedNode:
 
     def ended(self, worker: SimulatedWorker) -> None:
         """A process has ended; the kernel will say so."""
-        life = self._machine.life
+        incarnation = self._machine.incarnation
         delay_s = self._drawn("exit_s")
         if self.world.coin():
-            event = Event(self.name, "training_thread_died", (life, worker.number))
+            event = Event(self.name, "training_thread_died", (incarnation, worker.number))
             self.world.schedule.after(delay_s * 0.05, event)
-        self.world.schedule.after(delay_s, Event(self.name, "exited", (life, worker.number)))
+        self.world.schedule.after(delay_s, Event(self.name, "exited", (incarnation, worker.number)))
 
-    def training_thread_died(self, life: int, number: int) -> None:
+    def training_thread_died(self, incarnation: int, number: int) -> None:
         """The kernel has taken back the lock that a worker's training thread held."""
-        if self.is_up and life == self._machine.life and number in self.workers:
+        if self.is_up and incarnation == self._machine.incarnation and number in self.workers:
             self._machine.training_thread_died(number, self.workers[number].tag, self.clock_s)
             self._proceed()
 
-    def exited(self, life: int, number: int) -> None:
+    def exited(self, incarnation: int, number: int) -> None:
         """The kernel tells how a process has ended."""
-        if self.is_up and life == self._machine.life:
+        if self.is_up and incarnation == self._machine.incarnation:
             worker = self.workers.pop(number)
             cause, detail = worker.exit
             self._machine.exited(number, cause, detail, worker.tag, self.clock_s)

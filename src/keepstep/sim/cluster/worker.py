@@ -18,7 +18,8 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
-from keepstep.protocol.worker import Doing, Urgency, WorkerMachine
+from keepstep.protocol.worker import Urgency, WorkerMachine
+from keepstep.protocol.worker import WorkerState as State
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.transfers import INCOMPLETE, LocalValue, Rows
@@ -78,7 +79,7 @@ class SimulatedWorker(SimulatedProcess):
         """What it is at, for the story."""
         steps = self.machine.steps
         return (
-            f"{steps.phase} of step {steps.step}" if self.machine.doing is Doing.TRAINING else str(self.machine.doing)
+            f"{steps.phase} of step {steps.step}" if self.machine.state is State.TRAINING else str(self.machine.state)
         )
 
     # ---- what the world and the agent call --------------------------------------------------------------------------
@@ -158,9 +159,9 @@ class SimulatedWorker(SimulatedProcess):
         if self.in_collective is not None:
             self.in_collective = None
             self._begin(self.world.layout.durations.local_s, "cut_off")
-        elif self.machine.doing in (Doing.CONNECTING, Doing.LOADING) and not self.is_idle:
+        elif self.machine.state in (State.CONNECTING, State.LOADING) and not self.is_idle:
             self._begin(self.world.layout.durations.local_s, "fall_out", "the group was taken down")
-        elif self.machine.steps.phase in (Phase.FORWARD, Phase.BACKWARD) and self.machine.doing is Doing.TRAINING:
+        elif self.machine.steps.phase in (Phase.FORWARD, Phase.BACKWARD) and self.machine.state is State.TRAINING:
             self._begin(self.world.layout.durations.stop_s, "reach_stop_point")
 
     # ---- the training thread ----------------------------------------------------------------------------------------
@@ -172,10 +173,10 @@ class SimulatedWorker(SimulatedProcess):
             if not self.is_alive:
                 return
             self._show()
-            if machine.doing in (Doing.TRAINING, Doing.FINISHED, Doing.READY, Doing.RECOVERED, Doing.STANDING):
+            if machine.state in (State.TRAINING, State.FINISHED, State.READY, State.RECOVERED, State.STANDING):
                 machine.can_load(self.world.checkpoints_of(self))
             match move := machine.next_move():
-                case moves.Say():
+                case moves.SendReport():
                     self._say(move.report)
                 case moves.Wait():
                     self._is_waiting = self.is_idle = True
@@ -200,7 +201,7 @@ class SimulatedWorker(SimulatedProcess):
                     return self._begin(self._drawn("optimizer_s"), "end")
                 case moves.SaveAndEnd():
                     return self._save_and_end()
-        raise InternalError(f"{self} goes round in circles: {machine.doing}, {machine.steps}")
+        raise InternalError(f"{self} goes round in circles: {machine.state}, {machine.steps}")
 
     def is_at(self, activity: int) -> bool:
         """Whether the training thread is still at what it began with that number."""
@@ -232,7 +233,7 @@ class SimulatedWorker(SimulatedProcess):
             self._say(report)
             self._is_waiting = True
             self._begin(world.layout.durations.tick_s, "wait_for_rank")
-        elif machine.generation > 0 and not machine.tainted and not machine.interrupted:
+        elif machine.generation > 0 and not machine.used_echo and not machine.interrupted:
             self.local.start(machine.rank)
             world.oracle.start_up.begins(self)
             self._enter(-1, "build")
@@ -261,7 +262,7 @@ class SimulatedWorker(SimulatedProcess):
     def has_exchanged(self) -> None:
         """The script stands at its first step."""
         machine = self.machine
-        if machine.generation > 0 and not machine.tainted:
+        if machine.generation > 0 and not machine.used_echo:
             self.parameters, self.shard = (), self.world.shard_of(machine.rank)
         writes = self.world.layout.checkpoint_every is not None
         rank = machine.rank if machine.rank is not None else 0
@@ -281,7 +282,7 @@ class SimulatedWorker(SimulatedProcess):
         """All members of the generation came, and this one is connected with them."""
         if not self._can_move("groups_connected", generation, cohort) or self.is_stuck:
             return
-        if self.machine.doing is Doing.CONNECTING and generation == self._connecting and not self.is_idle:
+        if self.machine.state is State.CONNECTING and generation == self._connecting and not self.is_idle:
             self._activity += 1
             self.cohort = self.world.oracle.cohorts[cohort - 1]
             self.machine.connected()
@@ -312,7 +313,7 @@ class SimulatedWorker(SimulatedProcess):
         """The last bucket has arrived."""
         if not self._can_move("received", parameters, shard, rows) or self.is_stuck:
             return
-        if self.machine.doing is Doing.LOADING:
+        if self.machine.state is State.LOADING:
             self.parameters, self.shard = parameters, shard
             self._take_over(rows)
             self._loaded(1)
@@ -324,7 +325,7 @@ class SimulatedWorker(SimulatedProcess):
 
     def transfer_broke(self) -> None:
         """The connection to the other side of a transfer has ended."""
-        if self._can_move("transfer_broke") and self.machine.doing is Doing.LOADING and not self.is_idle:
+        if self._can_move("transfer_broke") and self.machine.state is State.LOADING and not self.is_idle:
             self._begin(0.0, "fall_out", "connection reset by peer")
 
     def sent(self) -> None:
@@ -333,7 +334,7 @@ class SimulatedWorker(SimulatedProcess):
             self._loaded(0)
 
     def _loaded(self, received_bytes: int) -> None:
-        if self.machine.doing is Doing.LOADING and not self.is_stuck and self.is_alive:
+        if self.machine.state is State.LOADING and not self.is_stuck and self.is_alive:
             self._activity += 1
             self.machine.loaded(received_bytes)
             self.go()
@@ -344,7 +345,7 @@ class SimulatedWorker(SimulatedProcess):
 
     def _save_and_end(self) -> None:
         at = self.machine.steps.parameters_at
-        whole = at is not None and not self.machine.torn
+        whole = at is not None and not self.machine.partially_updated
         path, error = (f"rescued-{self.machine.rank}.pt", None) if whole else (None, "its copy is not whole")
         self._say(msg.StateRescued(self.number, path, error))
         self.die(Cause.EXIT, f"exit code {EXIT_TOO_FEW_RANKS}")
@@ -410,7 +411,7 @@ class SimulatedWorker(SimulatedProcess):
             self.go() if machine.interrupted else self._update()
         elif what == "reduce":
             self._complete()
-        elif machine.interrupted or machine.tainted:
+        elif machine.interrupted or machine.used_echo:
             self._reach_stop_point()
         else:
             self._gradients = step
@@ -429,7 +430,7 @@ class SimulatedWorker(SimulatedProcess):
     def _cut_off(self) -> None:
         """The collective ended in an error: a backward ends in echo, a barrier was not passed."""
         machine = self.machine
-        if machine.doing is Doing.BUILDING:
+        if machine.state is State.BUILDING:
             machine.echoed()
             self._built()
             return
@@ -475,7 +476,7 @@ class SimulatedWorker(SimulatedProcess):
         machine.steps.advance(StepEvent.STEP_COMPLETED)
         self._show()
         if is_harmed:
-            machine.found_torn()
+            machine.found_partially_updated()
             self.world.oracle.harmed(self)
         else:
             machine.found_whole()

@@ -15,7 +15,7 @@ from keepstep.errors import KeepstepError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.worker import Doing
+from keepstep.protocol.worker import WorkerState
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NetworkLayout, NodeLayout
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
@@ -238,9 +238,9 @@ class Explorer:
     def _acknowledge(world: World) -> None:
         """Both ends know what has arrived: an acknowledgement under way changes nothing but when that is forgotten."""
         for name, line in world.controller.machine.lines.items():
-            conversation = world.nodes[name].conversation
-            conversation.heard(line.conversation.received, 0.0)
-            line.conversation.heard(conversation.received, 0.0)
+            channel = world.nodes[name].channel
+            channel.heard(line.channel.received, 0.0)
+            line.channel.heard(channel.received, 0.0)
 
     def _happen(self, world: World, event: Event) -> None:
         try:
@@ -288,7 +288,7 @@ class Explorer:
 
     @staticmethod
     def _spare_is_warm(world: World) -> bool:
-        return all(worker.machine.doing is Doing.READY for worker in world.spares())
+        return all(worker.machine.state is WorkerState.READY for worker in world.spares())
 
     def _is_over(self, world: World) -> bool:
         """Whether the ranks train again, nobody can be killed any more without a failure, or something is wrong."""

@@ -27,11 +27,11 @@ _IGNORED = _KEPT | {
         "_has_joined",
         "_before_packet",
         "_was_silent",
-        "_lives",
+        "_incarnations",
     ),
     "completed",
     *("_tag_since_s", "_passed"),  # what phases took
-    # Of conversations.
+    # Of channels.
     *("_received", "_acknowledged", "_transmitted", "_patient_since_s", "_owes_news", "_owes_answer"),
     *("records", "_record", "_connected"),  # what a report is made from
     *(

@@ -8,7 +8,7 @@ import enum
 class Check(enum.StrEnum):
     """What can be wrong with a run."""
 
-    UPDATES = "updates lost, doubled or torn"
+    UPDATES = "updates lost, doubled or partial"
     LOCAL = "a rank's own value lost, doubled or another rank's"
     STEPS_DIFFER = "ranks at different steps after resume"
     TWO_HOLDERS = "two holders of one rank"

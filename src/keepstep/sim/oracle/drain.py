@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery.end.draining import HOLDING
-from keepstep.protocol.worker import Doing
+from keepstep.protocol.worker import WorkerState
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class DrainWatch:
             spare
             for spare in self._world.spares()
             if spare.node.name != node
-            and spare.machine.doing is Doing.READY
+            and spare.machine.state is WorkerState.READY
             and spare.spawned_s + SPARE_IS_WARM_S < now_s
         ]
         can_move = {layout.shards[rank] for rank in there if rank is not None} <= elsewhere

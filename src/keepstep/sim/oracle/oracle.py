@@ -73,13 +73,13 @@ class Oracle:
         self.furthest = 0
         """The greatest step that any process ever began."""
         self._evicted: set[tuple[str, int]] = set()
-        """(node, life of its agent), rightly given up."""
+        """(node, incarnation of its agent), rightly given up."""
         self._was_silent: set[tuple[str, int]] = set()
         """The same, that might have been given up: what they say may count or not."""
-        self._lives: dict[str, int] = {}
-        """node -> the newest life of its agent that has been heard of: an earlier one is over."""
+        self._incarnations: dict[str, int] = {}
+        """node -> the newest incarnation of its agent that has been heard of: an earlier one is over."""
         self._heard_up_to: dict[tuple[str, int], int] = {}
-        """(node, life of its agent) -> how many messages have come to the controller without a gap."""
+        """(node, incarnation of its agent) -> how many messages have come to the controller without a gap."""
         self._has_told_of_step = False
         """Whether one of them has told of a completed step."""
         self._has_joined = False
@@ -328,10 +328,10 @@ class Oracle:
     def arrives(self, packet: Packet) -> None:
         """A packet has come to the controller, which may be held up."""
         now_s, node = self._world.schedule.now_s, packet.node
-        if (node, packet.life) in self._evicted:
+        if (node, packet.incarnation) in self._evicted:
             return
         if self._is_silent(node):
-            self._was_silent.add((node, packet.life))
+            self._was_silent.add((node, packet.incarnation))
             self._given_up_s[node] = now_s
         self._num_heard[node, int(now_s)] = number = self._num_heard.get((node, int(now_s)), 0) + 1
         if number > MAX_PACKETS_PER_S:
@@ -340,10 +340,10 @@ class Oracle:
 
     def listens(self, packet: Packet) -> None:
         """The controller takes a packet in, maybe long after it has come, and another one than it has come to."""
-        line = packet.node, packet.life
-        if line in self._evicted or packet.life < self._lives.get(packet.node, packet.life):
+        line = packet.node, packet.incarnation
+        if line in self._evicted or packet.incarnation < self._incarnations.get(packet.node, packet.incarnation):
             return
-        self._lives[packet.node] = packet.life
+        self._incarnations[packet.node] = packet.incarnation
         self._heard_s[packet.node] = self._world.schedule.now_s
         if line not in self._was_silent:
             self._listen(packet)
@@ -352,15 +352,15 @@ class Oracle:
         """The controller has written down what it has taken in."""
         self._before_packet = None
 
-    def evicted(self, node: str, life: int) -> None:
+    def evicted(self, node: str, incarnation: int) -> None:
         """An agent is told that its node was given up. If that was right, nothing it says counts from now on."""
         if node in self._given_up_s:
-            self._evicted.add((node, life))
+            self._evicted.add((node, incarnation))
             self._heard_s[node] = -math.inf
 
     def _listen(self, packet: Packet) -> None:
         """What comes after a gap is not heard yet."""
-        line = packet.node, packet.life
+        line = packet.node, packet.incarnation
         known = self._heard_up_to.get(line, 0)
         self._before_packet = line, known, self._has_told_of_step, self._has_joined
         if packet.first <= known:

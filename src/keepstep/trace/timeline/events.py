@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import Departed, DrainAsked, Heard, JournalEntry, LeaseExpired, Restarted
+from keepstep.protocol.controller import Departed, DrainAsked, JournalEntry, LeaseExpired, ReportsReceived, Restarted
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.placement.quarantine import Place
 from keepstep.protocol.recovery.records import RecoveryRecord
@@ -72,7 +72,7 @@ class Teller:
                 yield ControlEvent(entry.at_s, "controller restarted", "warning", "from its journal", entry.generation)
             case DrainAsked(reason):
                 yield ControlEvent(entry.at_s, "drain begun", "warning", reason, entry.generation)
-            case Heard(node, _, reports):
+            case ReportsReceived(node, _, reports):
                 for report in reports:
                     if isinstance(report, msg.NodeJoined):
                         text = f"{node}, with room for {report.slots} workers"

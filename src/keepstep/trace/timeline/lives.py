@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import Heard, JournalEntry
+from keepstep.protocol.controller import JournalEntry, ReportsReceived
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,7 +30,7 @@ class Lives:
 
     def take(self, entry: JournalEntry) -> None:
         """An entry of the journal."""
-        if not isinstance(entry.event, Heard):
+        if not isinstance(entry.event, ReportsReceived):
             return
         for report in entry.event.reports:
             match report:

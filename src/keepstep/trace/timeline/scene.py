@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import Heard, JournalEntry
+from keepstep.protocol.controller import JournalEntry, ReportsReceived
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.records import Failure, RecoveryRecord
 from keepstep.protocol.resume import Action
@@ -189,7 +189,7 @@ class Stage:
         for rank, number in scene.record.replacements.items():
             scene.replacements[rank] = (number, job.roster.workers[number].node)
         has_changed = scene.end_s is None
-        if isinstance(entry.event, Heard):
+        if isinstance(entry.event, ReportsReceived):
             for report in entry.event.reports:
                 self._heard(scene, report, entry.at_s)
                 has_changed |= isinstance(report, msg.WorkerEnded)  # how a process ended may be known late

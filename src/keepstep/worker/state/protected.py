@@ -135,7 +135,7 @@ class ProtectedState:
         self.optimizers[optimizer].state[parameters[int(index)]][key] = value
 
     def drop_optimizer_state(self) -> None:
-        """Forgets all optimizer state: a torn one is not a base to restore on."""
+        """Forgets all optimizer state: a partially updated one is no base to restore on."""
         for optimizer in self.optimizers.values():
             optimizer.state.clear()
 

@@ -29,7 +29,7 @@ class Attempt:
     def start_up(self) -> None:
         """The script stands at its first step; ranks that start together give each other their rank-local values."""
         machine = self._machine
-        together = machine.generation > 0 and not machine.tainted and machine.rank is not None
+        together = machine.generation > 0 and not machine.used_echo and machine.rank is not None
         self._declared.begin(dist.get_world_size(), share=together)
 
     def hand_out(self) -> None:

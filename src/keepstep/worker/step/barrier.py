@@ -25,7 +25,7 @@ def pass_gradient_barrier(coordination: Coordination, attempt: Attempt, decide: 
         StepInterrupted: the step is to be undone.
     """
     attempt.before_barrier()
-    if coordination.interrupted or coordination.machine.tainted:
+    if coordination.interrupted or coordination.machine.used_echo:
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()

@@ -15,7 +15,7 @@ class Gathering:
         self._processes = processes
         self._all_ranks_fit = False
         """Whether only nodes that bring room for spares are still waited for."""
-        self._may_be_crowded = False
+        self._may_be_oversubscribed = False
         """Whether only nodes that make the sharing of devices needless are still waited for."""
         self.is_over = False
         """Whether the ranks have been given to nodes."""
@@ -28,9 +28,9 @@ class Gathering:
         if not self._all_ranks_fit and self._processes.all_ranks_fit():
             self._all_ranks_fit = True
             self._hurry(now_s)
-        elif not self._may_be_crowded and self._settings.most_per_node:
-            self._may_be_crowded = self._processes.room_for_ranks() >= self._settings.world_size
-            if self._may_be_crowded:
+        elif not self._may_be_oversubscribed and self._settings.most_per_node:
+            self._may_be_oversubscribed = self._processes.room_for_ranks() >= self._settings.world_size
+            if self._may_be_oversubscribed:
                 self._hurry(now_s)
         return self._all_ranks_fit and self._processes.all_spares_fit()
 
@@ -41,6 +41,6 @@ class Gathering:
 
     def lost(self, now_s: float) -> None:
         """A node is gone again."""
-        if (self._all_ranks_fit or self._may_be_crowded) and not self.is_over:
-            self._all_ranks_fit = self._may_be_crowded = False
+        if (self._all_ranks_fit or self._may_be_oversubscribed) and not self.is_over:
+            self._all_ranks_fit = self._may_be_oversubscribed = False
             self._course.deadline_s = now_s + self._settings.start_deadline_s

@@ -52,7 +52,7 @@ class Processes:
         started: list[Worker] = []
         self._roster.forget_local_ranks()
         for rank in range(self._settings.world_size):
-            node = places[rank] if rank < len(places) else self._roster.least_crowded()
+            node = places[rank] if rank < len(places) else self._roster.least_oversubscribed()
             assert node is not None, "ranks are started where they all have room"
             started.append(self._roster.add(node.name, rank))
         for worker in started:
@@ -75,7 +75,7 @@ class Processes:
             node = self._roster.roomiest()
             if node is None or self.keep_failing or not self._roster.may_start():
                 return
-            if self._roster.doubt(node.name) and len(self._roster.spares()) >= wanted:
+            if self._roster.penalty(node.name) and len(self._roster.spares()) >= wanted:
                 return
             self._start_spare(node.name, reason)
 
@@ -88,7 +88,7 @@ class Processes:
         for rank in missing_ranks[len(self._roster.spares()) :]:
             if not self._roster.may_start():
                 return False
-            node = self._roster.roomiest(near=self._roster.node_of(rank)) or self._roster.least_crowded()
+            node = self._roster.roomiest(near=self._roster.node_of(rank)) or self._roster.least_oversubscribed()
             if node is not None:
                 self._start_spare(node.name, "no spare is left: a fresh process takes the rank")
         return True

@@ -62,7 +62,7 @@ class Quarantine:
         for place in [each for each in self.held if not self._recent(self._histories[each], now_s)]:
             del self.held[place]
 
-    def doubt(self, node: str, device: int) -> int:
+    def penalty(self, node: str, device: int) -> int:
         """How much is to be said against a place: 0 nothing, 1 its device, 2 its node is in quarantine."""
         if not self.held:
             return 0

@@ -142,32 +142,32 @@ class Roster:
         """
         if self.num_free <= 0:
             return None
-        if near in self.nodes and self.nodes[near].num_free > 0 and not self.doubt(near):
+        if near in self.nodes and self.nodes[near].num_free > 0 and not self.penalty(near):
             return self.nodes[near]
         if not self._quarantine.held:
             return max(self.nodes.values(), key=lambda node: node.num_free)
         there = [node for node in self.nodes.values() if node.num_free > 0]
-        return min(there, key=lambda node: (self.doubt(node.name), node.name != near, -node.num_free))
+        return min(there, key=lambda node: (self.penalty(node.name), node.name != near, -node.num_free))
 
     def is_held(self, node: str) -> bool:
         """Whether a node is in quarantine."""
         return Place(node) in self._quarantine.held
 
-    def least_crowded(self) -> Node | None:
+    def least_oversubscribed(self) -> Node | None:
         """The node for a rank where no device is free: that with most room beyond them; None if there is none."""
         there = [node for node in self.nodes.values() if len(node.workers) < node.most]
         return min(there, key=lambda node: (self.is_held(node.name), len(node.workers) - node.most), default=None)
 
-    def doubt(self, node: str) -> int:
+    def penalty(self, node: str) -> int:
         """How much is to be said against the best free device of a node that has one."""
-        return min(self._quarantine.doubt(node, device) for device in self.nodes[node].devices()[0])
+        return min(self._quarantine.penalty(node, device) for device in self.nodes[node].devices()[0])
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
     def add(self, node: str, rank: int | None) -> Worker:
         """Enters a worker that is about to be started."""
         free, beyond = self.nodes[node].devices()
-        device = min(free or beyond, key=lambda each: (self._quarantine.doubt(node, each), each))
+        device = min(free or beyond, key=lambda each: (self._quarantine.penalty(node, each), each))
         worker = Worker(self.num_started, node, device, rank, self._ranks_per_node)
         self.workers[worker.worker] = worker
         self.num_started += 1
@@ -287,7 +287,7 @@ class Roster:
     @property
     def num_sound_spares(self) -> int:
         """How many live workers without a rank are at a place that is not in quarantine."""
-        return sum(not self._quarantine.doubt(spare.node, spare.device) for spare in self._spares.values())
+        return sum(not self._quarantine.penalty(spare.node, spare.device) for spare in self._spares.values())
 
     @property
     def num_warm_spares(self) -> int:
@@ -332,5 +332,5 @@ class Roster:
         return chosen
 
     def _place(self, worker: Worker) -> Placement:
-        doubt = self._quarantine.doubt(worker.node, worker.device)
-        return Placement(worker.node, self.nodes[worker.node].domain, doubt)
+        penalty = self._quarantine.penalty(worker.node, worker.device)
+        return Placement(worker.node, self.nodes[worker.node].domain, penalty)

@@ -12,8 +12,8 @@ class Placement:
 
     node: str
     domain: str = ""
-    doubt: int = 0
-    """How much is to be said against it, as `Quarantine.doubt` counts."""
+    penalty: int = 0
+    """How much is to be said against it, as `Quarantine.penalty` counts."""
 
 
 def replica_groups(shard_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
@@ -40,7 +40,7 @@ def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault
     def order(worker: int) -> tuple[int, int, int]:
         place = spares[worker]
         near = (place.node == lost.node) + (place.domain == lost.domain)
-        return place.doubt, (near if node_at_fault else -near), worker
+        return place.penalty, (near if node_at_fault else -near), worker
 
     return min(spares, key=order, default=None)
 

@@ -66,7 +66,7 @@ class StartUpExchange:
 
     def _to_hand_over(self, worker: SimulatedWorker) -> list[StoreRequested]:
         machine, cohort = worker.machine, worker.cohort
-        if machine.generation == 0 or machine.tainted or cohort is None:
+        if machine.generation == 0 or machine.used_echo or cohort is None:
             return []
         drawn = random.Random(f"start-up {cohort.number} of {self._seed}")
         shared = [name for name in SHARED if drawn.random() < 0.6]
@@ -157,7 +157,7 @@ class StartUpExchange:
         worker.has_exchanged()
 
     def _has_handed_over(self, worker: SimulatedWorker) -> None:
-        if worker.is_first_holder and worker.machine.generation > 0 and not worker.machine.tainted:
+        if worker.is_first_holder and worker.machine.generation > 0 and not worker.machine.used_echo:
             self._world.oracle.start_up.stands_ready(worker)
 
 

@@ -1,4 +1,4 @@
-"""A conversation: whatever a network does to its packets, what was said arrives exactly once and in order."""
+"""A reliable channel: a network may do anything to its packets, and each message arrives exactly once and in order."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.conversation import CROSSING_S, MAX_MESSAGES, RESEND_S, Conversation, Spoken
 from keepstep.protocol.messages import Packet, Resume, WorkerFenced
+from keepstep.protocol.reliable_channel import CROSSING_S, MAX_MESSAGES, RESEND_S, ReliableChannel, Spoken
 
-NODE, LIFE = "node-a", 7
+NODE, INCARNATION = "node-a", 7
 ROUNDS = 4
 """Whole exchanges after the last fault: one resends, the next acknowledges."""
 
@@ -33,8 +33,8 @@ acts = st.lists(st.builds(Act, st.sampled_from(KINDS), st.integers(0, 1), st.int
 class Line:
     """Both ends, what is under way to each, and what each has said and heard."""
 
-    def __init__(self, kind: type[Conversation] = Conversation) -> None:
-        self.ends = [kind(NODE, LIFE), kind(NODE, LIFE)]
+    def __init__(self, kind: type[ReliableChannel] = ReliableChannel) -> None:
+        self.ends = [kind(NODE, INCARNATION), kind(NODE, INCARNATION)]
         self.under_way: list[list[Packet]] = [[], []]
         self.said: list[list[Spoken]] = [[], []]
         self.heard: list[list[Spoken]] = [[], []]
@@ -88,7 +88,7 @@ def test_everything_arrives_exactly_once_and_in_order(story: list[Act]) -> None:
         assert end.packets(line.now_s + 10 * RESEND_S) == []  # all is acknowledged
 
 
-class Forgetful(Conversation):
+class Forgetful(ReliableChannel):
     """Takes what came twice for new."""
 
     def receive(self, packet: Packet, now_s: float) -> tuple[Spoken, ...]:
@@ -96,7 +96,7 @@ class Forgetful(Conversation):
         return packet.messages
 
 
-class Hasty(Conversation):
+class Hasty(ReliableChannel):
     """Never says anything twice."""
 
     def reconnected(self) -> None:
@@ -116,7 +116,7 @@ class Hasty(Conversation):
 @pytest.mark.parametrize(
     ("mutant", "kinds"), [(Forgetful, ["say", "transmit", "repeat"]), (Hasty, ["say", "transmit", "lose"])]
 )
-def test_the_check_finds_a_broken_conversation(mutant: type[Conversation], kinds: list[str]) -> None:
+def test_the_check_finds_a_broken_channel(mutant: type[ReliableChannel], kinds: list[str]) -> None:
     def live_through_it() -> None:
         line = Line(mutant)
         for kind in [*kinds, "deliver"]:
@@ -131,11 +131,11 @@ def test_the_check_finds_a_broken_conversation(mutant: type[Conversation], kinds
 
 
 def packet(first: int, received: int, *numbers: int) -> Packet:
-    return Packet(NODE, LIFE, first, received, tuple(WorkerFenced(number) for number in numbers), misses=False)
+    return Packet(NODE, INCARNATION, first, received, tuple(WorkerFenced(number) for number in numbers), misses=False)
 
 
 def test_what_was_said_goes_out_at_once_and_once() -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     end.say([WorkerFenced(0), WorkerFenced(1)])
     assert end.packets(0.0) == [packet(0, 0, 0, 1)]
     assert end.packets(0.0) == []
@@ -144,18 +144,18 @@ def test_what_was_said_goes_out_at_once_and_once() -> None:
 
 
 def test_what_was_not_acknowledged_goes_out_again() -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     end.say([WorkerFenced(0), WorkerFenced(1)])
     end.packets(0.0)
     assert end.packets(RESEND_S * 0.9) == []
     assert end.packets(RESEND_S) == [packet(0, 0, 0, 1)]
-    end.receive(Packet(NODE, LIFE, 0, 1, (), misses=False), RESEND_S)
+    end.receive(Packet(NODE, INCARNATION, 0, 1, (), misses=False), RESEND_S)
     assert end.packets(RESEND_S) == []
     assert end.packets(2 * RESEND_S) == [packet(1, 0, 1)]
 
 
 def test_a_new_connection_is_not_waited_for() -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     end.say([WorkerFenced(0)])
     end.packets(0.0)
     end.reconnected()
@@ -163,34 +163,34 @@ def test_a_new_connection_is_not_waited_for() -> None:
 
 
 def test_what_came_is_acknowledged_and_an_acknowledgement_is_not() -> None:
-    agent, controller = Conversation(NODE, LIFE), Conversation(NODE, LIFE)
+    agent, controller = ReliableChannel(NODE, INCARNATION), ReliableChannel(NODE, INCARNATION)
     agent.say([WorkerFenced(0)])
     controller.receive(agent.packets(0.0)[0], 0.0)
     assert controller.packets(0.0) == []  # a packet of its own would double what a controller has to send
     (heartbeat,) = agent.packets(1.0, heartbeat=True)
     controller.receive(heartbeat, 1.0)
     (answer,) = controller.packets(1.0)
-    assert answer == Packet(NODE, LIFE, 0, 1, (), misses=False)
+    assert answer == Packet(NODE, INCARNATION, 0, 1, (), misses=False)
     agent.receive(answer, 1.0)
     assert agent.packets(100.0) == []
     assert controller.packets(100.0) == []
 
 
 def test_what_comes_twice_is_acknowledged_at_once() -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     for _ in range(2):
         end.receive(packet(0, 0, 0), 0.0)
-    assert end.packets(0.0) == [Packet(NODE, LIFE, 0, 1, (), misses=False)]
+    assert end.packets(0.0) == [Packet(NODE, INCARNATION, 0, 1, (), misses=False)]
 
 
 def test_a_heartbeat_shows_what_is_missing_and_it_comes_at_once() -> None:
-    agent, controller = Conversation(NODE, LIFE), Conversation(NODE, LIFE)
+    agent, controller = ReliableChannel(NODE, INCARNATION), ReliableChannel(NODE, INCARNATION)
     agent.say([WorkerFenced(0)])
     agent.packets(0.0)  # lost
     (heartbeat,) = agent.packets(1.0, heartbeat=True)
     assert controller.receive(heartbeat, 1.0) == ()
     (answer,) = controller.packets(1.0)
-    assert answer == Packet(NODE, LIFE, 0, 0, (), misses=True)
+    assert answer == Packet(NODE, INCARNATION, 0, 0, (), misses=True)
     assert controller.packets(1.0) == []
     agent.receive(answer, 1.0)
     (again,) = agent.packets(1.0)
@@ -198,7 +198,7 @@ def test_a_heartbeat_shows_what_is_missing_and_it_comes_at_once() -> None:
 
 
 def test_a_heartbeat_that_meets_an_order_on_the_way_does_not_bring_it_again() -> None:
-    agent, controller = Conversation(NODE, LIFE), Conversation(NODE, LIFE)
+    agent, controller = ReliableChannel(NODE, INCARNATION), ReliableChannel(NODE, INCARNATION)
     (heartbeat,) = agent.packets(0.0, heartbeat=True)
     controller.say([WorkerFenced(0)])
     (order,) = controller.packets(0.0)
@@ -208,7 +208,7 @@ def test_a_heartbeat_that_meets_an_order_on_the_way_does_not_bring_it_again() ->
 
 
 def test_a_heartbeat_that_comes_too_late_for_that_brings_the_order_again() -> None:
-    agent, controller = Conversation(NODE, LIFE), Conversation(NODE, LIFE)
+    agent, controller = ReliableChannel(NODE, INCARNATION), ReliableChannel(NODE, INCARNATION)
     controller.say([WorkerFenced(0)])
     (order,) = controller.packets(0.0)  # lost
     controller.receive(agent.packets(0.0, heartbeat=True)[0], CROSSING_S * 0.9)
@@ -218,14 +218,14 @@ def test_a_heartbeat_that_comes_too_late_for_that_brings_the_order_again() -> No
 
 
 def test_a_gap_waits_for_what_is_missing() -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     assert end.receive(packet(2, 0, 2, 3), 0.0) == ()
     assert end.receive(packet(0, 0, 0, 1, 2), 0.0) == (WorkerFenced(0), WorkerFenced(1), WorkerFenced(2))
     assert end.receive(packet(2, 0, 2, 3), 0.0) == (WorkerFenced(3),)
 
 
 def test_a_long_silence_ends_in_several_packets() -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     end.say(WorkerFenced(number) for number in range(2 * MAX_MESSAGES + 1))
     sizes = [(each.first, len(each.messages)) for each in end.packets(0.0)]
     assert sizes == [(0, MAX_MESSAGES), (MAX_MESSAGES, MAX_MESSAGES), (2 * MAX_MESSAGES, 1)]
@@ -233,7 +233,7 @@ def test_a_long_silence_ends_in_several_packets() -> None:
 
 @pytest.mark.parametrize("bad", [packet(0, 2), packet(-1, 0, 5)])
 def test_numbers_that_cannot_be_are_refused(bad: Packet) -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     end.say([WorkerFenced(0)])
     with pytest.raises(RemoteProtocolError, match=r"of which 1 were said"):
         end.receive(bad, 0.0)
@@ -241,7 +241,7 @@ def test_numbers_that_cannot_be_are_refused(bad: Packet) -> None:
 
 
 def test_a_journal_says_where_the_other_end_is() -> None:
-    end = Conversation(NODE, LIFE)
+    end = ReliableChannel(NODE, INCARNATION)
     end.resume_at(2)
     assert end.received == 2
     assert end.receive(packet(1, 0, 1, 2), 0.0) == (WorkerFenced(2),)

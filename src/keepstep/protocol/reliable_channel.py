@@ -1,4 +1,4 @@
-"""One end of a conversation between an agent and the controller, over connections that may break and come back.
+"""One end of a reliable channel between an agent and the controller, over connections that may break and come back.
 
 What is said arrives exactly once and in order, or not at all: messages are numbered, what came twice is dropped, what
 came too early is dropped as well and comes again. So the machines above need to think of neither loss nor repetition.
@@ -25,12 +25,12 @@ MAX_MESSAGES = 1024
 Spoken = Report | AgentOrder
 
 
-class Conversation:
-    """One end, for one life of a node's agent."""
+class ReliableChannel:
+    """One end, for one incarnation of a node's agent."""
 
-    def __init__(self, node: str, life: int) -> None:
+    def __init__(self, node: str, incarnation: int) -> None:
         self.node = node
-        self.life = life
+        self.incarnation = incarnation
         self._unheard: deque[Spoken] = deque()
         """Said, and not yet acknowledged; the first has the number ``_acknowledged``."""
         self._acknowledged = 0
@@ -63,7 +63,7 @@ class Conversation:
     def receive(self, packet: Packet, now_s: float) -> tuple[Spoken, ...]:
         """The messages of a packet that are new and in order.
 
-        A packet of another life must not come here: whoever owns the conversations picks by `life`.
+        A packet of another incarnation must not come here: the owner of the channels picks by `incarnation`.
 
         Raises:
             RemoteProtocolError: its numbers cannot be; nothing has changed.
@@ -121,7 +121,7 @@ class Conversation:
         chunks = [tuple(waiting[at : at + MAX_MESSAGES]) for at in range(0, len(waiting), MAX_MESSAGES)]
         packets = []
         for chunk in chunks or [()]:
-            packets.append(Packet(self.node, self.life, self._transmitted, self._received, chunk, self._misses))
+            packets.append(Packet(self.node, self.incarnation, self._transmitted, self._received, chunk, self._misses))
             self._transmitted += len(chunk)
             self._misses = False
         if waiting:
