@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from keepstep.errors import KeepstepError
-from keepstep.protocol.messages import AnyMessage
+from keepstep.protocol.messages import AnyMessage, Member, Membership
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.transports.codec import MAX_MESSAGE_BYTES
 
@@ -35,6 +35,8 @@ NEAR_THE_LIMIT = (MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES + 1, 2**31, 2**32 - 1)
 
 def instance(kind: type[msgspec.Struct], random: Random) -> Any:
     """A message of one type, with any values in its fields."""
+    if kind is Membership:
+        return Membership.of(instance(Member, random) for _ in range(random.randint(0, MAX_ITEMS)))
     hints = typing.get_type_hints(kind)
     while True:
         fields = {name: value(hints[name], random) for name in kind.__struct_fields__}

@@ -64,7 +64,7 @@ def _check(body: bytes, decode: Callable[[bytes], Any], encode: Callable[[Any], 
     assert type(message).__name__ == said[0], "it was taken for another message"
     assert _is_same(said, msgspec.msgpack.decode(again)), "something was lost or invented"
     if isinstance(message, Packet):
-        entry = JournalEntry(0.0, ReportsReceived(message.node, message.life, message.messages))
+        entry = JournalEntry(0.0, ReportsReceived(message.node, message.incarnation, message.messages))
         assert _journal.decode(msgspec.json.encode(entry)) == entry, "the journal cannot hold it"
     return True
 

@@ -26,6 +26,8 @@ from tests.fuzz.oracles import Decoder, Tally, check_body, check_stream, check_t
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import (
     AnyMessage,
+    Member,
+    Membership,
     Recover,
     Seconds,
     StepObserved,
@@ -109,10 +111,9 @@ def test_a_time_that_is_no_number_is_refused(number: float) -> None:
 
 def test_unknown_fields_are_refused_inside_of_messages_too() -> None:
     """`Transfer` and `Tag` let them pass."""
-    body = codec.encode(Recover(1, 1, (Transfer((0,), (1,)),)))
-    assert body.endswith(b"\x92\x91\x00\x91\x01")
+    body = codec.encode(Recover(1, 1, (Transfer((0,), (1,)),), Membership.of([Member(0, "n", "0")])))
     with pytest.raises(RemoteProtocolError, match="at most length 2"):
-        codec.decode(body[:-5] + b"\x93\x91\x00\x91\x01\xc0")
+        codec.decode(body.replace(b"\x92\x91\x00\x91\x01", b"\x93\x91\x00\x91\x01\xc0"))
     structures = [kind for kind in every_structure() if not kind.__struct_config__.forbid_unknown_fields]
     assert structures == []
 
@@ -162,6 +163,7 @@ def array(num: int, items: bytes) -> bytes:
 
 HUGE = 2**32 - 1
 ONE, EMPTY, FALSE = b"\x01", b"\xa0", b"\xc2"
+NO_MEMBERS = b"\x95" + b"\x90" * 5
 BOMBS = {
     "an array": array(HUGE, b""),
     "a message of so many fields": array(HUGE, b"\xacWorkerFenced\x01"),
@@ -233,7 +235,9 @@ SMALL = {
     "empty texts": lambda n: tagged("StoreRequested", ONE, ONE, ONE, EMPTY, array(n, EMPTY * n), b"\xc4\x00"),
     "bytes": lambda n: tagged("StoreAnswered", ONE, ONE, array(n // 4, b"\xc4\x02ab" * (n // 4)), b"\xa0"),
     "integers": lambda n: tagged("GroupsReset", array(n // 3, b"\xcd\x7f\xff" * (n // 3)), ONE),
-    "empty structures": lambda n: tagged("Recover", ONE, ONE, array(n // 3, b"\x92\x90\x90" * (n // 3))),
+    "empty structures": lambda n: tagged(
+        "Recover", ONE, ONE, array(n // 3, b"\x92\x90\x90" * (n // 3)), b"\x95" + b"\x90" * 5
+    ),
     "messages": lambda n: tagged(
         "Packet", EMPTY, ONE, ONE, ONE, array(n // 11, b"\x92\xa6Resume\xcd\x7f\xff" * (n // 11)), FALSE
     ),

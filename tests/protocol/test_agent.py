@@ -101,7 +101,7 @@ def test_what_concerns_all_ranks_goes_to_those_that_hold_one() -> None:
     node = Node(ranks=2, spares=1)
     stop = msg.Stop(2, "rank 0 lost", None)
     assert node.order(stop) == [HandOver((0, 1), stop)]
-    assign, recover = msg.Assign(2, 2, 0, 3, 0, 3), msg.Recover(2, 3, ())
+    assign, recover = msg.Assign(2, 2, 0, 0, 3), msg.Recover(2, 3, (), msg.Membership.of([msg.Member(0, "n", "0")]))
     assert node.order(assign, recover) == [HandOver((2,), assign), HandOver((0, 1, 2), recover)]
 
 
@@ -112,7 +112,7 @@ def test_a_node_of_spares_hands_nothing_over() -> None:
 def test_an_order_for_a_worker_that_is_gone_is_dropped() -> None:
     node = Node(spares=1)
     node.exit(0)
-    assert node.order(msg.Assign(0, 2, 0, 3, 0, 3)) == []
+    assert node.order(msg.Assign(0, 2, 0, 0, 3)) == []
 
 
 def test_the_job_ends() -> None:

@@ -1,6 +1,7 @@
 """What the decision of a recovery takes from a worker's reports, and what is too old to count."""
 
 import itertools
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from tests.protocol.positions import (
     with_losses,
 )
 
-from keepstep.protocol.messages import NodeJoined, SafePointReached, Transfer, WorkerReady
+from keepstep.protocol.messages import Member, Membership, NodeJoined, SafePointReached, Transfer, WorkerReady
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.recovery.decision import MAX_SOURCES, decide, reachable_step
@@ -23,7 +24,11 @@ from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.resume import Action
 
 GENERATION = 4
-ONE_SHARD = {0: "0", 1: "0"}
+
+
+def sharded(shards: Iterable[str]) -> Membership:
+    """What each rank holds."""
+    return Membership.of(Member(rank, "n", shard) for rank, shard in enumerate(shards))
 
 
 def ready(generation: int, reach: tuple[int, ...] = (0,), snapshots: tuple[int, ...] = ()) -> WorkerReady:
@@ -72,16 +77,16 @@ CASES = {
 @pytest.mark.parametrize(("reports", "step"), CASES.values(), ids=list(CASES))
 def test_all_resume_where_every_live_copy_can_be(reports: list[SafePointReached], step: int | None) -> None:
     roster = roster_of(*[{"safe": report} for report in reports])
-    assert reachable_step(roster, dict.fromkeys(range(len(reports)), "0"), GENERATION) == step
+    assert reachable_step(roster, sharded("0" * len(reports)), GENERATION) == step
 
 
 def test_a_synced_rank_of_one_shard_does_not_leave_the_only_copy_of_another_behind() -> None:
     """Found by simulation, with more copies: who was to send the other shard's new state died before it had."""
     roster = roster_of({"safe": SYNCED}, {"safe": SYNCED}, {"ready": ready(0, ())}, {"safe": BACKWARD})
-    shard_of = {0: "x", 1: "y", 2: "x", 3: "y"}
-    step = reachable_step(roster, shard_of, GENERATION)
+    membership = sharded("xyxy")
+    step = reachable_step(roster, membership, GENERATION)
     assert step == 3
-    decision = decide(roster, shard_of, step, GENERATION)
+    decision = decide(roster, membership, step, GENERATION)
     assert decision.actions == {0: Action.STAY, 1: Action.STAY, 2: Action.RESTORE, 3: Action.STAY}
     assert decision.transfers == (Transfer((0,), (2,)),)
 
@@ -90,8 +95,8 @@ def test_a_shard_without_a_live_copy_takes_all_back_to_a_checkpoint() -> None:
     saved = (2,)
     torn, whole = safe(3, Phase.OPTIMIZER, (), saved), safe(3, Phase.SYNCED, (3, 4), saved)
     roster = roster_of({"safe": torn}, {"safe": whole})
-    assert reachable_step(roster, ONE_SHARD, GENERATION) == 4
-    assert reachable_step(roster, {0: "x", 1: "y"}, GENERATION) == 2
+    assert reachable_step(roster, sharded("00"), GENERATION) == 4
+    assert reachable_step(roster, sharded("xy"), GENERATION) == 2
 
 
 def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
@@ -109,12 +114,12 @@ def test_in_a_first_recovery_nobody_receives_but_replacements(num_ranks: int) ->
     places = {positions for joint in permitted_positions(num_ranks) for positions in with_losses(joint)}
     for sharding, positions in itertools.product(shardings(num_ranks), places):
         roster = roster_of(*map(report_of, positions))
-        shard_of = {rank: str(shard) for rank, shard in enumerate(sharding)}
+        membership = sharded(map(str, sharding))
         held = {shard for shard, position in zip(sharding, positions, strict=True) if position is not None}
-        step = reachable_step(roster, shard_of, GENERATION)
+        step = reachable_step(roster, membership, GENERATION)
         assert (step is not None) == (held == set(sharding)), (sharding, positions)
         if step is not None:
-            decision = decide(roster, shard_of, step, GENERATION)
+            decision = decide(roster, membership, step, GENERATION)
             receivers = [rank for transfer in decision.transfers for rank in transfer.receivers]
             lost = [rank for rank, position in enumerate(positions) if position is None]
             assert sorted(receivers) == lost, (sharding, positions, decision)
@@ -125,44 +130,44 @@ def test_in_a_first_recovery_nobody_receives_but_replacements(num_ranks: int) ->
 
 def test_a_job_whose_ranks_were_never_all_ready_reaches_nothing() -> None:
     roster = roster_of({"safe": safe(3, Phase.BACKWARD, (3,))}, {})
-    assert reachable_step(roster, {0: "0"}, GENERATION) is None
-    assert reachable_step(roster, ONE_SHARD, GENERATION) == 3
+    assert reachable_step(roster, None, GENERATION) is None
+    assert reachable_step(roster, sharded("00"), GENERATION) == 3
 
 
 def test_a_start_of_an_older_generation_counts_for_nothing() -> None:
     now, before = {"ready": ready(GENERATION)}, {"ready": ready(GENERATION - 1)}
-    assert reachable_step(roster_of(now), ONE_SHARD, GENERATION) == 0
-    assert reachable_step(roster_of(before), ONE_SHARD, GENERATION) is None
+    assert reachable_step(roster_of(now), sharded("00"), GENERATION) == 0
+    assert reachable_step(roster_of(before), sharded("00"), GENERATION) is None
 
 
 def test_the_safe_point_counts_and_not_what_was_said_at_the_start() -> None:
     """Checkpoints of the start may have been deleted since, and newer ones written."""
     roster = roster_of({"ready": ready(GENERATION, (0,), (2,)), "safe": safe(9, Phase.BACKWARD, (), (6, 8))})
-    assert reachable_step(roster, ONE_SHARD, GENERATION) == 8
-    assert decide(roster, {0: "0"}, 8, GENERATION).actions == {0: Action.REWIND}
+    assert reachable_step(roster, sharded("00"), GENERATION) == 8
+    assert decide(roster, sharded("0"), 8, GENERATION).actions == {0: Action.REWIND}
 
 
 def test_a_lost_or_finished_worker_holds_nothing() -> None:
     there = {"safe": safe(3, Phase.BACKWARD, (3,))}
     roster = roster_of(there, there)
-    assert reachable_step(roster, ONE_SHARD, GENERATION) == 3
+    assert reachable_step(roster, sharded("00"), GENERATION) == 3
     roster.mark_lost(worker_of(roster, 0), gone=False)
     roster.mark_done(worker_of(roster, 1), 3)
-    assert reachable_step(roster, ONE_SHARD, GENERATION) is None
+    assert reachable_step(roster, sharded("00"), GENERATION) is None
 
 
 # ---- What moves to whom ---------------------------------------------------------------------------------------------
 
 
 def test_each_replica_group_has_its_own_sources_and_receivers() -> None:
-    shard_of = {0: "x", 1: "y", 2: "x", 3: "y"}
+    membership = sharded("xyxy")
     roster = roster_of(
         {"safe": safe(3, Phase.SYNCED, (3, 4))},
         {"safe": safe(3, Phase.OPTIMIZER, (4,))},
         {"ready": ready(0, ())},
         {"safe": safe(3, Phase.SYNCED, (3, 4))},
     )
-    decision = decide(roster, shard_of, 4, GENERATION)
+    decision = decide(roster, membership, 4, GENERATION)
     assert decision.step == 4
     assert decision.actions == {0: Action.ADVANCE, 1: Action.STAY, 2: Action.RESTORE, 3: Action.ADVANCE}
     assert decision.transfers == (Transfer((0,), (2,)),)
@@ -170,14 +175,14 @@ def test_each_replica_group_has_its_own_sources_and_receivers() -> None:
 
 def test_nothing_moves_where_every_rank_gets_there_alone() -> None:
     roster = roster_of({"safe": safe(3, Phase.SYNCED, (3, 4))}, {"safe": safe(9, Phase.BACKWARD, (), (4,))})
-    decision = decide(roster, ONE_SHARD, 4, GENERATION)
+    decision = decide(roster, sharded("00"), 4, GENERATION)
     assert decision.actions == {0: Action.ADVANCE, 1: Action.REWIND}
     assert decision.transfers == ()
 
 
 def test_a_rank_that_rewinds_is_a_source_for_one_that_cannot() -> None:
     roster = roster_of({"safe": safe(9, Phase.BACKWARD, (), (4,))}, {"ready": ready(0, ())})
-    assert decide(roster, ONE_SHARD, 4, GENERATION).transfers == (Transfer((0,), (1,)),)
+    assert decide(roster, sharded("00"), 4, GENERATION).transfers == (Transfer((0,), (1,)),)
 
 
 @pytest.mark.parametrize("num_receivers", [1, 3])
@@ -186,7 +191,7 @@ def test_the_list_of_sources_stays_short_and_that_of_receivers_is_whole(num_rece
     num_holders = 3 * MAX_SOURCES
     whole = [{"safe": safe(3, Phase.BACKWARD, (3,))}] * num_holders
     roster = roster_of(*[{"ready": ready(0, ())}] * num_receivers, *whole)
-    shard_of = dict.fromkeys(range(num_receivers + num_holders), "0")
-    (transfer,) = decide(roster, shard_of, 3, GENERATION).transfers
+    membership = sharded("0" * (num_receivers + num_holders))
+    (transfer,) = decide(roster, membership, 3, GENERATION).transfers
     assert transfer.receivers == tuple(range(num_receivers))
     assert transfer.sources == tuple(range(num_receivers, num_receivers + MAX_SOURCES))

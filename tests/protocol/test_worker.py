@@ -9,6 +9,8 @@ from keepstep.protocol.messages import (
     CollectiveFailed,
     Complete,
     GroupsReset,
+    Member,
+    Membership,
     RankAwaited,
     Recover,
     Rescue,
@@ -39,6 +41,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.resume import Action
 from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
 
+MEMBERSHIP = Membership.of(Member(rank, "n", "0") for rank in range(3))
 NUMBER, PID, RANK = 4, 1234, 1
 EVENTS = {
     Phase.FORWARD: [StepEvent.STEP_ENTERED],
@@ -75,7 +78,7 @@ def launched(rank: int | None = RANK) -> WorkerMachine:
 def ready(snapshots: tuple[int, ...] = ()) -> WorkerMachine:
     """A rank that stands ready in generation 1."""
     machine = launched()
-    machine.receive(Assign(NUMBER, 1, RANK, 3, 0, 3))
+    machine.receive(Assign(NUMBER, 1, RANK, 0, 3))
     assert moves(machine) == [Connect(1)]
     machine.connected()
     assert moves(machine) == [GroupsReset((NUMBER,), 1), Build()]
@@ -86,7 +89,7 @@ def ready(snapshots: tuple[int, ...] = ()) -> WorkerMachine:
 
 def load(generation: int, step: int, action: Action, *transfers: Transfer) -> Load:
     mine = next((each for each in transfers if RANK in (*each.sources, *each.receivers)), None)
-    return Load(Recover(generation, step, transfers), action, mine)
+    return Load(Recover(generation, step, transfers, MEMBERSHIP), action, mine)
 
 
 def resume(machine: WorkerMachine, generation: int) -> None:
@@ -99,7 +102,7 @@ def resume(machine: WorkerMachine, generation: int) -> None:
 def training(phase: Phase = Phase.UPDATED, step: int = 0) -> WorkerMachine:
     """A rank of generation 1 in a phase of a step; UPDATED: just before it."""
     machine = ready()
-    machine.receive(Recover(1, 0, ()))
+    machine.receive(Recover(1, 0, (), MEMBERSHIP))
     assert moves(machine) == [load(1, 0, Action.STAY)]
     resume(machine, 1)
     for _ in range(step):
@@ -155,7 +158,7 @@ def test_a_rank_waits_for_its_assignment() -> None:
 def test_a_spare_awaits_its_rank_where_its_script_needs_one() -> None:
     machine = launched(rank=None)
     assert machine.await_rank() == RankAwaited(NUMBER)
-    machine.receive(Assign(NUMBER, 2, RANK, 3, 0, 3))
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
     assert machine.rank == RANK
     assert machine.await_rank() is None
     assert machine.target_generation == 2
@@ -165,7 +168,7 @@ def test_a_spare_awaits_its_rank_where_its_script_needs_one() -> None:
 def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing(assigned: bool) -> None:
     machine = launched()
     if assigned:
-        machine.receive(Assign(NUMBER, 1, RANK, 3, 0, 3))
+        machine.receive(Assign(NUMBER, 1, RANK, 0, 3))
     assert machine.receive(stop(2)) is Urgency.BREAK
     assert moves(machine) == [Build()]
     assert machine.used_echo
@@ -180,7 +183,7 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
 
 def test_a_start_up_that_cannot_connect_goes_on_in_echo() -> None:
     machine = launched()
-    machine.receive(Assign(NUMBER, 1, RANK, 3, 0, 3))
+    machine.receive(Assign(NUMBER, 1, RANK, 0, 3))
     assert moves(machine) == [Connect(1)]
     machine.fell_out("connect", "nobody came")
     assert moves(machine) == [CollectiveFailed(NUMBER, 1, "connect", "nobody came"), Build()]
@@ -189,7 +192,7 @@ def test_a_start_up_that_cannot_connect_goes_on_in_echo() -> None:
 
 def test_a_start_up_in_which_something_was_echoed_reaches_nothing() -> None:
     machine = launched()
-    machine.receive(Assign(NUMBER, 1, RANK, 3, 0, 3))
+    machine.receive(Assign(NUMBER, 1, RANK, 0, 3))
     moves(machine)
     machine.connected()
     machine.echoed()
@@ -200,7 +203,7 @@ def test_a_start_up_in_which_something_was_echoed_reaches_nothing() -> None:
 
 def test_a_job_that_is_started_again_rewinds_to_its_checkpoint() -> None:
     machine = ready(snapshots=(10, 20))
-    machine.receive(Recover(1, 20, ()))
+    machine.receive(Recover(1, 20, (), MEMBERSHIP))
     assert moves(machine) == [load(1, 20, Action.REWIND)]
     assert machine.own_reach() == ()
     resume(machine, 1)
@@ -272,7 +275,7 @@ def test_a_synced_rank_tells_that_its_update_would_hold_a_collective() -> None:
         machine.steps.advance(event)
     machine.receive(stop(2))
     assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), True), Wait()]
-    machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),)))
+    machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),), MEMBERSHIP))
     assert moves(machine) == [Undo()]
 
 
@@ -365,7 +368,7 @@ def test_another_loss_ends_the_settling() -> None:
 
 def test_a_synced_rank_advances_when_the_job_resumes_after_the_step() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 6, ()))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP))
     assert moves(machine) == [Update()]
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.steps.advance(StepEvent.STEP_COMPLETED)
@@ -378,7 +381,7 @@ def test_a_synced_rank_advances_when_the_job_resumes_after_the_step() -> None:
 
 def test_a_synced_rank_undoes_its_step_when_the_job_resumes_before_it() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 5, ()))
+    machine.receive(Recover(2, 5, (), MEMBERSHIP))
     assert moves(machine) == [Undo()]
     machine.undone()
     assert moves(machine) == [Connect(2)]
@@ -396,7 +399,7 @@ def test_a_failure_while_a_synced_rank_waits_finds_it_synced_still() -> None:
 
 def test_a_failure_while_a_rank_advances_finds_it_after_the_step() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 6, ()))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP))
     assert moves(machine) == [Update()]
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.receive(stop(3))
@@ -406,7 +409,7 @@ def test_a_failure_while_a_rank_advances_finds_it_after_the_step() -> None:
 
 def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 6, (Transfer((RANK,), (0,)),)))
+    machine.receive(Recover(2, 6, (Transfer((RANK,), (0,)),), MEMBERSHIP))
     assert moves(machine) == [Update()]
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.lost_value()
@@ -424,9 +427,9 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
 
 def test_a_spare_takes_a_rank_and_restores() -> None:
     machine = spare()
-    machine.receive(Assign(NUMBER, 2, RANK, 3, 0, 3))
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
     transfer = Transfer((0, 2), (RANK,))
-    reconnect(machine, Recover(2, 5, (transfer,)))
+    reconnect(machine, Recover(2, 5, (transfer,), MEMBERSHIP))
     assert moves(machine) == [GroupsReset((NUMBER,), 2), load(2, 5, Action.RESTORE, transfer)]
     assert machine.own_reach() == ()
     machine.loaded(1000)
@@ -439,7 +442,7 @@ def test_a_spare_takes_a_rank_and_restores() -> None:
 def test_a_survivor_that_is_behind_restores() -> None:
     machine = stopped(Phase.BACKWARD)
     transfer = Transfer((2,), (0, RANK))
-    reconnect(machine, Recover(2, 6, (transfer,)))
+    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP))
     assert moves(machine)[-1] == load(2, 6, Action.RESTORE, transfer)
     resume(machine, 2)
     assert machine.steps.parameters_at == 6
@@ -448,7 +451,7 @@ def test_a_survivor_that_is_behind_restores() -> None:
 def test_a_source_stays_and_sends() -> None:
     machine = stopped(Phase.UPDATED, 6)
     transfer = Transfer((RANK,), (0,))
-    reconnect(machine, Recover(2, 6, (Transfer((7,), (8,)), transfer)))
+    reconnect(machine, Recover(2, 6, (Transfer((7,), (8,)), transfer), MEMBERSHIP))
     assert moves(machine)[-1] == load(2, 6, Action.STAY, Transfer((7,), (8,)), transfer)
     assert machine.own_reach() == (6,)
 
@@ -457,7 +460,7 @@ def test_a_source_stays_and_sends() -> None:
 def test_a_broken_transfer_tears_the_receiver_and_not_the_source(receives: bool) -> None:
     machine = stopped(Phase.UPDATED, 6)
     transfer = Transfer((0,), (RANK,)) if receives else Transfer((RANK,), (0,))
-    reconnect(machine, Recover(2, 6, (transfer,)))
+    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP))
     moves(machine)
     machine.fell_out("restore", "connection reset")
     assert moves(machine) == [CollectiveFailed(NUMBER, 2, "restore", "connection reset"), Wait()]
@@ -469,12 +472,12 @@ def test_a_broken_transfer_tears_the_receiver_and_not_the_source(receives: bool)
 def test_a_torn_rank_that_is_restored_is_whole_again() -> None:
     machine = stopped(Phase.UPDATED, 6)
     transfer = Transfer((0,), (RANK,))
-    reconnect(machine, Recover(2, 6, (transfer,)))
+    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP))
     moves(machine)
     machine.fell_out("restore", "connection reset")
     machine.receive(stop(3))
     moves(machine)
-    reconnect(machine, Recover(3, 7, (transfer,)))
+    reconnect(machine, Recover(3, 7, (transfer,), MEMBERSHIP))
     assert moves(machine)[-1] == load(3, 7, Action.RESTORE, transfer)
     resume(machine, 3)
     assert machine.own_reach() == (7,)
@@ -482,19 +485,19 @@ def test_a_torn_rank_that_is_restored_is_whole_again() -> None:
 
 def test_a_rank_that_cannot_connect_does_not_try_again_in_the_same_generation() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, ()))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP))
     assert moves(machine) == [Connect(2)]
     machine.fell_out("connect", "nobody came")
     assert moves(machine) == [CollectiveFailed(NUMBER, 2, "connect", "nobody came"), Wait()]
     machine.receive(stop(3))
     moves(machine)
-    machine.receive(Recover(3, 6, ()))
+    machine.receive(Recover(3, 6, (), MEMBERSHIP))
     assert moves(machine) == [Connect(3)]
 
 
 def test_a_rank_that_falls_out_of_a_generation_that_is_over_tells_nobody() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, ()))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP))
     moves(machine)
     machine.receive(stop(3))
     machine.fell_out("connect", "taken down")
@@ -503,7 +506,7 @@ def test_a_rank_that_falls_out_of_a_generation_that_is_over_tells_nobody() -> No
 
 def test_a_recover_that_leaves_a_rank_with_nothing_breaks_the_protocol() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    reconnect(machine, Recover(2, 7, ()))
+    reconnect(machine, Recover(2, 7, (), MEMBERSHIP))
     with pytest.raises(RemoteProtocolError, match="rank 1 is to resume at step 7, can be at"):
         moves(machine)
 
@@ -520,22 +523,22 @@ def test_a_stop_while_standing_is_answered() -> None:
 def test_a_recover_of_a_generation_that_is_over_is_ignored() -> None:
     machine = stopped(Phase.UPDATED, 6)
     machine.receive(stop(3))
-    machine.receive(Recover(2, 6, ()))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP))
     assert isinstance(moves(machine)[-1], Wait)
-    machine.receive(Recover(3, 6, ()))
+    machine.receive(Recover(3, 6, (), MEMBERSHIP))
     assert moves(machine) == [Connect(3)]
 
 
 def test_a_recover_that_a_stop_overtakes_is_not_carried_out() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, ()))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP))
     machine.receive(stop(3))
     assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
 
 
 def test_a_stop_while_connecting_finds_the_rank_where_it_was_stopped() -> None:
     machine = stopped(Phase.BACKWARD)
-    machine.receive(Recover(2, 5, ()))
+    machine.receive(Recover(2, 5, (), MEMBERSHIP))
     assert moves(machine) == [Connect(2)]
     machine.receive(stop(3))
     assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
@@ -543,7 +546,7 @@ def test_a_stop_while_connecting_finds_the_rank_where_it_was_stopped() -> None:
 
 def test_a_stop_that_comes_as_the_groups_are_connected_ends_that_generation() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, ()))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP))
     assert moves(machine) == [Connect(2)]
     machine.receive(stop(3))
     machine.connected()
@@ -553,7 +556,7 @@ def test_a_stop_that_comes_as_the_groups_are_connected_ends_that_generation() ->
 
 def test_a_stop_before_the_state_is_loaded_leaves_it_whole() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    reconnect(machine, Recover(2, 7, (Transfer((0,), (RANK,)),)))
+    reconnect(machine, Recover(2, 7, (Transfer((0,), (RANK,)),), MEMBERSHIP))
     machine.receive(stop(3))
     report = SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False)
     assert moves(machine) == [GroupsReset((NUMBER,), 2), report, Wait()]
@@ -561,7 +564,7 @@ def test_a_stop_before_the_state_is_loaded_leaves_it_whole() -> None:
 
 def test_a_stop_while_all_recover_is_answered_from_the_resume_step() -> None:
     machine = stopped(Phase.BACKWARD)
-    reconnect(machine, Recover(2, 5, ()))
+    reconnect(machine, Recover(2, 5, (), MEMBERSHIP))
     moves(machine)
     machine.loaded(0)
     moves(machine)
@@ -573,7 +576,7 @@ def test_a_stop_while_all_recover_is_answered_from_the_resume_step() -> None:
 def test_a_spare_that_is_stopped_before_it_stands_ready_reports_that_it_reaches_nothing() -> None:
     machine = launched(rank=None)
     moves(machine)
-    machine.receive(Assign(NUMBER, 2, RANK, 3, 0, 3))
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
     machine.receive(stop(3))
     machine.built("0", (), False)
     report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False)
@@ -661,7 +664,7 @@ def test_a_step_that_was_handed_out_is_not_taken_back() -> None:
 
 def test_a_rank_that_stands_at_the_resume_step_holds_there() -> None:
     machine = ready()
-    machine.receive(Recover(1, 0, ()))
+    machine.receive(Recover(1, 0, (), MEMBERSHIP))
     assert moves(machine) == [load(1, 0, Action.STAY)]
     machine.loaded(0)
     moves(machine)
@@ -676,7 +679,7 @@ def test_what_was_agreed_in_a_generation_that_is_over_counts_no_more() -> None:
     machine.receive(stop(2))
     machine.receive(msg.Hold(1))
     moves(machine)
-    reconnect(machine, Recover(2, 3, ()))
+    reconnect(machine, Recover(2, 3, (), MEMBERSHIP))
     assert moves(machine)[-1] == load(2, 3, Action.STAY)
     resume(machine, 2)
     machine.receive(msg.Drain(1, 3))
@@ -687,7 +690,7 @@ def test_a_rank_ends_where_all_stand_after_a_recovery() -> None:
     machine = training(Phase.UPDATED, 3)
     machine.receive(stop(2))
     moves(machine)
-    reconnect(machine, Recover(2, 3, ()))
+    reconnect(machine, Recover(2, 3, (), MEMBERSHIP))
     assert moves(machine)[-1] == load(2, 3, Action.STAY)
     machine.loaded(0)
     assert moves(machine) == [StateRecovered((NUMBER,), 2, 0), Wait()]

@@ -237,13 +237,12 @@ def the_common_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
 def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
     right = decision.decide
 
-    def decide(workers: Roster, shard_of: Any, step: int, generation: int) -> decision.Decision:
-        found = right(workers, shard_of, step, generation)
+    def decide(workers: Roster, membership: Any, step: int, generation: int) -> decision.Decision:
+        found = right(workers, membership, step, generation)
         groups = [
-            (sorted(rank for rank in found.actions if shard_of[rank] == shard_of[each.receivers[0]]), each.receivers)
-            for each in found.transfers
+            (membership.replicas[membership.shard(each.receivers[0])], each.receivers) for each in found.transfers
         ]
-        return dataclasses.replace(found, transfers=tuple(msg.Transfer(tuple(ranks), to) for ranks, to in groups))
+        return dataclasses.replace(found, transfers=tuple(msg.Transfer(ranks, to) for ranks, to in groups))
 
     patch.setattr(machine, "decide", decide)
 
@@ -336,8 +335,9 @@ def a_torn_copy_is_a_source(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shard_is_restored_from_another(patch: pytest.MonkeyPatch) -> None:
-    def decide(everybody: Roster, shard_of: dict[int, str], *arguments: int) -> decision.Decision:
-        return decision.decide(everybody, dict.fromkeys(shard_of, "the same"), *arguments)
+    def decide(everybody: Roster, membership: msg.Membership, *arguments: int) -> decision.Decision:
+        same = msgspec.structs.replace(membership, shard_numbers=(0,) * membership.world_size)
+        return decision.decide(everybody, same, *arguments)
 
     patch.setattr(machine, "decide", decide)
 
@@ -425,6 +425,11 @@ def a_spare_is_given_twice(patch: pytest.MonkeyPatch) -> None:
         self._spares[worker.worker] = worker
 
     patch.setattr(Roster, "give_rank", give_rank)
+
+
+def a_recovery_tells_the_membership_before_it(patch: pytest.MonkeyPatch) -> None:
+    right = Roster.membership
+    patch.setattr(Roster, "membership", lambda self, before: right(self, None) if before is None else before)
 
 
 def every_replacement_is_the_first_of_its_node(patch: pytest.MonkeyPatch) -> None:
@@ -625,6 +630,7 @@ MUTANTS: dict[Plant, Check] = {
     a_value_of_an_earlier_generation_is_kept: Check.START_UP,
     a_replacement_is_given_what_another_rank_kept: Check.START_UP,
     what_was_kept_is_given_before_all_stand_ready: Check.START_UP,
+    a_recovery_tells_the_membership_before_it: Check.MEMBERSHIP,
     every_replacement_is_the_first_of_its_node: Check.LOCAL_RANKS,
     eviction_is_ignored: Check.ENDED,
     a_lost_node_keeps_its_spares: Check.RAISED,

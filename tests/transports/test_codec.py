@@ -14,6 +14,8 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages
 from keepstep.protocol.messages import (
     AnyMessage,
+    Member,
+    Membership,
     Message,
     NodeEvicted,
     NodeLeft,
@@ -55,6 +57,8 @@ def values_of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
 
 def instances_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[typing.Any]:
     """Messages of one type with any values in their fields."""
+    if kind is Membership:
+        return st.lists(instances_of(Member), max_size=4).map(Membership.of)
     hints = typing.get_type_hints(kind)
     return st.builds(kind, **{field: values_of(hints[field]) for field in kind.__struct_fields__})
 

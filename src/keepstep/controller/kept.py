@@ -48,7 +48,7 @@ class Kept:
             job.stage, job.generation, job.awaited, lambda worker: job.roster.workers[worker].lost
         )
         self._store.flush()
-        return answers + self._start_up.settle(is_complete=bool(job.shard_of))  # known when all stand ready
+        return answers + self._start_up.settle(is_complete=job.membership is not None)  # known when all stand ready
 
     def close(self) -> None:
         """Gives up its files."""

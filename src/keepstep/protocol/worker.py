@@ -85,6 +85,8 @@ class WorkerMachine:
         """Step and phase in which this rank was interrupted, until it is connected again."""
         self._pid = pid
         self.assignment: msg.Assign | None = None
+        self.membership: msg.Membership | None = None
+        """Of the generation that is being recovered to, or trained in."""
         """The rank that this worker was given last, with its number on its node."""
         self._stop_generation = 0
         self._failed_generation = -1
@@ -123,7 +125,7 @@ class WorkerMachine:
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)
             case msg.Recover() if order.generation >= self._stop_generation:
-                self._order = order
+                self._order, self.membership = order, order.membership
             case msg.Resume():
                 self._resumed = max(self._resumed, order.generation)
             case msg.Complete():

@@ -9,6 +9,8 @@ from keepstep.protocol.messages import (
     Assign,
     CollectiveFailed,
     Complete,
+    Member,
+    Membership,
     Recover,
     Resume,
     StepsFinished,
@@ -43,9 +45,10 @@ class LinkAlone(Link):
             case CollectiveFailed():
                 raise NothingToRecoverFrom(report.error)
             case WorkerJoined():
-                self._give(Assign(0, 1, 0, 1, 0, 1))
+                self._give(Assign(0, 1, 0, 0, 1))
             case WorkerReady():
-                self._give(Recover(1, max((*report.reach, *report.snapshots)), ()))
+                self._membership = Membership.of([Member(self.worker, "", report.shard)])
+                self._give(Recover(1, max((*report.reach, *report.snapshots)), (), self._membership))
                 self._give(Resume(1))
             case StepsFinished():
                 self._give(Complete(1))

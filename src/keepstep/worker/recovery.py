@@ -63,6 +63,12 @@ class Recovery:
         if self._checkpoints is not None:
             self._checkpoints.inspect()
 
+    @property
+    def _saves(self) -> bool:
+        """Whether this rank writes the checkpoints of what it and its replicas hold."""
+        rank, membership = self._machine.rank, self._machine.membership
+        return rank is not None and membership is not None and membership.is_first_replica(rank)
+
     def snapshots(self) -> tuple[int, ...]:
         """Steps of the checkpoints that can be loaded."""
         return self._checkpoints.steps() if self._checkpoints is not None else ()
@@ -77,7 +83,7 @@ class Recovery:
     def write_checkpoint(self) -> None:
         """Writes one where it is due. Not before the script returns: what it does behind the ``with`` belongs to it."""
         machine = self._machine
-        if self._checkpoints is not None and machine.rank == 0 and not machine.partially_updated:
+        if self._checkpoints is not None and self._saves and not machine.partially_updated:
             self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
 
     def decide_at_barrier(self) -> None:
@@ -192,9 +198,9 @@ class Recovery:
         self._coordination.observe("bucket")
 
     def _drain(self, step: int) -> None:
-        """The job ends at this step: rank 0 writes a checkpoint, and weights on their way to consumers arrive."""
+        """The job ends at this step: writes a checkpoint, and has weights on their way to consumers arrive."""
         is_saved = False
-        if self._checkpoints is not None and self._machine.rank == 0:
+        if self._checkpoints is not None and self._saves:
             is_saved = self._checkpoints.write_now(step, self._machine.generation)
         if self._publication is not None:
             self._publication.flush()

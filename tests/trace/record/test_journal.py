@@ -155,9 +155,9 @@ def test_a_real_job_can_be_relived(tmp_path: Path) -> None:
     assert len(job.records) == 1
     assert again.records == job.records
     assert (again.stage, again.generation, again.ended) == (Stage.ENDED, job.generation, job.ended)
-    assert (again.progress.trained_to, again.digests, again.shard_of) == (
+    assert (again.progress.trained_to, again.digests, again.membership) == (
         job.progress.trained_to,
         job.digests,
-        job.shard_of,
+        job.membership,
     )
     assert again.roster.workers == job.roster.workers

@@ -19,6 +19,7 @@ from keepstep.protocol.messages.base import (
     Seconds,
     Tag,
 )
+from keepstep.protocol.messages.membership import Member, Membership
 from keepstep.protocol.messages.orders import (
     Abandon,
     Assign,
@@ -93,6 +94,8 @@ __all__ = [
     "HolderOrder",
     "Holding",
     "JobStalled",
+    "Member",
+    "Membership",
     "Message",
     "NodeDraining",
     "NodeEvicted",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.protocol.messages.base import Message, Seconds
+from keepstep.protocol.messages.membership import Membership
 
 
 class StartWorker(Message, frozen=True):
@@ -34,7 +35,6 @@ class Assign(Message, frozen=True):
     worker: int
     generation: int
     rank: int
-    world_size: int
     local_rank: int
     local_world_size: int
 
@@ -68,6 +68,8 @@ class Recover(Message, frozen=True):
     generation: int
     resume_step: int
     transfers: tuple[Transfer, ...]
+    membership: Membership
+    """Of this generation."""
 
 
 class Resume(Message, frozen=True):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
 
 from keepstep.protocol import resume
-from keepstep.protocol.messages import Transfer
+from keepstep.protocol.messages import Membership, Transfer
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.resume import Action
@@ -44,20 +43,20 @@ def snapshots_of(worker: Worker) -> frozenset[int]:
     return frozenset(report.snapshots) if report is not None else frozenset()
 
 
-def reachable_step(roster: Roster, shard_of: Mapping[int, str], generation: int) -> int | None:
+def reachable_step(roster: Roster, membership: Membership | None, generation: int) -> int | None:
     """The step at which all live workers together can resume; None if some shard has no holder left.
 
     Args:
         roster: the workers with their last safe points.
-        shard_of: rank -> shard, for every rank that was ever ready.
+        membership: in which all ranks stood ready last; None: they never have.
         generation: the present one.
     """
-    if len(shard_of) < roster.world_size:
+    if membership is None:
         return None
-    shards: dict[str, set[Report | None]] = {shard: set() for shard in shard_of.values()}
+    shards: dict[str, set[Report | None]] = {shard: set() for shard in membership.shards}
     for worker in roster.holders():
-        if worker.rank is not None and worker.rank in shard_of:
-            shards[shard_of[worker.rank]].add(_last_word(worker, generation))
+        assert worker.rank is not None
+        shards[membership.shard(worker.rank)].add(_last_word(worker, generation))
     greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
     if greatest is None or greatest != resume.resume_step(live):
@@ -68,7 +67,7 @@ def reachable_step(roster: Roster, shard_of: Mapping[int, str], generation: int)
     return greatest if common is None else common
 
 
-def decide(roster: Roster, shard_of: Mapping[int, str], step: int, generation: int) -> Decision:
+def decide(roster: Roster, membership: Membership, step: int, generation: int) -> Decision:
     """For each rank: stay, advance, rewind or restore, and who sends to whom within its replica group."""
     actions: dict[int, Action] = {}
     receivers: dict[str, list[int]] = defaultdict(list)
@@ -80,11 +79,11 @@ def decide(roster: Roster, shard_of: Mapping[int, str], step: int, generation: i
             action = by_word[word] = _action(word, step)
         actions[worker.rank] = action
         if action is Action.RESTORE:
-            receivers[shard_of[worker.rank]].append(worker.rank)
+            receivers[membership.shard(worker.rank)].append(worker.rank)
     sources: dict[str, list[int]] = {shard: [] for shard in receivers}
     if receivers:
         for rank in sorted(actions):
-            of_shard = sources.get(shard_of[rank])
+            of_shard = sources.get(membership.shard(rank))
             if of_shard is not None and actions[rank] is not Action.RESTORE and len(of_shard) < MAX_SOURCES:
                 of_shard.append(rank)
     transfers = tuple(Transfer(tuple(sources[shard]), tuple(sorted(ranks))) for shard, ranks in receivers.items())

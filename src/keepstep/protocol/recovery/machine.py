@@ -39,7 +39,8 @@ class RecoveryMachine(Course):
         self.settings = settings
         self.quarantine = Quarantine(settings.quarantine_failures, settings.quarantine_window_s)
         self.roster = Roster(settings, self.quarantine)
-        self.shard_of: dict[int, str] = {}
+        self.membership: msg.Membership | None = None
+        """Of the last generation in which all ranks stood ready; None while all start."""
         self.records: list[RecoveryRecord] = []
         self.digests: dict[int, str] = {}
         self.progress = Progress()
@@ -49,7 +50,7 @@ class RecoveryMachine(Course):
         self._checkpointing = False
         self._record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
         """What happens in this generation. That of the first is in no list: nothing is recovered from there."""
-        self._orders = Orders(settings.world_size)
+        self._orders = Orders()
         self._processes = Processes(settings, self.roster, self._orders)
         self._claims = Claims(self.roster, self._orders)
         self._gathering = Gathering(settings, self, self._processes)
@@ -238,7 +239,7 @@ class RecoveryMachine(Course):
 
     def _start_ranks(self, now_s: float, reason: str) -> None:
         self.progress.is_fresh = True
-        self.shard_of.clear()  # a start-up is one piece: a rank lost in it takes what all exchanged along
+        self.membership = None  # a start-up is one piece: a rank lost in it takes what all exchanged along
         self._processes.start_ranks(reason)
         self._connected.clear()
         deadline_s = now_s + self.settings.start_deadline_s if self.progress.is_initialised else None
@@ -261,7 +262,8 @@ class RecoveryMachine(Course):
 
     def _spread(self, now_s: float) -> None:
         """A rank that shares a device, or whose node is to leave, goes to a warm spare that has a place of its own."""
-        self._act_on_losses(self._replacing.move(self.shard_of, now_s) if self.stage is Stage.TRAINING else [], now_s)
+        if self.stage is Stage.TRAINING and self.membership is not None:
+            self._act_on_losses(self._replacing.move(self.membership, now_s), now_s)
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 
@@ -377,7 +379,7 @@ class RecoveryMachine(Course):
             self._ending.end(ended_early)
         elif record.num_exceptions == self.settings.world_size:
             self._ending.end(verdicts.failed_everywhere(record.detail))
-        elif (step := reachable_step(self.roster, self.shard_of, self.generation)) is None:
+        elif (step := reachable_step(self.roster, self.membership, self.generation)) is None:
             self._nobody_reaches(now_s)
         elif begins_again(self.progress, self.roster, step):
             self._ending.end(verdicts.no_checkpoint_found(self.progress.trained_to))
@@ -408,17 +410,16 @@ class RecoveryMachine(Course):
     # ---- decide and recover -----------------------------------------------------------------------------------------
 
     def _all_stand_ready(self, now_s: float) -> None:
-        for worker in self.roster.holders():
-            if worker.rank is not None and worker.ready is not None:
-                self.shard_of.setdefault(worker.rank, worker.ready.shard)
-        step = reachable_step(self.roster, self.shard_of, self.generation)
+        self.membership = self.roster.membership(None)
+        step = reachable_step(self.roster, self.membership, self.generation)
         if step is None or begins_again(self.progress, self.roster, step):
             self._ending.end(verdicts.no_checkpoint_found(self.progress.trained_to))
         else:
             self._decide(step, now_s)
 
     def _decide(self, step: int, now_s: float) -> None:
-        decision = decide(self.roster, self.shard_of, step, self.generation)
+        self.membership = self.roster.membership(self.membership)
+        decision = decide(self.roster, self.membership, step, self.generation)
         record = self._record
         record.resume_step = step
         record.decided_s = now_s
@@ -427,7 +428,7 @@ class RecoveryMachine(Course):
         self.progress.resumes(step, self.generation)
         self.enter(Stage.RECOVERING, self.roster.holder_numbers(), now_s + self.settings.recover_deadline_s)
         reason = f"resume at step {step}, where every shard can be"
-        self._orders.to_all(msg.Recover(self.generation, step, decision.transfers), reason)
+        self._orders.to_all(msg.Recover(self.generation, step, decision.transfers, self.membership), reason)
 
     def _recovered(self, now_s: float) -> None:
         self._record.restored_s = now_s

@@ -13,7 +13,6 @@ from keepstep.protocol.recovery.stages import Effect
 class Orders:
     """Addresses each order, and gives it its reason."""
 
-    world_size: int
     _effects: list[Effect] = dataclasses.field(default_factory=list)
 
     def take(self) -> list[Effect]:
@@ -35,7 +34,7 @@ class Orders:
         assert worker.rank is not None
         assert worker.local_rank is not None
         local = (worker.local_rank, worker.local_world_size)
-        self.send(worker.node, Assign(worker.worker, generation, worker.rank, self.world_size, *local), reason)
+        self.send(worker.node, Assign(worker.worker, generation, worker.rank, *local), reason)
 
     def fence(self, worker: Worker, reason: str) -> None:
         """Has the worker's process killed."""

@@ -55,7 +55,7 @@ class SimulatedController:
         job = self.machine.job
         if self._start_up.begins_anew(job.stage, job.generation):
             self._start_up_file.clear()
-        for answer in self._start_up.settle(is_complete=bool(job.shard_of)):
+        for answer in self._start_up.settle(is_complete=job.membership is not None):
             self.world.start_up.answers(answer)
 
     def drain(self) -> None:

@@ -363,6 +363,7 @@ class SimulatedWorker(SimulatedProcess):
             self.go()
             return
         self.world.oracle.drain.begins_step(self, step)
+        self.world.oracle.members.begins_step(self)
         self._gradients = None
         self.local.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)

@@ -20,6 +20,7 @@ class Check(enum.StrEnum):
     SPARE_CHOICE = "a spare taken from the wrong place"
     STUCK = "neither progresses nor ends"
     ENDED = "ended without need"
+    MEMBERSHIP = "a membership that is not the job's"
     LOCAL_RANKS = "local ranks doubled or out of range"
     ONCE = "done twice, or by two at a time"
     START_UP = "another start-up's or rank's value, or too early"

@@ -28,7 +28,7 @@ from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.drain import DrainWatch
-from keepstep.sim.oracle.placement import Loss, SpareChoice, check_local_ranks
+from keepstep.sim.oracle.placement import Loss, MembershipWatch, SpareChoice, check_local_ranks
 from keepstep.sim.oracle.startup import StartUpWatch
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Oracle:
         self.cohorts: list[Cohort] = []
         self.causes = Causes()
         self.drain = DrainWatch(world)
+        self.members = MembershipWatch(world)
         self.start_up = StartUpWatch(world)
         self._spare_choice = SpareChoice(world)
         self.furthest = 0

@@ -1,4 +1,4 @@
-"""Which spare takes a rank: that it is the one from the right place; and the local ranks of a node.
+"""Which spare takes a rank: that it is the one from the right place; the local ranks of a node; and who ranks are told.
 
 After a software fault a spare on the lost rank's own node is the best, then one in its failure domain: what they have
 in common is known to work. After the loss of a node it is the other way around. Looked at only where a single fault has
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.controller import JournalEntry
-from keepstep.protocol.messages import AnyMessage, Assign, WorkerReady
+from keepstep.protocol.messages import AnyMessage, Assign, Member, Membership, WorkerReady
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
@@ -80,6 +80,31 @@ class SpareChoice:
     def _near(self, worker: SimulatedWorker, lost_on: str) -> int:
         name = worker.node.name
         return (name == lost_on) + (self._domains[name] == self._domains[lost_on])
+
+
+class MembershipWatch:
+    """Compares the memberships that ranks were told with who they are, and with each other's."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._told: dict[int, Membership] = {}
+        """By generation: what the first rank was told that began a step there."""
+
+    def begins_step(self, worker: SimulatedWorker) -> None:
+        """A rank begins a step.
+
+        Raises:
+            ViolationError: it is not the member of its rank, or another rank of its generation was told another one.
+        """
+        machine, told = worker.machine, worker.machine.membership
+        if told is None or machine.rank is None:
+            raise ViolationError(Check.MEMBERSHIP, f"{worker} trains and was told no membership")
+        own = Member(worker.number, worker.node.name, self._world.shard_of(machine.rank))
+        if told.world_size != self._world.layout.world_size or told.member(machine.rank) != own:
+            raise ViolationError(Check.MEMBERSHIP, f"{worker} is {own}, and was told {told}")
+        others = self._told.setdefault(machine.generation, told)
+        if others is not told and others != told:
+            raise ViolationError(Check.MEMBERSHIP, f"{worker} was told {told}, and another rank {others}")
 
 
 def check_local_ranks(members: dict[int, SimulatedWorker]) -> None:

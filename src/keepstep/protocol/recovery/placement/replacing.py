@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
-from keepstep.protocol.messages import Cause, WorkerLost
+from keepstep.protocol.messages import Cause, Membership, WorkerLost
 from keepstep.protocol.recovery.end.ending import Ending
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.processes import Processes
@@ -73,7 +72,7 @@ class Replacing:
             self._roster.mark_lost(spare, gone=False)
             self._orders.fence(spare, reason)
 
-    def move(self, shard_of: Mapping[int, str], now_s: float) -> list[tuple[Worker, WorkerLost]]:
+    def move(self, membership: Membership, now_s: float) -> list[tuple[Worker, WorkerLost]]:
         """Marks the workers as lost whose ranks go elsewhere now, and says so of each.
 
         They go as far as warm spares can take their ranks and others hold their shards. None goes while more such
@@ -83,12 +82,12 @@ class Replacing:
         displaced = roster.displaced()
         if not displaced or roster.num_ready_spares < min(len(roster.spares()), len(displaced)):
             return []
-        left = Counter(shard_of[worker.rank] for worker in roster.holders() if worker.rank is not None)
+        left = Counter(membership.shard(worker.rank) for worker in roster.holders() if worker.rank is not None)
         moved: list[tuple[Worker, WorkerLost]] = []
         for worker in sorted(displaced, key=lambda each: each.worker):
             assert worker.rank is not None
-            if len(moved) < roster.num_ready_spares and left[shard_of[worker.rank]] > 1:
-                left[shard_of[worker.rank]] -= 1
+            if len(moved) < roster.num_ready_spares and left[membership.shard(worker.rank)] > 1:
+                left[membership.shard(worker.rank)] -= 1
                 is_closed = roster.nodes[worker.node].is_closed
                 why = "its node is to leave" if is_closed else "it shared a device, and another one is free"
                 moved.append((worker, WorkerLost(worker.worker, Cause.MOVED, why, False, None, now_s)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from keepstep.protocol.messages import NodeJoined, SafePointReached, WorkerReady
+from keepstep.protocol.messages import Member, Membership, NodeJoined, SafePointReached, WorkerReady
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
 from keepstep.protocol.recovery.placement.topology import Placement, choose_local_rank, choose_spare
 from keepstep.protocol.recovery.stages import RecoverySettings
@@ -102,6 +102,17 @@ class Roster:
         """rank -> where its process is, or was: the node itself may be given up by now."""
         self._last_local_rank: dict[int, int] = {}
         """rank -> the local rank that its process has there, or had."""
+
+    def membership(self, before: Membership | None) -> Membership:
+        """All rank holders as one value. Every rank has one.
+
+        Args:
+            before: the last membership, in which ranks held the same shards; None: as the holders reported.
+        """
+        holders = (self._holders[rank] for rank in range(self.world_size))
+        if before is not None:
+            return Membership.of(Member(each.worker, each.node, before.shard(each.rank or 0)) for each in holders)
+        return Membership.of(Member(each.worker, each.node, each.ready.shard if each.ready else "") for each in holders)
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 

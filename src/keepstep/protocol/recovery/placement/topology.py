@@ -1,4 +1,4 @@
-"""Who holds what: ranks, shards and replica groups, and the choice of a spare for a rank."""
+"""Where workers are, and the choice of a spare for a rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ class Placement:
     domain: str = ""
     penalty: int = 0
     """How much is to be said against it, as `Quarantine.penalty` counts."""
-
-
-def replica_groups(shard_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold each shard, in rank order. Plain DDP: one shard, all ranks one replica group."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(shard_of):
-        groups.setdefault(shard_of[rank], []).append(rank)
-    return {shard: tuple(ranks) for shard, ranks in groups.items()}
 
 
 def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault: bool) -> int | None:

@@ -1,0 +1,79 @@
+"""Who is in the job in one generation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import msgspec
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One rank's place in the job."""
+
+    worker: int
+    """The number of the process that holds the rank."""
+    node: str
+    shard: str
+    """What the rank holds; ranks of equal shards are replicas of each other."""
+
+
+class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
+    """One immutable value per generation: the member at each rank. A job that shrinks or grows has another one.
+
+    Nodes and shards are written once, and by rank their numbers: for 16,384 replicas on 2,048 nodes that makes 130 KiB
+    of a message instead of 510.
+    """
+
+    workers: tuple[int, ...]
+    """By rank."""
+    nodes: tuple[str, ...]
+    node_numbers: tuple[int, ...]
+    """By rank: which of ``nodes``."""
+    shards: tuple[str, ...]
+    shard_numbers: tuple[int, ...]
+    """By rank: which of ``shards``."""
+
+    def __post_init__(self) -> None:
+        for numbers, names in ((self.node_numbers, self.nodes), (self.shard_numbers, self.shards)):
+            if len(numbers) != len(self.workers) or not all(0 <= number < len(names) for number in set(numbers)):
+                raise ValueError(f"a membership of {len(self.workers)} ranks with {len(numbers)} places")
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> Membership:
+        """The membership of these members, in the order of their ranks."""
+        listed = tuple(members)
+        nodes = {name: number for number, name in enumerate(dict.fromkeys(member.node for member in listed))}
+        shards = {name: number for number, name in enumerate(dict.fromkeys(member.shard for member in listed))}
+        return cls(
+            tuple(member.worker for member in listed),
+            tuple(nodes),
+            tuple(nodes[member.node] for member in listed),
+            tuple(shards),
+            tuple(shards[member.shard] for member in listed),
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.workers)
+
+    def member(self, rank: int) -> Member:
+        """Who holds a rank, where, and what of the state."""
+        return Member(self.workers[rank], self.nodes[self.node_numbers[rank]], self.shard(rank))
+
+    def shard(self, rank: int) -> str:
+        """What a rank holds."""
+        return self.shards[self.shard_numbers[rank]]
+
+    @functools.cached_property
+    def replicas(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that hold each shard, ascending. Plain DDP: one shard, all ranks are one replica group."""
+        found: dict[str, list[int]] = {shard: [] for shard in self.shards}
+        for rank, number in enumerate(self.shard_numbers):
+            found[self.shards[number]].append(rank)
+        return {shard: tuple(ranks) for shard, ranks in found.items()}
+
+    def is_first_replica(self, rank: int) -> bool:
+        """Whether a rank is the one of its replica group that does what one of them does, such as to save."""
+        return self.replicas[self.shard(rank)][0] == rank
