@@ -147,6 +147,27 @@ def test_a_fault_waits_for_a_warm_spare(tmp_path: Path, flags: list[str]) -> Non
     assert is_warm is not bool(flags)
 
 
+def test_a_call_that_gloo_refuses_raises_in_every_step_and_costs_nothing(tmp_path: Path) -> None:
+    """In front of the update and behind it, around a failure in each phase; while one is known it may be echoed."""
+    wrong = (
+        "try:\n"
+        "            torch.distributed.all_reduce(torch.ones(1), op=torch.distributed.ReduceOp.BAND)\n"
+        "            assert session._coordination.interrupted\n"
+        "        except RuntimeError as error:\n"
+        "            assert 'ReduceOp.BAND' in str(error)\n"
+        "        "
+    )
+    script = changed(
+        tmp_path,
+        ("model(data).pow", f"{wrong}model(data).pow"),
+        ("optimizer.zero_grad()", f"{wrong}optimizer.zero_grad()"),
+    )
+    faults, steps = specification([("kill", phase) for phase in IN_A_STEP], 3)
+    code, result, output = drill(tmp_path, "--nproc-per-node", 3, "--faults", faults, script, "--steps", steps)
+    assert code == 0, output
+    assert len(result["faults"]) == len(IN_A_STEP)
+
+
 # ---- when it says NO ------------------------------------------------------------------------------------------------
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from tests.support.jobs import SCRIPTS, drill, run
 
-KILLS = "kill@step=5,phase=forward,rank=0; kill@step=12,phase=backward,rank=1; kill@step=20,phase=optimizer,rank=2"
+PHASES = ("forward", "backward", "synced", "optimizer")
+KILLS = "; ".join(f"kill@step={5 + 6 * n},phase={phase},rank={n % 3}" for n, phase in enumerate(PHASES))
 
 
 def test_a_replacement_trains_with_what_the_ranks_exchanged(tmp_path: Path) -> None:
     code, result, output = drill(tmp_path, "--nproc-per-node", 3, "--faults", KILLS, SCRIPTS / "exchange.py")
     assert code == 0, output
-    assert len(result["faults"]) == 3
+    assert len(result["faults"]) == len(PHASES)
 
 
 def test_a_replacement_holds_the_very_objects_of_the_process_that_it_replaces() -> None:
