@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from keepstep.weights.memory.blocks import Block
     from keepstep.weights.publisher import Buffers, Publisher
     from keepstep.weights.subscriber import Subscriber
-    from keepstep.worker.session import Session, init
-    from keepstep.worker.step.step import Step
+    from keepstep.worker.session import Session, Step, init
 
 __version__ = "0.1.0"
 
@@ -62,7 +61,7 @@ _MODULES = {
     "Buffers": "keepstep.weights.publisher",
     "Publisher": "keepstep.weights.publisher",
     "Session": "keepstep.worker.session",
-    "Step": "keepstep.worker.step.step",
+    "Step": "keepstep.worker.session",
     "Subscriber": "keepstep.weights.subscriber",
     "init": "keepstep.worker.session",
 }

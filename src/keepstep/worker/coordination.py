@@ -30,7 +30,7 @@ from keepstep.tagpage import TagWriter
 from keepstep.weights.lines.line import Flag
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
-from keepstep.worker.step.missing import MissingValues, line_of_script
+from keepstep.worker.values.missing import MissingValues, line_of_script
 
 ORDER_DEADLINE_S = 3600.0
 """The controller has deadlines of its own for everything it waits for; this one only ends a wait on a lost one."""

@@ -1,4 +1,4 @@
-"""The user's handle: `init`, `Session.protect`, `Session.steps`."""
+"""The user's handles: `init`, `Session.protect`, `Session.steps`, and each `Step`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.communicator import LOOPBACK
-from keepstep.worker.coordination import Coordination
+from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
@@ -30,7 +31,7 @@ from keepstep.worker.jobstore.line import StoreLine
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.ddp import DataParallel
-from keepstep.worker.process.parking import take_parked
+from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
@@ -38,7 +39,6 @@ from keepstep.worker.state.layout import compare_with_rank_0
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
-from keepstep.worker.step.step import Step
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
 from keepstep.worker.values.declared import DeclaredState
@@ -343,3 +343,43 @@ class Session:
         if self._settings is None or not self._settings.digest or self._state is None:
             return None
         return self._state.digest()
+
+
+class Step:
+    """One attempt at one optimizer step. Use it once, as ``with step:``.
+
+    Attributes:
+        index: the number of the step, from 0; parameters *at step i* are those that step i's forward reads.
+        attempt: how often this step was begun before on this rank.
+        resumed: True for the first step after a recovery or a checkpoint: iterators must be made anew.
+        committed: after the ``with``: whether the step counts. An interrupted attempt is undone and comes again.
+    """
+
+    def __init__(self, controller: StepController, index: int, attempt: int, resumed: bool) -> None:
+        self.index = index
+        self.attempt = attempt
+        self.resumed = resumed
+        self.committed = False
+        self._controller = controller
+
+    def __enter__(self) -> Step:
+        self._controller.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            try:
+                self._controller.commit()
+                self.committed = True
+                return False
+            except StepInterrupted:
+                pass
+        elif not self._controller.is_interruption(error):
+            return False
+        self._controller.undo()
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Step {self.index}, attempt {self.attempt}, {'committed' if self.committed else 'not committed'}>"

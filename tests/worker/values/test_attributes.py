@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch, UsageError
-from keepstep.worker.step.missing import Missing
 from keepstep.worker.values.attributes import State, from_bytes, to_bytes
+from keepstep.worker.values.missing import Missing
 
 
 def free(_attribute: str) -> None:

@@ -11,7 +11,7 @@ from keepstep.config import has_no_rank, rank_environment, spare_to_park
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.protocol.messages import WorkerFailed, text
 from keepstep.worker.coordination import StepInterrupted
-from keepstep.worker.process.parking import park
+from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch, UsageError
 from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.worker.state import tree
-from keepstep.worker.step.missing import Missing
+from keepstep.worker.values.missing import Missing
 
 Refusal = Callable[[str], str | None]
 """Given an attribute as the script writes it: why it may not be changed at this moment, or None."""

@@ -14,7 +14,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from keepstep.worker.step.missing import MissingValues
+from keepstep.worker.values.missing import MissingValues
 
 
 class Job:
