@@ -32,12 +32,12 @@ from rich.console import Console
 from torch import distributed as dist
 from weights_cast import IN_MEMORY
 
+from keepstep.cancel import CancelToken
 from keepstep.protocol.messages import Transfer
-from keepstep.weights.lines.line import Flag
 from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.state import neighbour
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import Source, Way, receive_state, send_state
+from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
 
 CONTEXT = multiprocessing.get_context("spawn")
 NUM_RANKS, RECEIVER = 3, 2
@@ -71,7 +71,7 @@ class Rank:
         self.optimizer.zero_grad()
         self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer})
         self.rank, self.file = rank, folder / "state.pt"
-        self.source, self.stop = Source(), Flag()
+        self.source, self.stop = Source(), CancelToken()
         store = dist.FileStore(str(folder / "store"), NUM_RANKS)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=DEADLINE_S)
@@ -108,7 +108,7 @@ class Rank:
 
     def restore(self) -> None:
         """What a recovery does."""
-        way = Way(dist.group.WORLD, self.stop)
+        way = StateTransport(dist.group.WORLD, self.stop)
         if self.rank == RECEIVER:
             receive_state(self.state, 1, self.rank, ROUTE, way, lambda: None)
         else:

@@ -103,7 +103,7 @@ def test_a_consumer_that_fails_is_named_and_left_out(how: str, tmp_path: Path) -
     assert second[0] == second[2] == ()
     (failure,) = second[1]
     kind, text = {
-        "killed": ("SubscriberLost", "engine 2: has closed the line"),
+        "killed": ("SubscriberLost", "engine 2: has closed the connection"),
         "stopped": ("SubscriberLost", "engine 2: has shown nothing for 2 s"),
         "raises": ("LoadError", "ValueError('this consumer does not like what it is given')"),
     }[how]

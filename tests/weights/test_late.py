@@ -11,7 +11,7 @@ from tests.weights.test_delivery import sharded, shards
 from tests.worker.ranks import DEADLINE_S, meet, run_ranks
 
 from keepstep.errors import PublisherLost, UsageError
-from keepstep.weights.device import catchup
+from keepstep.weights.device import late_subscribers
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.subscriber import Subscriber
 
@@ -50,7 +50,7 @@ def test_who_has_the_newest_version_is_not_served_again(tmp_path: Path) -> None:
     with publish(tmp_path, weights, 0, 1, copies=True) as publisher, subscribe(tmp_path, into=own) as consumer:
         consumer.attach(DEADLINE_S)
         publish_to(publisher, consumer, 1)
-        consumer._leave("the line broke")
+        consumer._leave("the connection broke")
         consumer.attach(DEADLINE_S)
         publish_to(publisher, consumer, 2)
         assert publisher.buffer_bytes == 4 * (1024 + 64), "nobody was served apart"
@@ -136,9 +136,9 @@ def refuse() -> None:
     """From here on nobody who comes late is served."""
 
     def fail(self: Any, *arguments: Any) -> None:
-        raise catchup.CannotGoOn("rank 0", "this is a test")
+        raise late_subscribers.CannotGoOn("rank 0", "this is a test")
 
-    catchup.CatchUps._serve_now = fail
+    late_subscribers.LateSubscribers._serve_now = fail
 
 
 def test_a_late_consumer_whose_holder_fails_is_told(tmp_path: Path) -> None:

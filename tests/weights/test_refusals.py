@@ -27,8 +27,8 @@ from keepstep.errors import (
 )
 from keepstep.protocol.transfer.consumer import Condition
 from keepstep.protocol.transfer.messages import DeviceCalled, MovementSeen, UpdateOffered
+from keepstep.weights.channels.listener import dial, listener_path
 from keepstep.weights.device import stages
-from keepstep.weights.lines.door import door_path, knock
 from keepstep.weights.memory.blocks import Block
 
 Weights = dict[str, Any]
@@ -314,8 +314,8 @@ def test_damaged_weights_are_never_ready(tmp_path: Path) -> None:
 def test_who_says_something_else_at_the_door_is_sent_away(tmp_path: Path) -> None:
     with publish(tmp_path, plain(), 0, 1) as publisher:
         for stranger in (MovementSeen(0), DeviceCalled(5, 0), UpdateOffered(-1, 0, 1, 0, (), ())):
-            with pytest.raises(RemoteProtocolError, match=r"opens no line|there is no rank"):
-                knock(door_path(tmp_path, 0), stranger, "rank 0", 1e9)
+            with pytest.raises(RemoteProtocolError, match=r"opens no connection|there is no rank"):
+                dial(listener_path(tmp_path, 0), stranger, "rank 0", 1e9)
         assert publisher.publish(1).failures == ()
 
 
@@ -328,7 +328,7 @@ def test_a_publisher_that_is_closed_is_missed(tmp_path: Path) -> None:
     with subscribe(tmp_path, into=plain()) as consumer:
         with publish(tmp_path, plain(), 0, 1):
             consumer.attach(DEADLINE_S)
-        with pytest.raises(PublisherLost, match="rank 0 has closed the line"):
+        with pytest.raises(PublisherLost, match="rank 0 has closed the connection"):
             consumer.receive(DEADLINE_S)
         with publish(tmp_path, plain(), 0, 1) as publisher:
             thread = threading.Thread(target=consumer.receive, args=[DEADLINE_S])
@@ -355,7 +355,7 @@ def test_a_consumer_that_cannot_answer_leaves_a_publisher_that_is_gone(tmp_path:
         publishing = threads.submit(publishers[0].publish, 1)
         with pytest.raises(PublisherLost, match="it was interrupted"):
             consumer.receive(DEADLINE_S)
-        with pytest.raises(PublisherLost, match="rank 0 has closed the line"):
+        with pytest.raises(PublisherLost, match="rank 0 has closed the connection"):
             consumer.receive(DEADLINE_S)
         consumer.attach(DEADLINE_S)
         with publishers[1]:

@@ -10,13 +10,13 @@ from types import TracebackType
 
 import torch
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, UsageError
-from keepstep.weights.device.catchup import CatchUps, Kept
 from keepstep.weights.device.device import Device, Settings
-from keepstep.weights.device.stages import Course
+from keepstep.weights.device.late_subscribers import LateSubscribers, PublishedCopy
+from keepstep.weights.device.stages import RankPlan
 from keepstep.weights.device.update import Update
 from keepstep.weights.device.verdicts import Failed, error_of
-from keepstep.weights.lines.line import Flag
 from keepstep.weights.memory.blocks import NamedBlock, Weights, copies_of, fingerprint, named_blocks
 from keepstep.weights.spans import Spans
 
@@ -99,16 +99,16 @@ class Publisher:
         self._check_sizes(buffers.bucket_bytes)
         self._settings = settings
         self._copies = self._copies_of(self._blocks)
-        self._course: Course | None = None
+        self._course: RankPlan | None = None
         self._changed = threading.Condition()
         self._is_publishing = False
-        self._stop = Flag()
-        self._catch_ups = CatchUps(settings)
+        self._stop = CancelToken()
+        self._catch_ups = LateSubscribers(settings)
         self._device = Device(
             settings,
             generation,
             lambda attached, version: self._catch_ups.came(self._device, attached, version),
-            lambda line, called: self._catch_ups.serve(self._device, line, called),
+            lambda connection, called: self._catch_ups.serve(self._device, connection, called),
         )
         self._device.open()
 
@@ -136,7 +136,7 @@ class Publisher:
     @property
     def consumers(self) -> tuple[str, ...]:
         """Names of the consumers attached to this device now."""
-        return tuple(each.name for each in self._device.attendance.present())
+        return tuple(each.name for each in self._device.subscriber_registry.present())
 
     @property
     def is_publishing(self) -> bool:
@@ -149,7 +149,7 @@ class Publisher:
         Raises:
             PeerLost: they did not come in time.
         """
-        if not self._device.attendance.wait_for(num_consumers, timeout_s):
+        if not self._device.subscriber_registry.wait_for(num_consumers, timeout_s):
             there, rank = len(self.consumers), self._settings.rank
             raise PeerLost(f"{there} of {num_consumers} consumers came to rank {rank} in {timeout_s:g} s")
 
@@ -203,7 +203,7 @@ class Publisher:
                 self._stop.set()
 
     def close(self) -> None:
-        """Ends all lines and gives the buffers back. Consumers keep what they have, and wait for another publisher."""
+        """Ends all connections and frees the buffers. Consumers keep what they have, and wait for another publisher."""
         self.interrupt()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_publishing)
@@ -259,7 +259,9 @@ class Publisher:
             update = Update(self._device, version, self._copies, self._stop)
             self._course = update.run(self._course)
             if self._has_copies:
-                self._catch_ups.keep(self._device, Kept(version, self._course.layout, self._copies), update.served)
+                self._catch_ups.keep(
+                    self._device, PublishedCopy(version, self._course.layout, self._copies), update.served
+                )
             return Published(version, tuple(update.failures), update.spans)
         except Failed as failed:
             raise error_of(failed.notice, f"version {version} was not published") from None

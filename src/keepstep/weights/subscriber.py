@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import (
     ChecksumMismatch,
     ConfigurationError,
@@ -26,11 +27,12 @@ from keepstep.protocol.transfer.consumer import Condition, ConsumerState
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Bucket
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, wait
+from keepstep.weights.channels.flow import attach_buffer
+from keepstep.weights.channels.listener import RETRY_S, dial, listener_path
 from keepstep.weights.device.verdicts import error_of
-from keepstep.weights.lines.door import RETRY_S, door_path, knock
-from keepstep.weights.lines.line import Flag, Interrupted, Line, LineEnded, wait
 from keepstep.weights.memory.blocks import Weights
-from keepstep.weights.memory.buffers import Buffer, attach_buffer
+from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import checksum_in
 from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
 from keepstep.weights.spans import Spans
@@ -93,7 +95,7 @@ class Subscriber:
         """When the reload was busy in the latest update."""
         self.last_error: KeepstepError | None = None
         """Why the latest update did not come; None since a version has come."""
-        self._path = door_path(Path(folder), device)
+        self._path = listener_path(Path(folder), device)
         self._device, self._deadline_s = device, deadline_s
         self._state = ConsumerState(atomic and into is not None)
         self._changed = threading.Condition()  # reentrant
@@ -101,12 +103,12 @@ class Subscriber:
         self._num_users = 0
         self._is_switching = False
         self._generation = 0
-        self._line: Line | None = None
+        self._connection: Connection | None = None
         self._ipc: Buffer | None = None
         self._update: _Update | None = None
         self._layout: Layout | None = None
         self._buckets: dict[int, Bucket] = {}
-        self._stop = Flag()
+        self._stop = CancelToken()
         self._thread: threading.Thread | None = None
 
     # ---- use --------------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ class Subscriber:
     @property
     def is_attached(self) -> bool:
         """Whether a publisher is there."""
-        return self._line is not None
+        return self._connection is not None
 
     @contextlib.contextmanager
     def using(self, timeout_s: float | None = None) -> Iterator[int]:
@@ -198,12 +200,12 @@ class Subscriber:
         while True:
             try:
                 self.receive(3600.0)
-            except Interrupted:
+            except Cancelled:
                 return
             except KeepstepError:  # noted in last_error; the next version may come
                 try:
                     wait([], time.monotonic() + RETRY_S, self._stop)
-                except Interrupted:
+                except Cancelled:
                     return
 
     def receive(self, timeout_s: float) -> int:
@@ -220,9 +222,9 @@ class Subscriber:
         until_s = time.monotonic() + timeout_s
         try:
             while True:
-                line = self._attached_line(until_s)
-                message = self._next(line, until_s)
-                if message is not None and (version := self._hear(line, message)) is not None:
+                connection = self._attached_line(until_s)
+                message = self._next(connection, until_s)
+                if message is not None and (version := self._hear(connection, message)) is not None:
                     return version
         except KeepstepError as error:
             self._note(error)
@@ -233,26 +235,26 @@ class Subscriber:
             self.last_error = error
             self._changed.notify_all()
 
-    def _attached_line(self, until_s: float) -> Line:
-        """The line to the device; opened if there is none."""
-        if self._line is None:
+    def _attached_line(self, until_s: float) -> Connection:
+        """The connection to the device; opened if there is none."""
+        if self._connection is None:
             introduction = msg.SubscriberCalled(self.name, self._target.wants, self._generation, self.version)
-            line, welcomed = knock(self._path, introduction, f"rank {self._device}", until_s, self._stop)
-            self._ipc = attach_buffer(welcomed.buffer, line)
-            self._line, self._generation = line, max(self._generation, welcomed.generation)
-        return self._line
+            connection, welcomed = dial(self._path, introduction, f"rank {self._device}", until_s, self._stop)
+            self._ipc = attach_buffer(welcomed.buffer, connection)
+            self._connection, self._generation = connection, max(self._generation, welcomed.generation)
+        return self._connection
 
-    def _next(self, line: Line, until_s: float) -> AnyTransferMessage | None:
+    def _next(self, connection: Connection, until_s: float) -> AnyTransferMessage | None:
         """The next message; in the middle of an update it has to come soon."""
         if self._update is not None:
             until_s = time.monotonic() + self._deadline_s + CONSUMER_PATIENCE_S
-        if not wait([line], until_s, self._stop):
+        if not wait([connection], until_s, self._stop):
             what = "in the middle of an update" if self._update is not None else "yet"
             if self._update is not None:
                 self._leave(f"rank {self._device} showed nothing")
             raise PublisherLost(f"rank {self._device} has sent nothing {what}")
         try:
-            return line.receive_now()
+            return connection.receive_now()
         except PeerLost as error:
             self._leave(str(error))
             raise PublisherLost(str(error)) from None
@@ -260,21 +262,21 @@ class Subscriber:
             self._leave(str(error))
             raise
 
-    def _tell(self, line: Line, message: AnyTransferMessage) -> None:
-        """Tells the publisher. If it is gone, what comes next on the line is its last words, and the end."""
+    def _tell(self, connection: Connection, message: AnyTransferMessage) -> None:
+        """Tells the publisher. If it is gone, what comes next on the connection is its last words, and the end."""
         try:
-            line.send(message, time.monotonic() + self._deadline_s)
-        except LineEnded:
+            connection.send(message, time.monotonic() + self._deadline_s)
+        except ConnectionEnded:
             pass
         except PeerLost as error:
             self._leave(str(error))
             raise PublisherLost(str(error)) from None
 
     def _leave(self, reason: str = "this subscriber was closed") -> None:
-        """Ends the line. What was on its way does not come."""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        """Ends the connection. What was on its way does not come."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         self._fail(reason)
         self._layout = None
         if self._ipc is not None:
@@ -283,17 +285,17 @@ class Subscriber:
 
     # ---- an update --------------------------------------------------------------------------------------------------
 
-    def _hear(self, line: Line, message: AnyTransferMessage) -> int | None:
+    def _hear(self, connection: Connection, message: AnyTransferMessage) -> int | None:
         """Takes a message in; the version, if it was committed by it."""
         update = self._update
         match message:
             case msg.UpdateBegan():
-                self._begin(line, message)
+                self._begin(connection, message)
             case msg.BucketReady(update=number) if update is not None and number == update.number:
                 if not update.has_failed:
-                    self._load(line, update, message)
+                    self._load(connection, update, message)
             case msg.VersionCommitted(update=number) if update is not None and number == update.number:
-                self._commit(line, update)
+                self._commit(connection, update)
                 return update.version
             case msg.UpdateAborted():
                 self._fail(message.reason)
@@ -305,7 +307,7 @@ class Subscriber:
                 raise RemoteProtocolError(f"rank {self._device} sent {other!r:.80}")
         return None
 
-    def _begin(self, line: Line, began: msg.UpdateBegan) -> None:
+    def _begin(self, connection: Connection, began: msg.UpdateBegan) -> None:
         if began.generation < self._generation:
             self._leave("the publisher's generation is over")
             raise StaleGeneration(
@@ -313,7 +315,7 @@ class Subscriber:
             )
         self._generation = began.generation
         self._end_update()
-        buffer = self._buffer_for(line, began)
+        buffer = self._buffer_for(connection, began)
         if began.layout != self._layout:
             buckets = began.layout.plan().buckets
             self._layout = began.layout
@@ -323,19 +325,19 @@ class Subscriber:
         self.spans = Spans()
         with self._changed:
             if not self._state.atomic and not self._is_free():
-                self._refuse(line, update, "its weights are in use")
+                self._refuse(connection, update, "its weights are in use")
                 raise WeightsNotReady(f"version {update.version} could not come: the weights were in use all the time")
             self._state.begin(began.version)
         self._target.prepare(self._layout, self._layout.readers[began.reader].parts)
-        self._finish_if_whole(line, update)
+        self._finish_if_whole(connection, update)
 
-    def _buffer_for(self, line: Line, began: msg.UpdateBegan) -> Buffer:
+    def _buffer_for(self, connection: Connection, began: msg.UpdateBegan) -> Buffer:
         """Where the buckets of this update come. What was prepared for another buffer is of no use in a lent one."""
         assert self._ipc is not None
         if began.lent is None:
             return self._ipc
         self._layout = None
-        return attach_buffer(began.lent, line)
+        return attach_buffer(began.lent, connection)
 
     def _end_update(self) -> None:
         """The update is over, whatever came of it."""
@@ -352,7 +354,7 @@ class Subscriber:
         self._changed.notify_all()
         return is_free
 
-    def _load(self, line: Line, update: _Update, ready: msg.BucketReady) -> None:
+    def _load(self, connection: Connection, update: _Update, ready: msg.BucketReady) -> None:
         bucket = update.missing.pop(ready.bucket, None)
         if bucket is None or not 0 <= ready.slot < update.buffer.num_slots:
             self._leave("the protocol was broken")
@@ -361,47 +363,47 @@ class Subscriber:
             )
         slot = update.buffer.view(ready.slot)
         with self.spans.of("reload", bucket.index):
-            with self._guarded(line, update):
+            with self._guarded(connection, update):
                 checksum = self._target.load(bucket, slot)
             if checksum != checksum_in(slot, bucket):
-                self._refuse(line, update, f"bucket {bucket.index} has a wrong checksum")
+                self._refuse(connection, update, f"bucket {bucket.index} has a wrong checksum")
                 raise ChecksumMismatch(f"bucket {bucket.index} of version {update.version} has a wrong checksum")
-        self._tell(line, msg.SlotFreed(update.number, ready.slot))
-        self._finish_if_whole(line, update)
+        self._tell(connection, msg.SlotFreed(update.number, ready.slot))
+        self._finish_if_whole(connection, update)
 
-    def _finish_if_whole(self, line: Line, update: _Update) -> None:
+    def _finish_if_whole(self, connection: Connection, update: _Update) -> None:
         if not update.missing:
-            with self._guarded(line, update):
+            with self._guarded(connection, update):
                 self._target.finish()
-            self._tell(line, msg.VersionLoaded(update.number))
+            self._tell(connection, msg.VersionLoaded(update.number))
 
     @contextlib.contextmanager
-    def _guarded(self, line: Line, update: _Update) -> Iterator[None]:
+    def _guarded(self, connection: Connection, update: _Update) -> Iterator[None]:
         """The user's code runs inside."""
         try:
             yield
         except Exception as error:  # the user's code may raise anything; the publisher is told, and so is our caller
-            self._refuse(line, update, f"load() raised {error!r}")
+            self._refuse(connection, update, f"load() raised {error!r}")
             raise LoadError(f"load() raised {error!r} in version {update.version}") from error
 
-    def _refuse(self, line: Line, update: _Update, reason: str) -> None:
+    def _refuse(self, connection: Connection, update: _Update, reason: str) -> None:
         """Takes no more of this update, and stays attached."""
         update.has_failed = True
-        self._tell(line, msg.LoadFailed(update.number, reason))
+        self._tell(connection, msg.LoadFailed(update.number, reason))
         self._fail(reason)
 
-    def _commit(self, line: Line, update: _Update) -> None:
+    def _commit(self, connection: Connection, update: _Update) -> None:
         self._end_update()
         with self._changed:
             if self._state.atomic and not self._is_free():
-                self._refuse(line, update, "its weights were in use all the time")
+                self._refuse(connection, update, "its weights were in use all the time")
                 raise WeightsNotReady(f"version {update.version} could not take its place: the weights were in use")
             self._target.commit()
             self._state.commit(update.version)
             self.last_error = None
             self._changed.notify_all()
         with contextlib.suppress(PublisherLost):  # the version is here, whoever wanted to know
-            self._tell(line, msg.VersionTaken(update.number))
+            self._tell(connection, msg.VersionTaken(update.number))
 
     def _fail(self, reason: str) -> None:
         self._end_update()

@@ -18,6 +18,7 @@ from typing import NoReturn, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
+from keepstep.cancel import CancelToken
 from keepstep.config import adopt_rank
 from keepstep.errors import InternalError, PeerLost
 from keepstep.protocol import moves
@@ -27,7 +28,6 @@ from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.waiting.operations import Operation
 from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
 from keepstep.tagpage import TagWriter
-from keepstep.weights.lines.line import Flag
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
 from keepstep.worker.values.missing import MissingValues, line_of_script
@@ -67,7 +67,7 @@ class Coordination:
         """Steps of the checkpoints that this rank can read now; asked by the training thread."""
         self.digests: Callable[[], dict[str, str]] = dict
         """Digests of all protected state by name; the drill asks, in the training thread."""
-        self.broken = Flag()
+        self.broken = CancelToken()
         """Set, by any thread, after the communicators were broken; ends what waits for other ranks besides them."""
         self.break_off: Callable[[], None] = lambda: None
         """Told by any thread that a rank was lost, with the communicators: what else waits for other ranks ends."""

@@ -6,18 +6,18 @@ from typing import NoReturn, assert_never
 
 from torch import distributed as dist
 
+from keepstep.cancel import Cancelled
 from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError
 from keepstep.protocol.messages import Rescue, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
-from keepstep.weights.lines.line import Interrupted
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import Source, Way, receive_state, send_state
+from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
 from keepstep.worker.step.attempt import Attempt
 
 
@@ -150,7 +150,7 @@ class Recovery:
         coordination.page.set_waiting(True)  # each side waits for the other
         try:
             received = self._get_there(move)
-        except (RuntimeError, RemoteProtocolError, PeerLost, CannotGoOn, Interrupted) as error:
+        except (RuntimeError, RemoteProtocolError, PeerLost, CannotGoOn, Cancelled) as error:
             coordination.fell_out("restore", error)
             return
         finally:
@@ -183,7 +183,7 @@ class Recovery:
             send_state(self._state, step, rank, transfer, way, self._source, self._moved)
         return received
 
-    def _way(self) -> Way:
+    def _way(self) -> StateTransport:
         """What carries the state. Raises RuntimeError if a failure has broken it already."""
         stop = self._coordination.broken
         stop.clear()  # before the look at the group: it is set after the group was taken down
@@ -191,7 +191,7 @@ class Recovery:
         inner = self._coordination.groups.world.inner
         if inner is None or not inner.is_up:
             raise RuntimeError("the group was taken down before the transfer began")
-        return Way(inner, stop)
+        return StateTransport(inner, stop)
 
     def _moved(self) -> None:
         self._coordination.page.progress()

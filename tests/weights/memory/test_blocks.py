@@ -307,7 +307,7 @@ def placed_blocks(rank: int, size: int, path: Path, mesh_shape: tuple[int, ...])
     return found
 
 
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=["line", "grid"])
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=["connection", "grid"])
 def test_the_part_of_a_dtensor_is_said_to_be_where_it_is(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
     """Together they are all of it. A part that is not one block may be refused."""
     answers = run_ranks(torch.Size(mesh_shape).numel(), placed_blocks, tmp_path, mesh_shape)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.weights.lines.descriptors import given_back
+from tests.weights.channels.descriptors import given_back
 from tests.worker.ranks import run_ranks
 
 from keepstep.errors import BufferUnavailable, RemoteProtocolError

@@ -12,14 +12,14 @@ import torch
 from tests.worker.ranks import meet, plain_gloo, run_ranks
 from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError, StateMismatch
 from keepstep.protocol.messages import Transfer
+from keepstep.weights.channels.group import BUCKET_TAG
 from keepstep.weights.device import stages
-from keepstep.weights.lines.group import BUCKET_TAG
-from keepstep.weights.lines.line import Flag
 from keepstep.worker.state import neighbour, restore
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import Source, Way, receive_state, send_state
+from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
 
 SMALL_BUCKET_BYTES = 72
 """A few dozen buckets for the small model, and a boundary in the middle of most tensors."""
@@ -74,11 +74,11 @@ def choose(way: str) -> None:
 
 
 def send(state: ProtectedState, step: int, rank: int, route: Transfer, group: Any, moved: Any = lambda: None) -> None:
-    send_state(state, step, rank, route, Way(group, Flag()), Source(SMALL_BUCKET_BYTES), moved)
+    send_state(state, step, rank, route, StateTransport(group, CancelToken()), Source(SMALL_BUCKET_BYTES), moved)
 
 
 def receive(state: ProtectedState, step: int, route: Transfer, group: Any, moved: Any = lambda: None) -> int:
-    return receive_state(state, step, route.receivers[-1], route, Way(group, Flag()), moved)
+    return receive_state(state, step, route.receivers[-1], route, StateTransport(group, CancelToken()), moved)
 
 
 def transfer(
@@ -102,7 +102,7 @@ def transfer(
         received = 0
     else:
         parameters = [id(parameter) for parameter in module.parameters()]
-        received = receive_state(state, 3, rank, route, Way(group, Flag()), lambda: moved.append(1))
+        received = receive_state(state, 3, rank, route, StateTransport(group, CancelToken()), lambda: moved.append(1))
         assert content(state) != before
         assert [id(parameter) for parameter in module.parameters()] == parameters, "filled in place"
     after, digest = content(state), state.digest()

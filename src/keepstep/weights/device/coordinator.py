@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import DeviceFailed, DevicePrepared, MovementSeen, StillThere, UpdateOffered
 from keepstep.protocol.transfer.update import Agreement, Standing, Terms, UpdateMachine, Verdict
+from keepstep.weights.channels.connection import Connection, wait
 from keepstep.weights.device.callers import Callers
-from keepstep.weights.lines.line import Flag, Line, wait
 
 
 class Coordinator:
@@ -27,7 +28,7 @@ class Coordinator:
         """
         self._machine = UpdateMachine(terms, time.monotonic(), former)
         self._offers, self._sign_s = offers, sign_s
-        self._lines: dict[int, Line] = {}
+        self._connections: dict[int, Connection] = {}
         """To the devices that take part, by rank."""
         self._broken_off: tuple[str, str] | None = None
 
@@ -42,7 +43,7 @@ class Coordinator:
         self._offers.changed.set()
 
     def run(self) -> None:
-        """Until the update has ended, one way or the other. The verdict is the last thing on each line."""
+        """Until the update has ended, one way or the other. The verdict is the last thing on each connection."""
         machine = self._machine
         sign_due_s = time.monotonic() + self._sign_s
         while not machine.is_over:
@@ -50,47 +51,47 @@ class Coordinator:
             if news := self._look_around():
                 self._tell(*news)
                 continue
-            awaited: list[Line | Flag] = [self._offers.changed, *self._lines.values()]
+            awaited: list[Connection | CancelToken] = [self._offers.changed, *self._connections.values()]
             ready = wait(awaited, min(sign_due_s, machine.deadline_s))
             verdicts: list[Verdict] = []
-            for rank, line in list(self._lines.items()):
-                if line in ready:
-                    verdicts += self._hear(rank, line)
+            for rank, connection in list(self._connections.items()):
+                if connection in ready:
+                    verdicts += self._hear(rank, connection)
             now_s = time.monotonic()
             verdicts += machine.tick(now_s)
             self._tell(*verdicts)
             if now_s >= sign_due_s:
                 self._tell(StillThere())
                 sign_due_s = now_s + self._sign_s
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def _look_around(self) -> list[Verdict]:
         """Takes in who has come."""
         if self._broken_off is not None:
             return self._machine.abort(*self._broken_off)
         verdicts: list[Verdict] = []
-        for rank, (offer, line) in self._offers.present().items():
+        for rank, (offer, connection) in self._offers.present().items():
             standing = self._machine.standing_of(offer)
-            if standing is Standing.IS_AHEAD and not line.has_ended:
+            if standing is Standing.IS_AHEAD and not connection.has_ended:
                 verdicts += self._machine.ahead(offer)
-            elif self._offers.take(rank, line):
-                verdicts += self._take_in(offer, line, standing)
+            elif self._offers.take(rank, connection):
+                verdicts += self._take_in(offer, connection, standing)
         return verdicts
 
-    def _take_in(self, offer: UpdateOffered, line: Line, standing: Standing) -> list[Verdict]:
-        if standing is not Standing.JOINS or line.has_ended:
-            self._tell_one(line, self._machine.past(offer))
-            line.close()
+    def _take_in(self, offer: UpdateOffered, connection: Connection, standing: Standing) -> list[Verdict]:
+        if standing is not Standing.JOINS or connection.has_ended:
+            self._tell_one(connection, self._machine.past(offer))
+            connection.close()
             return []
-        if (former := self._lines.pop(offer.rank, None)) is not None:
+        if (former := self._connections.pop(offer.rank, None)) is not None:
             former.close()
-        self._lines[offer.rank] = line
+        self._connections[offer.rank] = connection
         return self._machine.receive(offer.rank, offer, time.monotonic())
 
-    def _hear(self, rank: int, line: Line) -> list[Verdict]:
+    def _hear(self, rank: int, connection: Connection) -> list[Verdict]:
         try:
-            message = line.receive_now()
+            message = connection.receive_now()
         except (PeerLost, RemoteProtocolError) as error:
             return self._lose(rank, str(error))
         match message:
@@ -102,7 +103,7 @@ class Coordinator:
                 return self._lose(rank, f"it sent {other!r:.80}")
 
     def _lose(self, rank: int, reason: str) -> list[Verdict]:
-        self._lines.pop(rank).close()
+        self._connections.pop(rank).close()
         return self._machine.lost(rank, reason)
 
     def _tell(self, *messages: Verdict | StillThere) -> None:
@@ -110,14 +111,14 @@ class Coordinator:
         untold = deque(messages)
         while untold:
             message = untold.popleft()
-            for rank, line in list(self._lines.items()):
-                if (reason := self._tell_one(line, message)) is not None:
+            for rank, connection in list(self._connections.items()):
+                if (reason := self._tell_one(connection, message)) is not None:
                     untold += self._lose(rank, reason)
 
-    def _tell_one(self, line: Line, message: Verdict | StillThere) -> str | None:
+    def _tell_one(self, connection: Connection, message: Verdict | StillThere) -> str | None:
         """Why it cannot be told."""
         try:
-            line.send(message, time.monotonic() + self._sign_s)
+            connection.send(message, time.monotonic() + self._sign_s)
         except PeerLost as error:
             return str(error)
         return None

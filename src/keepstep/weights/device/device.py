@@ -1,4 +1,4 @@
-"""One device among those that publish: its door, its buffers, and who is connected to it."""
+"""One device among those that publish: its listener, its buffers, and who is connected to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from keepstep.protocol.transfer.layout import Consumer
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Limits
 from keepstep.protocol.transfer.update import Agreement
-from keepstep.weights.device.attendance import Attached, Attendance
+from keepstep.weights.channels.connection import Connection
+from keepstep.weights.channels.listener import Listener, listener_path, make_private
 from keepstep.weights.device.callers import Callers
-from keepstep.weights.device.mesh import Mesh
-from keepstep.weights.lines.door import Door, door_path, make_private
-from keepstep.weights.lines.line import Line
+from keepstep.weights.device.source_connections import SourceConnections
+from keepstep.weights.device.subscriber_registry import Attached, SubscriberRegistry
 from keepstep.weights.memory.buffers import Buffer, make_buffer
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES
 
@@ -63,23 +63,23 @@ class Settings:
 
 
 class Device:
-    """What lasts from one update to the next. The door's threads and the publishing one meet here."""
+    """What lasts from one update to the next. The listener's threads and the publishing one meet here."""
 
     def __init__(
         self,
         settings: Settings,
         generation: int,
         came: Callable[[Attached, int | None], None],
-        asked: Callable[[Line, msg.CatchUpCalled], None],
+        asked: Callable[[Connection, msg.CatchUpCalled], None],
     ) -> None:
         """Args:
         settings: of this device.
         generation: of the membership.
         came: told of each consumer that has attached itself, and of the version it has.
-        asked: given the line of each device that asks for what was published last; it owns the line.
+        asked: given the connection of each device that asks for what was published last; it owns the connection.
         """
         self.settings, self.generation = settings, generation
-        self.attendance = Attendance()
+        self.subscriber_registry = SubscriberRegistry()
         self.readers = Callers[msg.DeviceCalled]()
         """Of this device's H2D buffer."""
         self.offers = Callers[msg.UpdateOffered]()
@@ -92,13 +92,15 @@ class Device:
         make_private(settings.folder)
         self.h2d = settings.make_buffer()
         self.ipc = settings.make_buffer()
-        self.mesh = Mesh(settings.folder, settings.rank, settings.world_size, settings.buffers_on)
-        self._door: Door | None = None
-        self._door_path = door_path(settings.folder, settings.rank)
+        self.source_connections = SourceConnections(
+            settings.folder, settings.rank, settings.world_size, settings.buffers_on
+        )
+        self._listener: Listener | None = None
+        self._door_path = listener_path(settings.folder, settings.rank)
 
     def open(self) -> None:
         """From now on others find it; whoever is told of them must be ready."""
-        self._door = Door(self._door_path, self._answer)
+        self._listener = Listener(self._door_path, self._answer)
 
     @property
     def last_update(self) -> int:
@@ -117,51 +119,53 @@ class Device:
             return self._last_update
 
     def close(self) -> None:
-        """Ends all lines and gives the buffers back."""
-        if self._door is not None:
-            self._door.close()
-        self.mesh.drop()
-        self.attendance.close()
+        """Ends all connections and gives the buffers back."""
+        if self._listener is not None:
+            self._listener.close()
+        self.source_connections.drop()
+        self.subscriber_registry.close()
         self.readers.close()
         self.offers.close()
         self.h2d.close()
         self.ipc.close()
 
-    def _answer(self, line: Line, message: AnyTransferMessage) -> None:
-        """Somebody knocks. Runs in the door's threads."""
+    def _answer(self, connection: Connection, message: AnyTransferMessage) -> None:
+        """Somebody knocks. Runs in the listener's threads."""
         try:
-            self._welcome(line, message)
+            self._welcome(connection, message)
         except PeerLost:
-            line.close()
+            connection.close()
         except BaseException:  # whoever it was does not wait for an answer that does not come
-            line.close()
+            connection.close()
             raise
 
-    def _welcome(self, line: Line, message: AnyTransferMessage) -> None:
+    def _welcome(self, connection: Connection, message: AnyTransferMessage) -> None:
         own, until_s = self.settings.rank, time.monotonic() + self.settings.deadline_s
         match message:
             case msg.DeviceCalled() | msg.UpdateOffered() | msg.CatchUpCalled() | msg.SubscriberCalled() if (
                 refused := self._refused(message)
             ) is not None:
-                line.send(refused, until_s)
-                line.close()
+                connection.send(refused, until_s)
+                connection.close()
             case msg.DeviceCalled(rank=rank):
-                line.who = f"rank {rank}"
-                self.readers.add(message, line, lambda: self.welcome_to(self.h2d, line, until_s))
+                connection.who = f"rank {rank}"
+                self.readers.add(message, connection, lambda: self.welcome_to(self.h2d, connection, until_s))
             case msg.UpdateOffered(rank=rank):
-                line.who = f"rank {rank}"
-                self.offers.add(message, line, lambda: line.send(msg.Welcomed(own, self.generation, None), until_s))
+                connection.who = f"rank {rank}"
+                self.offers.add(
+                    message, connection, lambda: connection.send(msg.Welcomed(own, self.generation, None), until_s)
+                )
             case msg.CatchUpCalled(rank=rank):
-                line.who = f"rank {rank}"
-                self._asked(line, message)
+                connection.who = f"rank {rank}"
+                self._asked(connection, message)
             case msg.SubscriberCalled(name=name, wants=wants):
-                line.who = name
-                attached = Attached(Consumer(name, wants), line)
-                self.attendance.add(attached, lambda: self.welcome_to(self.ipc, line, until_s))
+                connection.who = name
+                attached = Attached(Consumer(name, wants), connection)
+                self.subscriber_registry.add(attached, lambda: self.welcome_to(self.ipc, connection, until_s))
                 self._came(attached, message.version)
             case other:
-                line.send(msg.Refused(f"{other!r:.80} opens no line", stale=False), until_s)
-                line.close()
+                connection.send(msg.Refused(f"{other!r:.80} opens no connection", stale=False), until_s)
+                connection.close()
 
     def _refused(
         self, called: msg.DeviceCalled | msg.UpdateOffered | msg.CatchUpCalled | msg.SubscriberCalled
@@ -179,7 +183,7 @@ class Device:
             return msg.Refused(f"there is no rank {called.rank} among {self.settings.world_size}", stale=False)
         return None
 
-    def welcome_to(self, buffer: Buffer, line: Line, until_s: float) -> None:
+    def welcome_to(self, buffer: Buffer, connection: Connection, until_s: float) -> None:
         """Answers whoever has called to read in a buffer. Raises PeerLost if it is gone."""
         place, descriptors = buffer.share()
-        line.send(msg.Welcomed(self.settings.rank, self.generation, place), until_s, descriptors)
+        connection.send(msg.Welcomed(self.settings.rank, self.generation, place), until_s, descriptors)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import LoadError, PeerLost, RemoteProtocolError, SubscriberLost
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import (
@@ -24,9 +25,9 @@ from keepstep.protocol.transfer.messages import (
     VersionTaken,
 )
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.device.attendance import Attached
-from keepstep.weights.lines.flow import Inlet, Outlet, Stalled
-from keepstep.weights.lines.line import Flag, Interrupted, Line, LineStalled, what_of
+from keepstep.weights.channels.connection import Connection, ConnectionStalled, what_of
+from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
+from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import Copy, copy_of, seal
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
@@ -53,10 +54,10 @@ class CannotGoOn(Exception):
     @classmethod
     def because_of(cls, rank: int, error: Exception) -> CannotGoOn:
         """Something went wrong with another device."""
-        return cls(f"rank {rank}", what_of(error), isinstance(error, Stalled | LineStalled))
+        return cls(f"rank {rank}", what_of(error), isinstance(error, Stalled | ConnectionStalled))
 
 
-class Course:
+class RankPlan:
     """A plan as one device carries it out."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -104,14 +105,14 @@ class Announcing(Protocol):
         ...
 
 
-class Gathering:
+class SendStage:
     """The first stage: host memory to H2D buffer."""
 
     name = "h2d"
 
     def __init__(
         self,
-        course: Course,
+        course: RankPlan,
         h2d: Buffer,
         outlet: Announcing,
         spans: Spans,
@@ -130,7 +131,7 @@ class Gathering:
     def run(self) -> None:
         """Raises:
         CannotGoOn: another device is gone or stands.
-        Interrupted: the update has been aborted.
+        Cancelled: the update has been aborted.
         """
         for number, bucket in enumerate(self._course.own):
             slot = number % self._h2d.num_slots
@@ -143,7 +144,9 @@ class Gathering:
         self._outlet.wait_until_all_free()
 
 
-def device_outlet(update: int, h2d: Buffer, readers: Mapping[int, Line], deadline_s: float, stop: Flag) -> Outlet:
+def device_outlet(
+    update: int, h2d: Buffer, readers: Mapping[int, Connection], deadline_s: float, stop: CancelToken
+) -> Outlet:
     """To the devices that read in this one's H2D buffer; one that is lost ends the update."""
     patience_s = deadline_s + DEVICE_PATIENCE_S
     return Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else)
@@ -157,7 +160,7 @@ def _nothing_else(rank: int, message: AnyTransferMessage) -> None:
     raise CannotGoOn(f"rank {rank}", f"it sent {message!r:.80}")
 
 
-class Passing:
+class ReceiveStage:
     """The second stage: H2D buffer of the source to IPC buffer of this device, and on to its consumers."""
 
     name = "broadcast"
@@ -165,18 +168,18 @@ class Passing:
     def __init__(
         self,
         update: int,
-        course: Course,
-        sources: Mapping[int, tuple[Line, Buffer]],
+        course: RankPlan,
+        sources: Mapping[int, tuple[Connection, Buffer]],
         ipc: Buffer,
         consumers: Mapping[int, Attached],
         deadline_s: float,
-        stop: Flag,
+        stop: CancelToken,
         spans: Spans,
     ) -> None:
         """Args:
         update: its number.
         course: what comes here.
-        sources: line and H2D buffer of each device, by rank.
+        sources: connection and H2D buffer of each device, by rank.
         ipc: this device's.
         consumers: those here that take part, by index of the reader.
         deadline_s: how long a consumer may show nothing; a device may a little longer.
@@ -188,12 +191,12 @@ class Passing:
         patience_s = deadline_s + SOURCE_PATIENCE_S
         self._inlets = {
             # This device's own first stage finds out for itself what holds it up.
-            source: Inlet(update, line, buffer, patience_s if source != course.rank else 2 * patience_s, stop)
-            for source, (line, buffer) in sources.items()
+            source: Inlet(update, connection, buffer, patience_s if source != course.rank else 2 * patience_s, stop)
+            for source, (connection, buffer) in sources.items()
         }
         self._consumers = consumers
-        lines = {reader: consumer.line for reader, consumer in consumers.items()}
-        self._outlet = Outlet(update, ipc.num_slots, lines, deadline_s, stop, self._lose, self._hear)
+        connections = {reader: consumer.connection for reader, consumer in consumers.items()}
+        self._outlet = Outlet(update, ipc.num_slots, connections, deadline_s, stop, self._lose, self._hear)
         self._loaded: set[int] = set()
         self._taken: set[int] = set()
         self.failures: list[SubscriberLost | LoadError] = []
@@ -202,7 +205,7 @@ class Passing:
     def run(self) -> None:
         """Raises:
         CannotGoOn: a source is gone or stands.
-        Interrupted: the update has been aborted.
+        Cancelled: the update has been aborted.
         """
         for number, bucket in enumerate(self._course.coming):
             self._pass_on(bucket, number % self._ipc.num_slots)
@@ -214,7 +217,7 @@ class Passing:
         """The consumers that have all of it."""
         return [self._consumers[reader] for reader in sorted(self._loaded & self._outlet.readers)]
 
-    def hand_over(self, version: int, stop: Flag) -> None:
+    def hand_over(self, version: int, stop: CancelToken) -> None:
         """The version counts: waits until the consumers that have all of it have switched to it.
 
         Args:
@@ -222,11 +225,11 @@ class Passing:
             stop: ends the wait; whoever has not switched by then does so when it can.
         """
         patience_s = self._deadline_s + SWITCH_PATIENCE_S
-        lines = {reader: self._consumers[reader].line for reader in self._loaded & self._outlet.readers}
-        for reader in lines:
+        connections = {reader: self._consumers[reader].connection for reader in self._loaded & self._outlet.readers}
+        for reader in connections:
             self._consumers[reader].tell(VersionCommitted(self._update, version))
-        self._outlet = Outlet(self._update, 0, lines, patience_s, stop, self._lose, self._hear)
-        with contextlib.suppress(Interrupted):
+        self._outlet = Outlet(self._update, 0, connections, patience_s, stop, self._lose, self._hear)
+        with contextlib.suppress(Cancelled):
             self._outlet.wait_while(lambda: self._outlet.readers - self._taken)
 
     def _pass_on(self, bucket: Bucket, half: int) -> None:
@@ -259,20 +262,20 @@ class Passing:
         """A consumer is gone or stands: the others go on, and it has to attach itself again."""
         consumer = self._consumers[reader]
         self.failures.append(SubscriberLost(f"{consumer.name}: {what_of(error)}"))
-        consumer.line.close()
+        consumer.connection.close()
 
 
 class Stages:
     """Both stages at work, each in a thread of its own."""
 
-    def __init__(self, gathering: Gathering | None, passing: Passing | None, stop: Flag) -> None:
+    def __init__(self, gathering: SendStage | None, passing: ReceiveStage | None, stop: CancelToken) -> None:
         """Starts them.
 
         Args:
             gathering, passing: those that there are.
             stop: the one that they were given; closed by `close`.
         """
-        self.changed = Flag()
+        self.changed = CancelToken()
         """Set when one of them has ended."""
         self._stop = stop
         self._stages = [stage for stage in (gathering, passing) if stage is not None]
@@ -308,11 +311,11 @@ class Stages:
         self._stop.close()
         self.changed.close()
 
-    def _carry_out(self, stage: Gathering | Passing) -> None:
+    def _carry_out(self, stage: SendStage | ReceiveStage) -> None:
         try:
             stage.run()
             self._num_done += 1
-        except Interrupted:
+        except Cancelled:
             return
         except Exception as error:  # reported and raised again by the thread that publishes
             self._errors.append(error)

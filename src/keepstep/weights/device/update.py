@@ -7,17 +7,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration, StateMismatch
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.messages import Fault
 from keepstep.protocol.transfer.update import Terms
-from keepstep.weights.device.attendance import Attached
+from keepstep.weights.channels.connection import Connection, wait
+from keepstep.weights.channels.listener import dial, listener_path
 from keepstep.weights.device.coordinator import Coordinator
 from keepstep.weights.device.device import Device
-from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, Stages, device_outlet
-from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorLine, Failed
-from keepstep.weights.lines.door import door_path, knock
-from keepstep.weights.lines.line import Flag, Interrupted, Line, wait
+from keepstep.weights.device.stages import CannotGoOn, RankPlan, ReceiveStage, SendStage, Stages, device_outlet
+from keepstep.weights.device.subscriber_registry import Attached
+from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorConnection, Failed
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.spans import Spans
 
@@ -25,7 +26,7 @@ from keepstep.weights.spans import Spans
 class Update:
     """Used once, by the thread that publishes."""
 
-    def __init__(self, device: Device, version: int, blocks: Sequence[NamedBlock], stop: Flag) -> None:
+    def __init__(self, device: Device, version: int, blocks: Sequence[NamedBlock], stop: CancelToken) -> None:
         """Args:
         device: where.
         version: which.
@@ -34,17 +35,17 @@ class Update:
         """
         self._device, self._version, self._blocks, self._stop = device, version, blocks, stop
         self._settings = device.settings
-        self._present = device.attendance.present()
+        self._present = device.subscriber_registry.present()
         self.spans = Spans()
         self.failures: list[KeepstepError] = []
         self.served: list[Attached] = []
         """The consumers here that have the version."""
 
-    def run(self, former: Course | None) -> Course:
+    def run(self, former: RankPlan | None) -> RankPlan:
         """Carries it out; what the next update may use again if nothing changes.
 
         Raises:
-            Failed: it did not come about. All lines to devices have been closed.
+            Failed: it did not come about. All connections to devices have been closed.
         """
         try:
             listener = self._offer()
@@ -52,12 +53,12 @@ class Update:
                 with self._coordinating():
                     return self._agree_and_move(listener, former)
             finally:
-                listener.line.close()
+                listener.connection.close()
         except Failed:
-            self._device.mesh.drop()
+            self._device.source_connections.drop()
             raise
 
-    def _offer(self) -> CoordinatorLine:
+    def _offer(self) -> CoordinatorConnection:
         """Connects to all devices, and offers the version to the coordinator."""
         device, settings = self._device, self._settings
         until_s = time.monotonic() + settings.deadline_s
@@ -65,19 +66,19 @@ class Update:
         held = tuple(block.as_held() for block in self._blocks)
         consumers = tuple(each.consumer for each in self._present)
         try:
-            device.mesh.connect(device.generation, until_s, self._stop)
+            device.source_connections.connect(device.generation, until_s, self._stop)
             offer = msg.UpdateOffered(
                 settings.rank, device.generation, self._version, device.last_update, held, consumers
             )
-            door = door_path(settings.folder, COORDINATOR)
-            line, _welcomed = knock(door, offer, f"rank {COORDINATOR}", until_s, self._stop)
+            listener = listener_path(settings.folder, COORDINATOR)
+            connection, _welcomed = dial(listener, offer, f"rank {COORDINATOR}", until_s, self._stop)
         except StaleGeneration as error:
             raise Failed(Fault.STALE, own, str(error)) from None
         except (PeerLost, RemoteProtocolError) as error:
             raise Failed(Fault.LOST, "a device", str(error)) from None
-        except Interrupted:
+        except Cancelled:
             raise Failed(Fault.LOST, own, "it was interrupted") from None
-        return CoordinatorLine(line, settings.deadline_s, self._stop)
+        return CoordinatorConnection(connection, settings.deadline_s, self._stop)
 
     @contextlib.contextmanager
     def _coordinating(self) -> Iterator[None]:
@@ -101,13 +102,13 @@ class Update:
             thread.join()
             device.agreement = coordinator.agreement
 
-    def _agree_and_move(self, listener: CoordinatorLine, former: Course | None) -> Course:
+    def _agree_and_move(self, listener: CoordinatorConnection, former: RankPlan | None) -> RankPlan:
         update = 0
         try:
             agreed = self._agree(listener)
             update = agreed.update
             return self._move(listener, agreed, former)
-        except Interrupted as error:
+        except Cancelled as error:
             notice = self._notice_of(error)
             listener.send(msg.DeviceFailed(update, notice.culprit, notice.reason, stalled=False))
             raise Failed(notice.fault, notice.culprit, notice.reason) from None
@@ -116,10 +117,10 @@ class Update:
         """What others are told of an error that ends the update here."""
         if isinstance(error, Failed):
             return error.notice
-        reason = "it was interrupted" if isinstance(error, Interrupted) else repr(error)
+        reason = "it was interrupted" if isinstance(error, Cancelled) else repr(error)
         return msg.UpdateAborted(0, Fault.LOST, f"rank {self._settings.rank}", reason)
 
-    def _agree(self, listener: CoordinatorLine) -> msg.UpdateAgreed:
+    def _agree(self, listener: CoordinatorConnection) -> msg.UpdateAgreed:
         """Waits until all devices have offered the version."""
         while True:
             match listener.receive():
@@ -131,18 +132,25 @@ class Update:
                 case other:
                     listener.blame(f"it sent {other!r:.80}")
 
-    def _move(self, listener: CoordinatorLine, agreed: msg.UpdateAgreed, former: Course | None) -> Course:
+    def _move(self, listener: CoordinatorConnection, agreed: msg.UpdateAgreed, former: RankPlan | None) -> RankPlan:
         device, settings = self._device, self._settings
         course = former
         if course is None or course.layout != agreed.layout:
-            course = Course(agreed.layout, settings.rank)
+            course = RankPlan(agreed.layout, settings.rank)
             course.prepare([block.held for block in self._blocks])
         consumers = self._begin(agreed, course)
-        stop = Flag()
-        outlet = device_outlet(agreed.update, device.h2d, device.readers.lines(), settings.deadline_s, stop)
-        gathering = Gathering(course, device.h2d, outlet, self.spans)
-        passing = Passing(
-            agreed.update, course, device.mesh.sources, device.ipc, consumers, settings.deadline_s, stop, self.spans
+        stop = CancelToken()
+        outlet = device_outlet(agreed.update, device.h2d, device.readers.connections(), settings.deadline_s, stop)
+        gathering = SendStage(course, device.h2d, outlet, self.spans)
+        passing = ReceiveStage(
+            agreed.update,
+            course,
+            device.source_connections.sources,
+            device.ipc,
+            consumers,
+            settings.deadline_s,
+            stop,
+            self.spans,
         )
         stages = Stages(gathering, passing, stop)
         try:
@@ -158,7 +166,7 @@ class Update:
         self.failures += passing.failures
         return course
 
-    def _begin(self, agreed: msg.UpdateAgreed, course: Course) -> Mapping[int, Attached]:
+    def _begin(self, agreed: msg.UpdateAgreed, course: RankPlan) -> Mapping[int, Attached]:
         """Tells the consumers what comes, and those that cannot take it why; the others, by index of the reader."""
         taking = {}
         for reader, each in zip(course.readers, self._present, strict=True):
@@ -173,12 +181,12 @@ class Update:
                 each.tell(msg.UpdateAborted(agreed.update, Fault.LAYOUT, each.name, problem))
         return taking
 
-    def _follow(self, listener: CoordinatorLine, update: int, stages: Stages, consumers: list[Attached]) -> None:
+    def _follow(self, listener: CoordinatorConnection, update: int, stages: Stages, consumers: list[Attached]) -> None:
         """Reports how the stages fare, until the coordinator has spoken its verdict."""
         is_prepared, num_moved = False, 0
         sign_due_s = time.monotonic() + self._settings.sign_s
         while True:
-            awaited: list[Line | Flag] = [listener.line, stages.changed]
+            awaited: list[Connection | CancelToken] = [listener.connection, stages.changed]
             ready = wait(awaited, min(sign_due_s, listener.until_s), self._stop)
             now_s = time.monotonic()
             if stages.changed in ready:
@@ -192,7 +200,7 @@ class Update:
                     each.show_sign(msg.MovementSeen(update))
                 has_moved, num_moved = stages.num_moved != num_moved, stages.num_moved
                 listener.send(msg.MovementSeen(update) if has_moved else msg.StillThere())
-            if listener.line in ready or now_s >= listener.until_s:
+            if listener.connection in ready or now_s >= listener.until_s:
                 match listener.receive():
                     case msg.VersionCommitted():
                         return
@@ -201,7 +209,7 @@ class Update:
                     case other:
                         listener.blame(f"it sent {other!r:.80}")
 
-    def _check(self, listener: CoordinatorLine, update: int, stages: Stages) -> None:
+    def _check(self, listener: CoordinatorConnection, update: int, stages: Stages) -> None:
         """Reports a stage that cannot go on."""
         error = stages.take_error()
         if error is None:

@@ -1,4 +1,4 @@
-"""The line to the coordinator in one update: reports go out, verdicts come in."""
+"""The connection to the coordinator in one update: reports go out, verdicts come in."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import time
 from typing import NoReturn
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration, StateMismatch
 from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault, StillThere, UpdateAborted
-from keepstep.weights.lines.line import Flag, Line, LineStalled, wait, what_of
+from keepstep.weights.channels.connection import Connection, ConnectionStalled, wait, what_of
 
 COORDINATOR = 0
 """The rank that coordinates updates."""
@@ -39,11 +40,11 @@ class Failed(Exception):
         self.notice = UpdateAborted(0, fault, culprit, reason)
 
 
-class CoordinatorLine:
+class CoordinatorConnection:
     """Knows when the coordinator was last heard of."""
 
-    def __init__(self, line: Line, deadline_s: float, stop: Flag) -> None:
-        self.line = line
+    def __init__(self, connection: Connection, deadline_s: float, stop: CancelToken) -> None:
+        self.connection = connection
         self._stop = stop
         self._deadline_s = deadline_s
         self._heard_s = time.monotonic()
@@ -56,19 +57,19 @@ class CoordinatorLine:
     def send(self, message: AnyTransferMessage) -> None:
         """Reports. If the coordinator is gone, or wants no more reports, `receive` says what it said last."""
         with contextlib.suppress(PeerLost):
-            self.line.send(message, self.until_s)
+            self.connection.send(message, self.until_s)
 
     def receive(self) -> AnyTransferMessage | None:
         """The next verdict, or None if it was a sign of life.
 
         Raises:
             Failed: the update was aborted, or the coordinator is gone.
-            Interrupted: by the stop.
+            Cancelled: by the stop.
         """
         try:
-            if not wait([self.line], self.until_s, self._stop):
-                raise LineStalled(self.line.who, "says nothing")
-            message = self.line.receive_now()
+            if not wait([self.connection], self.until_s, self._stop):
+                raise ConnectionStalled(self.connection.who, "says nothing")
+            message = self.connection.receive_now()
         except (PeerLost, RemoteProtocolError) as error:
             self.blame(what_of(error))
         self._heard_s = time.monotonic()
@@ -81,11 +82,11 @@ class CoordinatorLine:
 
         Raises:
             Failed: its verdict; that it is lost itself, if it has been silent for long; or ``suspected``.
-            Interrupted: by the stop.
+            Cancelled: by the stop.
         """
         silent_s = time.monotonic() - self._heard_s
         until_s = time.monotonic() + VERDICT_S
-        while wait([self.line], until_s, self._stop):
+        while wait([self.connection], until_s, self._stop):
             self.receive()
         if silent_s >= self._deadline_s / 2:
             self.blame(f"has said nothing for {silent_s:.1f} s")

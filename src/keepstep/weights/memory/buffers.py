@@ -25,7 +25,6 @@ import torch
 from keepstep.errors import BufferUnavailable, ConfigurationError, RemoteProtocolError
 from keepstep.freememory import free_bytes
 from keepstep.protocol.transfer.messages import BufferPlace
-from keepstep.weights.lines.line import Line
 from keepstep.weights.memory.bytes_of import copy_bytes
 from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
@@ -161,23 +160,6 @@ def make_buffer(device: torch.device, num_slots: int, slot_bytes: int) -> Buffer
             f"device '{device}' for buffers: this process has no such device; 'cpu' and GPUs of CUDA do"
         )
     return GpuBuffer.create(device, num_slots, slot_bytes)
-
-
-def attach_buffer(place: BufferPlace | None, line: Line) -> Buffer:
-    """Another process's, to read from.
-
-    Args:
-        place: what it says of it.
-        line: on which it came.
-
-    Raises:
-        RemoteProtocolError: it is not what it was said to be.
-    """
-    if place is None:
-        raise RemoteProtocolError(f"{line.who} named no buffer where one belongs")
-    if place.gpu is not None:
-        return GpuBuffer.attach(place)
-    return SlotBuffer.attach(line.take_descriptor(), place.num_slots, place.slot_bytes)
 
 
 def _unavailable(size: int, num_slots: int, reason: str) -> str:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Store
 
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
-from keepstep.weights.lines.group import Carrier
+from keepstep.weights.channels.group import Carrier
 
 LOOPBACK = "127.0.0.1"
 """The address that a backend listens at on a job's only node."""

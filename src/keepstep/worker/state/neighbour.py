@@ -15,9 +15,10 @@ from types import TracebackType
 
 import msgspec
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import BufferPlace, Welcomed
-from keepstep.weights.lines.line import Flag, Line, LineStalled, same_user, wait
+from keepstep.weights.channels.connection import Connection, ConnectionStalled, same_user, wait
 from keepstep.weights.memory.buffers import SlotBuffer
 
 _NAME_BYTES = 16
@@ -45,26 +46,26 @@ class Neighbourhood:
         self._socket.bind(self.place.name)
         self._socket.listen(64)
 
-    def accept(self, num_sources: int, until_s: float, stop: Flag) -> dict[int, tuple[Line, SlotBuffer]]:
-        """The lines and buffers of so many sources, by rank; the caller owns them.
+    def accept(self, num_sources: int, until_s: float, stop: CancelToken) -> dict[int, tuple[Connection, SlotBuffer]]:
+        """The connections and buffers of so many sources, by rank; the caller owns them.
 
         Raises:
             PeerLost: they did not call in time.
             RemoteProtocolError: another process called.
-            Interrupted: by ``stop``.
+            Cancelled: by ``stop``.
         """
-        sources: dict[int, tuple[Line, SlotBuffer]] = {}
+        sources: dict[int, tuple[Connection, SlotBuffer]] = {}
         while len(sources) < num_sources:
             if not wait([self._socket], until_s, stop):
-                raise LineStalled("the sources", f"did not call: {len(sources)} of {num_sources} are here")
-            connection, _address = self._socket.accept()
-            line = Line(connection, "a source")
-            if not same_user(connection):
-                line.close()
+                raise ConnectionStalled("the sources", f"did not call: {len(sources)} of {num_sources} are here")
+            sock, _address = self._socket.accept()
+            connection = Connection(sock, "a source")
+            if not same_user(sock):
+                connection.close()
                 raise RemoteProtocolError("a process of another user called in place of a source")
-            match line.receive(until_s):
+            match connection.receive(until_s):
                 case Welcomed(rank, _generation, BufferPlace(num_slots, slot_bytes, gpu=None)):
-                    sources[rank] = (line, SlotBuffer.attach(line.take_descriptor(), num_slots, slot_bytes))
+                    sources[rank] = (connection, SlotBuffer.attach(connection.take_descriptor(), num_slots, slot_bytes))
                 case other:
                     raise RemoteProtocolError(f"a source called with {other!r:.80}")
         return sources
@@ -78,19 +79,19 @@ class Neighbourhood:
         self._socket.close()
 
 
-def call(place: Place, rank: int, h2d: SlotBuffer, deadline_s: float) -> Line | None:
-    """The source's side: a line to a receiver, which is given the buffer; None if it is no neighbour."""
+def call(place: Place, rank: int, h2d: SlotBuffer, deadline_s: float) -> Connection | None:
+    """The source's side: a connection to a receiver, which is given the buffer; None if it is no neighbour."""
     if place.boot != boot():
         return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line = Line(connection, "the receiver")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = Connection(sock, "the receiver")
     try:
-        connection.connect(place.name)
-        if same_user(connection):
+        sock.connect(place.name)
+        if same_user(sock):
             buffer, descriptors = h2d.share()
-            line.send(Welcomed(rank, 0, buffer), time.monotonic() + deadline_s, descriptors)
-            return line
+            connection.send(Welcomed(rank, 0, buffer), time.monotonic() + deadline_s, descriptors)
+            return connection
     except (OSError, PeerLost):
         pass  # it lives in another namespace, or is gone, which the group will tell
-    line.close()
+    connection.close()
     return None

@@ -20,14 +20,15 @@ import msgspec
 import torch
 import xxhash
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import ChecksumMismatch, RemoteProtocolError
 from keepstep.protocol.messages import Transfer
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.plan import Limits, Part, Reader, TensorForm
-from keepstep.weights.device.stages import Course, Gathering, device_outlet
-from keepstep.weights.lines.flow import Inlet
-from keepstep.weights.lines.group import Carrier, GroupInlet, GroupOutlet
-from keepstep.weights.lines.line import Flag, Line
+from keepstep.weights.channels.connection import Connection
+from keepstep.weights.channels.flow import Inlet
+from keepstep.weights.channels.group import Carrier, GroupInlet, GroupOutlet
+from keepstep.weights.device.stages import RankPlan, SendStage, device_outlet
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import checksum_in, copy_of
@@ -73,7 +74,7 @@ class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class StateTransport:
     """What carries a state from one rank to another.
 
     Attributes:
@@ -82,7 +83,7 @@ class Way:
     """
 
     group: Carrier
-    stop: Flag
+    stop: CancelToken
 
 
 class Source:
@@ -105,7 +106,7 @@ def send_state(
     step: int,
     rank: int,
     route: Transfer,
-    way: Way,
+    way: StateTransport,
     source: Source,
     moved: Callable[[], None],
 ) -> None:
@@ -123,35 +124,39 @@ def send_state(
     Raises:
         RuntimeError: a receiver is gone, or the group was taken down.
         CannotGoOn: a neighbour is gone.
-        Interrupted: by the stop of ``way``.
+        Cancelled: by the stop of ``way``.
     """
     group = way.group
     header, blocks = describe(state, step, source.limits)
     if rank == route.sources[0]:
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
-    course = Course(_transfer_layout(header, route), rank)
+    course = RankPlan(_transfer_layout(header, route), rank)
     course.prepare([block.held for block in blocks])
-    lines = {receiver: line for receiver in route.receivers if (line := _call(receiver, rank, source.h2d, group))}
+    connections = {
+        receiver: connection for receiver in route.receivers if (connection := _call(receiver, rank, source.h2d, group))
+    }
     try:
-        outlet = _Outlets(course, source.h2d, lines, way)
-        Gathering(course, source.h2d, outlet, Spans(), moved).run()
+        outlet = _Outlets(course, source.h2d, connections, way)
+        SendStage(course, source.h2d, outlet, Spans(), moved).run()
     finally:
-        for line in lines.values():
-            line.close()
+        for connection in connections.values():
+            connection.close()
 
 
 class _Outlets:
-    """To neighbours by their lines, to all others by the group."""
+    """To neighbours by their connections, to all others by the group."""
 
-    def __init__(self, course: Course, h2d: SlotBuffer, lines: dict[int, Line], way: Way) -> None:
-        self._lines = lines
-        self._near = device_outlet(0, h2d, lines, DEADLINE_S, way.stop)
+    def __init__(
+        self, course: RankPlan, h2d: SlotBuffer, connections: dict[int, Connection], way: StateTransport
+    ) -> None:
+        self._connections = connections
+        self._near = device_outlet(0, h2d, connections, DEADLINE_S, way.stop)
         self._far = GroupOutlet(way.group, course.own, [h2d.view(slot) for slot in range(h2d.num_slots)])
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
         self._near.announce(bucket, slot, readers)
-        self._far.announce(bucket, slot, [reader for reader in readers if reader not in self._lines])
+        self._far.announce(bucket, slot, [reader for reader in readers if reader not in self._connections])
 
     def wait_until_free(self, slot: int) -> None:
         self._near.wait_until_free(slot)
@@ -162,16 +167,16 @@ class _Outlets:
         self._far.wait_until_all_free()
 
 
-def _call(receiver: int, rank: int, h2d: SlotBuffer, group: Carrier) -> Line | None:
+def _call(receiver: int, rank: int, h2d: SlotBuffer, group: Carrier) -> Connection | None:
     """Calls a receiver and tells it over the group whether that worked; None if it is no neighbour."""
     place = _decode(_receive_sealed(receiver, group), neighbour.Place, receiver)
-    line = neighbour.call(place, rank, h2d, DEADLINE_S)
-    _send_sealed(_CALLS if line is not None else _SENDS, receiver, group)
-    return line
+    connection = neighbour.call(place, rank, h2d, DEADLINE_S)
+    _send_sealed(_CALLS if connection is not None else _SENDS, receiver, group)
+    return connection
 
 
 def receive_state(
-    state: ProtectedState, step: int, rank: int, route: Transfer, way: Way, moved: Callable[[], None]
+    state: ProtectedState, step: int, rank: int, route: Transfer, way: StateTransport, moved: Callable[[], None]
 ) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
@@ -182,14 +187,14 @@ def receive_state(
         RemoteProtocolError: a checksum or header is wrong.
         RuntimeError: a source is gone, or the group was taken down.
         PeerLost: a neighbour is gone.
-        Interrupted: by the stop of ``way``.
+        Cancelled: by the stop of ``way``.
     """
     first, group = route.sources[0], way.group
     header = _decode(_receive_sealed(first, group), StateHeader, first)
     if header.step != step:
         raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
     tensors, host_tensors = _targets(state, header)
-    course = Course(_transfer_layout(header, route), rank)
+    course = RankPlan(_transfer_layout(header, route), rank)
     with contextlib.ExitStack() as opened:
         inlets = _inlets(course, header.limits, route, way, opened)
         held = {
@@ -209,24 +214,24 @@ def receive_state(
 
 
 def _inlets(
-    course: Course, limits: Limits, route: Transfer, way: Way, opened: contextlib.ExitStack
+    course: RankPlan, limits: Limits, route: Transfer, way: StateTransport, opened: contextlib.ExitStack
 ) -> dict[int, Inlet | GroupInlet]:
-    """From each source by its line where it is a neighbour, else by the group."""
+    """From each source by its connection where it is a neighbour, else by the group."""
     group = way.group
     with neighbour.Neighbourhood() as here:
         for source in route.sources:
             _send_sealed(msgspec.msgpack.encode(here.place), source, group)
         calling = [source for source in route.sources if _receive_sealed(source, group) == _CALLS]
-        lines = here.accept(len(calling), time.monotonic() + DEADLINE_S, way.stop)
-    for line, buffer in lines.values():
+        connections = here.accept(len(calling), time.monotonic() + DEADLINE_S, way.stop)
+    for connection, buffer in connections.values():
         opened.callback(buffer.close)
-        opened.callback(line.close)
-    if set(lines) != set(calling):
-        raise RemoteProtocolError(f"ranks {sorted(lines)} called, and {calling} said so")
+        opened.callback(connection.close)
+    if set(connections) != set(calling):
+        raise RemoteProtocolError(f"ranks {sorted(connections)} called, and {calling} said so")
     inlets: dict[int, Inlet | GroupInlet] = {}
     for source in route.sources:
-        if source in lines:
-            inlets[source] = Inlet(0, *lines[source], DEADLINE_S, way.stop)
+        if source in connections:
+            inlets[source] = Inlet(0, *connections[source], DEADLINE_S, way.stop)
         else:
             buckets = [bucket for bucket in course.coming if bucket.source == source]
             slots = [torch.empty(limits.bucket_bytes + SLOT_EXTRA_BYTES, dtype=torch.uint8) for _ in range(NUM_SLOTS)]

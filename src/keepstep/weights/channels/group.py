@@ -1,6 +1,6 @@
-"""Buckets as messages of a process group, for whoever shares no memory: other nodes, and GPUs that NCCL connects.
+"""Buckets as messages of a process group, for peers without shared memory: other nodes, and GPUs that NCCL connects.
 
-The same two sides as in `keepstep.weights.lines.flow`. A message is a slot as it stands: the bucket and its checksum.
+The same two sides as in `keepstep.weights.channels.flow`. A message is a slot as it stands: bucket and checksum.
 """
 
 from __future__ import annotations

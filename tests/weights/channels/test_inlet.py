@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.weights.lines.descriptors import given_back
+from tests.weights.channels.descriptors import given_back
 from tests.worker.ranks import DEADLINE_S
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import BucketReady, SlotFreed
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.lines.flow import Inlet, Outlet, Stalled
-from keepstep.weights.lines.line import Flag, LineEnded, line_pair
+from keepstep.weights.channels.connection import ConnectionEnded, connection_pair
+from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
 from keepstep.weights.memory.buffers import SlotBuffer
 
 UPDATE, NUM_SLOTS, SLOT_BYTES = 5, 2, 64
@@ -29,19 +30,19 @@ def bucket(index: int) -> Bucket:
 
 
 class Ends:
-    """A writer's buffer and line, and an inlet at the other end."""
+    """A writer's buffer and connection, and an inlet at the other end."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.buffer = SlotBuffer.create(NUM_SLOTS, SLOT_BYTES)
-        self.line, self._theirs = line_pair("the writer")
-        self.stop = Flag()
+        self.connection, self._theirs = connection_pair("the writer")
+        self.stop = CancelToken()
         self.inlet = Inlet(UPDATE, self._theirs, self.buffer, deadline_s, self.stop)
 
     def say(self, index: int, slot: int, update: int = UPDATE) -> None:
-        self.line.send(BucketReady(update, index, slot), later())
+        self.connection.send(BucketReady(update, index, slot), later())
 
     def close(self) -> None:
-        for each in (self.buffer, self.line, self._theirs, self.stop):
+        for each in (self.buffer, self.connection, self._theirs, self.stop):
             each.close()
 
 
@@ -60,9 +61,9 @@ def test_a_bucket_is_its_slot_and_its_release_a_credit_for_that(ends: Ends) -> N
         ends.say(index, slot)
         taken = ends.inlet.take(bucket(index))
         assert taken.tolist() == [slot + 1] * SLOT_BYTES
-        assert ends.line.receive_now() is None
+        assert ends.connection.receive_now() is None
         ends.inlet.release()
-        assert ends.line.receive_now() == SlotFreed(UPDATE, slot)
+        assert ends.connection.receive_now() == SlotFreed(UPDATE, slot)
 
 
 @pytest.mark.parametrize("slot", [-1, NUM_SLOTS, 2**40])
@@ -83,15 +84,15 @@ def test_what_an_earlier_update_left_is_dropped(ends: Ends) -> None:
     ends.say(3, 0)
     ends.inlet.take(bucket(3))
     ends.inlet.release()
-    assert ends.line.receive_now() == SlotFreed(UPDATE, 0)
+    assert ends.connection.receive_now() == SlotFreed(UPDATE, 0)
 
 
 def test_a_writer_that_stands_or_is_gone() -> None:
     ends = Ends(SOON_S)
     with pytest.raises(Stalled):
         ends.inlet.take(bucket(3))
-    ends.line.close()
-    with pytest.raises(LineEnded):
+    ends.connection.close()
+    with pytest.raises(ConnectionEnded):
         ends.inlet.take(bucket(3))
     with pytest.raises(PeerLost):
         ends.inlet.release()
@@ -109,7 +110,7 @@ def no_error(_key: int, error: Exception) -> None:
 
 def test_no_bucket_is_overwritten_while_it_is_read(ends: Ends) -> None:
     """Two threads, one slot after the other: what a reader has stays as it is until it lets go."""
-    outlet = Outlet(UPDATE, NUM_SLOTS, {0: ends.line}, DEADLINE_S, ends.stop, no_error, no_error)
+    outlet = Outlet(UPDATE, NUM_SLOTS, {0: ends.connection}, DEADLINE_S, ends.stop, no_error, no_error)
 
     def write() -> None:
         for index in range(NUM_BUCKETS):

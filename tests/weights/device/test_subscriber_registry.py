@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from tests.weights.lines.descriptors import given_back
+from tests.weights.channels.descriptors import given_back
 from tests.worker.ranks import DEADLINE_S
 
 from keepstep.errors import PeerLost
 from keepstep.protocol.transfer.layout import Consumer
 from keepstep.protocol.transfer.messages import MovementSeen
-from keepstep.weights.device.attendance import Attached, Attendance
-from keepstep.weights.lines.line import Line, LineEnded, LineStalled, line_pair
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, connection_pair
+from keepstep.weights.device.subscriber_registry import Attached, SubscriberRegistry
 
 SOON_S = 0.05
-Come = Callable[[str], Line]
+Come = Callable[[str], Connection]
 
 
 def later() -> float:
@@ -30,20 +30,20 @@ def no_welcome() -> None:
 
 
 @pytest.fixture
-def attendance() -> Iterator[Attendance]:
+def attendance() -> Iterator[SubscriberRegistry]:
     with given_back():
-        made = Attendance()
+        made = SubscriberRegistry()
         yield made
         made.close()
 
 
 @pytest.fixture
-def come(attendance: Attendance) -> Iterator[Come]:
-    """Attaches a consumer of this name; its own end of the line."""
+def come(attendance: SubscriberRegistry) -> Iterator[Come]:
+    """Attaches a consumer of this name; its own end of the connection."""
     ends = []
 
-    def come(name: str) -> Line:
-        ours, theirs = line_pair(name)
+    def come(name: str) -> Connection:
+        ours, theirs = connection_pair(name)
         ends.append(theirs)
         attendance.add(Attached(Consumer(name, None), ours), no_welcome)
         return theirs
@@ -53,20 +53,20 @@ def come(attendance: Attendance) -> Iterator[Come]:
         end.close()
 
 
-def present(attendance: Attendance) -> list[str]:
+def present(attendance: SubscriberRegistry) -> list[str]:
     return [each.name for each in attendance.present()]
 
 
-def has_ended(line: Line) -> bool:
-    """Whether the other side has closed the line."""
+def has_ended(connection: Connection) -> bool:
+    """Whether the other side has closed the connection."""
     try:
-        line.receive_now()
-    except LineEnded:
+        connection.receive_now()
+    except ConnectionEnded:
         return True
     return False
 
 
-def test_they_are_present_in_the_order_in_which_they_came(attendance: Attendance, come: Come) -> None:
+def test_they_are_present_in_the_order_in_which_they_came(attendance: SubscriberRegistry, come: Come) -> None:
     assert present(attendance) == []
     for name in ("b", "a", "c"):
         come(name)
@@ -74,7 +74,7 @@ def test_they_are_present_in_the_order_in_which_they_came(attendance: Attendance
     assert present(attendance) == ["b", "a", "c"]
 
 
-def test_what_is_said_to_one_comes_to_it(attendance: Attendance, come: Come) -> None:
+def test_what_is_said_to_one_comes_to_it(attendance: SubscriberRegistry, come: Come) -> None:
     ends = {name: come(name) for name in ("a", "b")}
     for number, each in enumerate(attendance.present()):
         each.tell(MovementSeen(number))
@@ -82,7 +82,7 @@ def test_what_is_said_to_one_comes_to_it(attendance: Attendance, come: Come) -> 
     assert ends["b"].receive_now() == MovementSeen(1)
 
 
-def test_a_newer_one_of_the_same_name_takes_the_place_of_the_older(attendance: Attendance, come: Come) -> None:
+def test_a_newer_one_of_the_same_name_takes_the_place_of_the_older(attendance: SubscriberRegistry, come: Come) -> None:
     older, other = come("a"), come("b")
     newer = come("a")
     assert present(attendance) == ["b", "a"]
@@ -93,7 +93,7 @@ def test_a_newer_one_of_the_same_name_takes_the_place_of_the_older(attendance: A
     assert newer.receive_now() == MovementSeen(1)
 
 
-def test_whoever_has_gone_is_forgotten(attendance: Attendance, come: Come) -> None:
+def test_whoever_has_gone_is_forgotten(attendance: SubscriberRegistry, come: Come) -> None:
     gone, _stays = come("a"), come("b")
     gone.close()
     assert present(attendance) == ["b"]
@@ -101,13 +101,13 @@ def test_whoever_has_gone_is_forgotten(attendance: Attendance, come: Come) -> No
     assert present(attendance) == ["b", "a"]
 
 
-def test_whoever_was_sent_away_is_forgotten(attendance: Attendance, come: Come) -> None:
+def test_whoever_was_sent_away_is_forgotten(attendance: SubscriberRegistry, come: Come) -> None:
     come("a")
-    attendance.present()[0].line.close()
+    attendance.present()[0].connection.close()
     assert present(attendance) == []
 
 
-def test_all_are_sent_away_in_the_end(attendance: Attendance, come: Come) -> None:
+def test_all_are_sent_away_in_the_end(attendance: SubscriberRegistry, come: Come) -> None:
     ends = [come("a"), come("b")]
     attendance.close()
     assert present(attendance) == []
@@ -117,9 +117,9 @@ def test_all_are_sent_away_in_the_end(attendance: Attendance, come: Come) -> Non
 # ---- Newcomers ------------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_is_present_from_the_moment_in_which_it_knows(attendance: Attendance) -> None:
+def test_a_newcomer_is_present_from_the_moment_in_which_it_knows(attendance: SubscriberRegistry) -> None:
     """Nobody sees it before, nor the one whose place it takes go."""
-    ours, theirs = line_pair("a")
+    ours, theirs = connection_pair("a")
     welcomed = threading.Event()
     seen: list[list[str]] = []
 
@@ -141,9 +141,9 @@ def test_a_newcomer_is_present_from_the_moment_in_which_it_knows(attendance: Att
     theirs.close()
 
 
-def test_a_newcomer_that_cannot_be_welcomed_is_not_present(attendance: Attendance, come: Come) -> None:
+def test_a_newcomer_that_cannot_be_welcomed_is_not_present(attendance: SubscriberRegistry, come: Come) -> None:
     older = come("a")
-    ours, theirs = line_pair("a")
+    ours, theirs = connection_pair("a")
     theirs.close()
     with pytest.raises(PeerLost):
         attendance.add(Attached(Consumer("a", None), ours), lambda: ours.send(MovementSeen(0), later()))
@@ -155,7 +155,7 @@ def test_a_newcomer_that_cannot_be_welcomed_is_not_present(attendance: Attendanc
 # ---- Waiting for them -----------------------------------------------------------------------------------------------
 
 
-def test_they_are_waited_for(attendance: Attendance, come: Come) -> None:
+def test_they_are_waited_for(attendance: SubscriberRegistry, come: Come) -> None:
     about_to_wait, came = threading.Event(), queue.Queue[bool]()
 
     def wait() -> None:
@@ -169,7 +169,7 @@ def test_they_are_waited_for(attendance: Attendance, come: Come) -> None:
     assert came.get(timeout=DEADLINE_S)
 
 
-def test_too_few_have_come(attendance: Attendance, come: Come) -> None:
+def test_too_few_have_come(attendance: SubscriberRegistry, come: Come) -> None:
     assert attendance.wait_for(0, 0.0)
     assert not attendance.wait_for(1, SOON_S)
     come("a")
@@ -178,7 +178,7 @@ def test_too_few_have_come(attendance: Attendance, come: Come) -> None:
     assert not attendance.wait_for(2, SOON_S)
 
 
-def test_whoever_has_gone_is_not_among_those_who_came(attendance: Attendance, come: Come) -> None:
+def test_whoever_has_gone_is_not_among_those_who_came(attendance: SubscriberRegistry, come: Come) -> None:
     come("a").close()
     assert not attendance.wait_for(1, SOON_S)
     come("b")
@@ -188,44 +188,44 @@ def test_whoever_has_gone_is_not_among_those_who_came(attendance: Attendance, co
 # ---- One of them ----------------------------------------------------------------------------------------------------
 
 
-def fill(line: Line) -> None:
+def fill(connection: Connection) -> None:
     """Says so much that the other side, which reads nothing, can take no more."""
-    with suppress(LineStalled):
+    with suppress(ConnectionStalled):
         for number in itertools.count():
-            line.send(MovementSeen(number), 0.0)
+            connection.send(MovementSeen(number), 0.0)
 
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.weights.device.attendance.NOTICE_S", SOON_S)
+    monkeypatch.setattr("keepstep.weights.device.subscriber_registry.NOTICE_S", SOON_S)
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_one_who_cannot_be_told_has_to_come_again(attendance: Attendance, come: Come) -> None:
+def test_one_who_cannot_be_told_has_to_come_again(attendance: SubscriberRegistry, come: Come) -> None:
     come("a")
     (attached,) = attendance.present()
-    fill(attached.line)
+    fill(attached.connection)
     attached.tell(MovementSeen(0))
-    assert attached.line.is_closed
+    assert attached.connection.is_closed
     assert present(attendance) == []
     attached.tell(MovementSeen(0))
 
 
-def test_one_who_has_gone_is_told_nothing(attendance: Attendance, come: Come) -> None:
+def test_one_who_has_gone_is_told_nothing(attendance: SubscriberRegistry, come: Come) -> None:
     end = come("a")
     (attached,) = attendance.present()
     end.close()
     attached.tell(MovementSeen(0))
-    assert attached.line.is_closed
+    assert attached.connection.is_closed
 
 
-def test_a_sign_that_cannot_be_shown_does_not_matter(attendance: Attendance, come: Come) -> None:
+def test_a_sign_that_cannot_be_shown_does_not_matter(attendance: SubscriberRegistry, come: Come) -> None:
     end = come("a")
     (attached,) = attendance.present()
-    fill(attached.line)
+    fill(attached.connection)
     attached.show_sign(MovementSeen(0))
-    assert not attached.line.is_closed
+    assert not attached.connection.is_closed
     assert end.receive_now() == MovementSeen(0)
     end.close()
     attached.show_sign(MovementSeen(0))
-    assert not attached.line.is_closed
+    assert not attached.connection.is_closed

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 
 import pytest
-from tests.weights.lines.descriptors import given_back
+from tests.weights.channels.descriptors import given_back
 from tests.worker.ranks import DEADLINE_S
 
+from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
@@ -20,9 +21,9 @@ from keepstep.protocol.transfer.messages import (
     VersionCommitted,
     VersionLoaded,
 )
-from keepstep.weights.lines import flow
-from keepstep.weights.lines.flow import Outlet, Stalled, next_bucket
-from keepstep.weights.lines.line import Flag, Interrupted, Line, LineEnded, LineStalled, line_pair, wait
+from keepstep.weights.channels import flow
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, connection_pair, wait
+from keepstep.weights.channels.flow import Outlet, Stalled, next_bucket
 
 UPDATE = 5
 SOON_S = 0.05
@@ -37,13 +38,13 @@ class Stand:
     """An outlet with its readers' ends, and what it has said of them."""
 
     def __init__(self, num_readers: int, num_slots: int, deadline_s: float) -> None:
-        pairs = [line_pair(f"reader {key}") for key in range(num_readers)]
-        self.lines: dict[int, Line] = {key: ours for key, (ours, _theirs) in enumerate(pairs)}
-        self.readers: dict[int, Line] = {key: theirs for key, (_ours, theirs) in enumerate(pairs)}
-        self.stop = Flag()
+        pairs = [connection_pair(f"reader {key}") for key in range(num_readers)]
+        self.connections: dict[int, Connection] = {key: ours for key, (ours, _theirs) in enumerate(pairs)}
+        self.readers: dict[int, Connection] = {key: theirs for key, (_ours, theirs) in enumerate(pairs)}
+        self.stop = CancelToken()
         self.lost: dict[int, Exception] = {}
         self.others: list[tuple[int, AnyTransferMessage]] = []
-        self.outlet = Outlet(UPDATE, num_slots, self.lines, deadline_s, self.stop, self.lose, self.hear)
+        self.outlet = Outlet(UPDATE, num_slots, self.connections, deadline_s, self.stop, self.lose, self.hear)
 
     def lose(self, key: int, error: Exception) -> None:
         assert key not in self.lost, "lost twice"
@@ -61,8 +62,8 @@ class Stand:
         return list(iter(self.readers[key].receive_now, None))
 
     def close(self) -> None:
-        for line in (*self.lines.values(), *self.readers.values()):
-            line.close()
+        for connection in (*self.connections.values(), *self.readers.values()):
+            connection.close()
         self.stop.close()
 
 
@@ -89,7 +90,7 @@ def is_free(stand: Stand, slot: int) -> bool:
     stand.stop.set()
     try:
         stand.outlet.wait_until_free(slot)
-    except Interrupted:
+    except Cancelled:
         return False
     finally:
         stand.stop.clear()
@@ -212,9 +213,9 @@ class Clock:
     def at(self, time_s: float, happen: Callable[[], None]) -> None:
         self._due.append((time_s, happen))
 
-    def wait(self, lines: Collection[Line], until_s: float, stop: Flag) -> list[Line]:
+    def wait(self, connections: Collection[Connection], until_s: float, stop: CancelToken) -> list[Connection]:
         while True:
-            if ready := wait(lines, 0.0, stop):
+            if ready := wait(connections, 0.0, stop):
                 return ready
             if not self._due or self._due[0][0] > until_s:
                 self.now_s = until_s
@@ -320,7 +321,7 @@ def test_a_reader_that_has_ended_is_lost_and_waited_for_no_more(make: Make, wher
     stand.say(0, freed(0))
     stand.outlet.wait_until_free(0)
     assert list(stand.lost) == [1]
-    assert isinstance(stand.lost[1], LineEnded)
+    assert isinstance(stand.lost[1], ConnectionEnded)
     assert stand.outlet.readers == {0}
     stand.outlet.announce(1, 1, [0, 1])
     stand.say(0, freed(1))
@@ -328,11 +329,11 @@ def test_a_reader_that_has_ended_is_lost_and_waited_for_no_more(make: Make, wher
 
 
 def test_a_reader_whose_line_was_closed_on_this_side_is_lost_like_any_other(make: Make) -> None:
-    """As when a newer consumer of the same name takes its place: another thread closes the line then."""
+    """As when a newer consumer of the same name takes its place: another thread closes the connection then."""
     stand = make(2)
     stand.outlet.announce(0, 0, [0, 1])
     stand.say(0, freed(0))
-    stand.lines[1].close()
+    stand.connections[1].close()
     stand.outlet.wait_until_free(0)
     assert list(stand.lost) == [1]
     assert isinstance(stand.lost[1], PeerLost)
@@ -344,14 +345,14 @@ def test_a_reader_that_reads_nothing_is_lost_when_it_is_told(make: Make) -> None
         stand.outlet.announce(bucket, 0, [1])
         if stand.lost:
             break
-    assert isinstance(stand.lost[1], LineStalled)
+    assert isinstance(stand.lost[1], ConnectionStalled)
     assert is_free(stand, 0)
 
 
 def test_a_reader_that_sends_garbage_is_lost(make: Make) -> None:
     stand = make(1)
     stand.outlet.announce(0, 0, [0])
-    stand.readers[0]._connection.send(b"garbage")
+    stand.readers[0]._sock.send(b"garbage")
     stand.outlet.wait_until_free(0)
     assert isinstance(stand.lost[0], RemoteProtocolError)
 
@@ -395,9 +396,9 @@ def test_the_flag_ends_a_wait(make: Make) -> None:
     stand = make()
     stand.outlet.announce(0, 0, [0])
     stand.stop.set()
-    with pytest.raises(Interrupted):
+    with pytest.raises(Cancelled):
         stand.outlet.wait_until_free(0)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Cancelled):
         stand.outlet.wait_until_all_free()
     assert not stand.lost
 
@@ -406,7 +407,7 @@ def test_the_flag_ends_a_wait(make: Make) -> None:
 
 
 def next_of(stand: Stand, bucket: int, deadline_s: float = DEADLINE_S) -> int:
-    """The first reader waits for a bucket; its own line is that of the stand's other side."""
+    """The first reader waits for a bucket; its own connection is that of the stand's other side."""
     return next_bucket(stand.readers[0], UPDATE, bucket, deadline_s, stand.stop)
 
 
@@ -419,9 +420,9 @@ def test_buckets_come_with_their_slots(make: Make) -> None:
 
 def test_what_an_earlier_update_left_on_the_line_is_dropped(make: Make) -> None:
     stand = make(1)
-    stand.lines[0].send(BucketReady(UPDATE - 1, 3, 1), later())
-    stand.lines[0].send(UpdateAborted(UPDATE - 1, Fault.LOST, "rank 2", "it is gone"), later())
-    stand.lines[0].send(BucketReady(UPDATE - 2, 3, 1), later())
+    stand.connections[0].send(BucketReady(UPDATE - 1, 3, 1), later())
+    stand.connections[0].send(UpdateAborted(UPDATE - 1, Fault.LOST, "rank 2", "it is gone"), later())
+    stand.connections[0].send(BucketReady(UPDATE - 2, 3, 1), later())
     stand.outlet.announce(3, 0, [0])
     assert next_of(stand, 3) == 0
 
@@ -439,7 +440,7 @@ def test_what_an_earlier_update_left_on_the_line_is_dropped(make: Make) -> None:
 )
 def test_anything_else_breaks_the_protocol(make: Make, message: AnyTransferMessage) -> None:
     stand = make(1)
-    stand.lines[0].send(message, later())
+    stand.connections[0].send(message, later())
     with pytest.raises(RemoteProtocolError, match=rf"bucket 3 of update 5 was due, {type(message).__name__}\("):
         next_of(stand, 3)
 
@@ -453,7 +454,7 @@ def test_old_messages_do_not_count_as_movement(make: Make) -> None:
     """They were sent long ago; a writer that is stopped has sent nothing of this update."""
     stand = make(1)
     for _ in range(5):
-        stand.lines[0].send(BucketReady(UPDATE - 1, 3, 1), later())
+        stand.connections[0].send(BucketReady(UPDATE - 1, 3, 1), later())
     with pytest.raises(Stalled):
         next_of(stand, 3, SOON_S)
 
@@ -461,14 +462,14 @@ def test_old_messages_do_not_count_as_movement(make: Make) -> None:
 def test_a_writer_that_is_gone(make: Make) -> None:
     stand = make(1)
     stand.outlet.announce(3, 1, [0])
-    stand.lines[0].close()
+    stand.connections[0].close()
     assert next_of(stand, 3) == 1
-    with pytest.raises(LineEnded):
+    with pytest.raises(ConnectionEnded):
         next_of(stand, 4)
 
 
 def test_the_flag_ends_waiting_for_a_bucket(make: Make) -> None:
     stand = make(1)
     stand.stop.set()
-    with pytest.raises(Interrupted):
+    with pytest.raises(Cancelled):
         next_of(stand, 3)

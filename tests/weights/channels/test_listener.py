@@ -1,4 +1,4 @@
-"""A device's door: who comes in, who does not, and what becomes of a door whose process is gone."""
+"""A device's listener: who comes in, who does not, and what becomes of a listener whose process is gone."""
 
 import os
 import queue
@@ -12,9 +12,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from tests.weights.lines.descriptors import given_back
+from tests.weights.channels.descriptors import given_back
 from tests.worker.ranks import DEADLINE_S, run_ranks
 
+from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StaleGeneration
 from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
@@ -25,9 +26,9 @@ from keepstep.protocol.transfer.messages import (
     Welcomed,
     encode,
 )
-from keepstep.weights.lines import door as doors
-from keepstep.weights.lines.door import MAX_PATH_BYTES, Door, door_path, knock, make_private
-from keepstep.weights.lines.line import Flag, Interrupted, Line, LineEnded, LineStalled
+from keepstep.weights.channels import listener as listeners
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled
+from keepstep.weights.channels.listener import MAX_PATH_BYTES, Listener, dial, listener_path, make_private
 
 INTRODUCTION = DeviceCalled(1, 2)
 WELCOME = Welcomed(0, 2, BufferPlace(3, 4096, None))
@@ -36,7 +37,7 @@ SOON_S = 0.1
 NOBODY = 65534
 TO_STRANGERS = b"m" + encode(Refused("the caller runs as another user", stale=False))
 IS_ROOT = os.geteuid() == 0
-Visit = tuple[Line, AnyTransferMessage]
+Visit = tuple[Connection, AnyTransferMessage]
 
 
 def soon() -> float:
@@ -48,16 +49,16 @@ def later() -> float:
 
 
 class Visits:
-    """What a door's answer was given. ``reply`` goes back to whoever knocked."""
+    """What a listener's answer was given. ``reply`` goes back to whoever knocked."""
 
     def __init__(self, reply: AnyTransferMessage | None = WELCOME) -> None:
         self.reply = reply
         self.queue: queue.Queue[Visit] = queue.Queue()
 
-    def answer(self, line: Line, message: AnyTransferMessage) -> None:
+    def answer(self, connection: Connection, message: AnyTransferMessage) -> None:
         if self.reply is not None:
-            line.send(self.reply, later())
-        self.queue.put((line, message))
+            connection.send(self.reply, later())
+        self.queue.put((connection, message))
 
     def next(self) -> Visit:
         return self.queue.get(timeout=DEADLINE_S)
@@ -66,18 +67,18 @@ class Visits:
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
     with given_back():
-        yield door_path(tmp_path, 0)
+        yield listener_path(tmp_path, 0)
 
 
-def end_of(line: Line) -> None:
+def end_of(connection: Connection) -> None:
     """Waits until the other end is closed."""
-    with pytest.raises(LineEnded):
-        line.receive(later())
-    line.close()
+    with pytest.raises(ConnectionEnded):
+        connection.receive(later())
+    connection.close()
 
 
 def raw_call(path: Path) -> socket.socket:
-    """A bare socket that has come to the door."""
+    """A bare socket that has come to the listener."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     found.settimeout(DEADLINE_S)
     found.connect(os.fspath(path))
@@ -85,7 +86,7 @@ def raw_call(path: Path) -> socket.socket:
 
 
 def last_words(caller: socket.socket) -> bytes:
-    """What the door says before it closes the line, if that can still be read."""
+    """What the listener says before it closes the connection, if that can still be read."""
     heard = b""
     with caller, suppress(ConnectionResetError):  # it closes without having read what we sent
         while packet := caller.recv(1000):
@@ -97,7 +98,7 @@ def last_words(caller: socket.socket) -> bytes:
 
 
 def folder_of(parent: Path, door_bytes: int) -> Path:
-    """A folder in which the name of rank 0's door is so long."""
+    """A folder in which the name of rank 0's listener is so long."""
     name = "x" * (door_bytes - len(os.fsencode(parent)) - len("//0.sock"))
     return parent / name
 
@@ -105,29 +106,29 @@ def folder_of(parent: Path, door_bytes: int) -> Path:
 def test_a_name_that_is_too_long_for_a_socket_is_told(short_folder: Path) -> None:
     folder = folder_of(short_folder, MAX_PATH_BYTES + 1)
     with pytest.raises(ConfigurationError, match=r"is too long for a socket's name \(96 bytes\): use a shorter"):
-        door_path(folder, 0)
+        listener_path(folder, 0)
 
 
 def test_a_name_counts_in_bytes(short_folder: Path) -> None:
     folder = folder_of(short_folder, MAX_PATH_BYTES)
-    door_path(folder, 0)
+    listener_path(folder, 0)
     with pytest.raises(ConfigurationError):
-        door_path(folder.with_name(folder.name[:-1] + "é"), 0)
+        listener_path(folder.with_name(folder.name[:-1] + "é"), 0)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 8, 20])
 def test_a_door_can_be_made_wherever_its_name_is_not_too_long(short_folder: Path, spare: int) -> None:
     folder = folder_of(short_folder, MAX_PATH_BYTES - spare)
     folder.mkdir(parents=True)
-    path = door_path(folder, 0)
+    path = listener_path(folder, 0)
     assert len(os.fsencode(path)) == MAX_PATH_BYTES - spare
     with given_back():
         visits = Visits()
-        door = Door(path, visits.answer)
-        line, _welcomed = knock(path, INTRODUCTION, "rank 0", later())
-        line.close()
+        listener = Listener(path, visits.answer)
+        connection, _welcomed = dial(path, INTRODUCTION, "rank 0", later())
+        connection.close()
         visits.next()[0].close()
-        door.close()
+        listener.close()
 
 
 @pytest.fixture
@@ -172,66 +173,70 @@ def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_knock_is_answered_and_the_line_stands(path: Path) -> None:
     visits = Visits()
-    door = Door(path, visits.answer)
-    line, welcomed = knock(path, INTRODUCTION, "rank 0", later())
+    listener = Listener(path, visits.answer)
+    connection, welcomed = dial(path, INTRODUCTION, "rank 0", later())
     theirs, message = visits.next()
-    assert (message, welcomed, line.who) == (INTRODUCTION, WELCOME, "rank 0")
-    line.send(MovementSeen(1), later())
+    assert (message, welcomed, connection.who) == (INTRODUCTION, WELCOME, "rank 0")
+    connection.send(MovementSeen(1), later())
     assert theirs.receive(later()) == MovementSeen(1)
-    door.close()
+    listener.close()
     theirs.send(MovementSeen(2), later())
-    assert line.receive(later()) == MovementSeen(2), "a line stays when the door is closed"
-    line.close()
+    assert connection.receive(later()) == MovementSeen(2), "a connection stays when the listener is closed"
+    connection.close()
     theirs.close()
 
 
 def test_each_knock_gets_a_line_of_its_own(path: Path) -> None:
     visits = Visits()
-    door = Door(path, visits.answer)
-    lines = [knock(path, DeviceCalled(rank, 2), "rank 0", later())[0] for rank in range(5)]
-    came = {message.rank: line for line, message in (visits.next() for _ in lines) if isinstance(message, DeviceCalled)}
-    for rank, line in enumerate(lines):
+    listener = Listener(path, visits.answer)
+    connections = [dial(path, DeviceCalled(rank, 2), "rank 0", later())[0] for rank in range(5)]
+    came = {
+        message.rank: connection
+        for connection, message in (visits.next() for _ in connections)
+        if isinstance(message, DeviceCalled)
+    }
+    for rank, connection in enumerate(connections):
         came[rank].send(MovementSeen(rank), later())
-        assert line.receive(later()) == MovementSeen(rank)
-        line.close()
+        assert connection.receive(later()) == MovementSeen(rank)
+        connection.close()
         came[rank].close()
-    door.close()
+    listener.close()
 
 
 def test_only_this_user_may_open_the_door_and_it_goes_when_it_is_closed(path: Path) -> None:
-    door = Door(path, Visits().answer)
+    listener = Listener(path, Visits().answer)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_ISSOCK(path.stat().st_mode)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    door.close()
+    listener.close()
     assert list(path.parent.iterdir()) == []
-    door.close()
+    listener.close()
 
 
 def test_a_door_that_is_not_there_yet_is_waited_for(path: Path) -> None:
-    visits, found = Visits(), queue.Queue[Line]()
-    caller = threading.Thread(target=lambda: found.put(knock(path, INTRODUCTION, "rank 0", later())[0]), daemon=True)
+    visits, found = Visits(), queue.Queue[Connection]()
+    caller = threading.Thread(target=lambda: found.put(dial(path, INTRODUCTION, "rank 0", later())[0]), daemon=True)
     caller.start()
-    door = Door(path, visits.answer)
+    listener = Listener(path, visits.answer)
     found.get(timeout=DEADLINE_S).close()
     visits.next()[0].close()
     caller.join()
-    door.close()
+    listener.close()
 
 
 def test_no_door_in_time(path: Path) -> None:
-    with pytest.raises(LineStalled, match=r"rank 0 does not answer at .*0\.sock"):
-        knock(path, INTRODUCTION, "rank 0", soon())
+    with pytest.raises(ConnectionStalled, match=r"rank 0 does not answer at .*0\.sock"):
+        dial(path, INTRODUCTION, "rank 0", soon())
 
 
 @pytest.mark.usefixtures("_impatient")
 def test_a_door_that_does_not_answer_in_time(path: Path) -> None:
-    with listener(path), pytest.raises(LineStalled, match="rank 0 does not answer"):
-        knock(path, INTRODUCTION, "rank 0", soon())
+    with listener(path), pytest.raises(ConnectionStalled, match="rank 0 does not answer"):
+        dial(path, INTRODUCTION, "rank 0", soon())
 
 
 def listener(path: Path) -> socket.socket:
-    """A door behind which nobody is, such as that of a stopped process."""
+    """A listener behind which nobody is, such as that of a stopped process."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     found.bind(os.fspath(path))
     found.listen(1)
@@ -240,17 +245,17 @@ def listener(path: Path) -> socket.socket:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "INTRODUCTION_S", SOON_S / 3)
+    monkeypatch.setattr(listeners, "INTRODUCTION_S", SOON_S / 3)
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["no door", "no answer"])
+@pytest.mark.parametrize("is_there", [False, True], ids=["no listener", "no answer"])
 @pytest.mark.usefixtures("_impatient")
 def test_a_flag_ends_a_knock(path: Path, is_there: bool) -> None:
     listening = listener(path) if is_there else None
-    stop = Flag()
+    stop = CancelToken()
     stop.set()
-    with pytest.raises(Interrupted):
-        knock(path, INTRODUCTION, "rank 0", later(), stop)
+    with pytest.raises(Cancelled):
+        dial(path, INTRODUCTION, "rank 0", later(), stop)
     stop.close()
     if listening is not None:
         listening.close()
@@ -263,8 +268,8 @@ def test_a_door_that_is_full_is_waited_for(path: Path) -> None:
             caller = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             caller.setblocking(False)
             caller.connect_ex(os.fspath(path))
-        with pytest.raises(LineStalled, match="rank 0 does not answer"):
-            knock(path, INTRODUCTION, "rank 0", soon())
+        with pytest.raises(ConnectionStalled, match="rank 0 does not answer"):
+            dial(path, INTRODUCTION, "rank 0", soon())
 
 
 # ---- What is answered -----------------------------------------------------------------------------------------------
@@ -275,65 +280,65 @@ def test_a_door_that_is_full_is_waited_for(path: Path) -> None:
     [
         (Refused("no room", stale=False), RemoteProtocolError, "rank 0 refuses this process: no room"),
         (Refused("it is over", stale=True), StaleGeneration, "rank 0 refuses this process: it is over"),
-        (MovementSeen(1), RemoteProtocolError, "rank 0 answers a knock with MovementSeen"),
+        (MovementSeen(1), RemoteProtocolError, "rank 0 answers a dial with MovementSeen"),
     ],
     ids=["refused", "stale", "nonsense"],
 )
 def test_a_refusal_is_told(path: Path, reply: AnyTransferMessage, error: type[Exception], told: str) -> None:
     visits = Visits(reply)
-    door = Door(path, visits.answer)
+    listener = Listener(path, visits.answer)
     with pytest.raises(error, match=told) as caught:
-        knock(path, INTRODUCTION, "rank 0", later())
+        dial(path, INTRODUCTION, "rank 0", later())
     assert caught.type is error
     end_of(visits.next()[0])
-    door.close()
+    listener.close()
 
 
 def test_a_door_that_hangs_up_is_knocked_at_again(path: Path) -> None:
     visits = Visits()
     calls = iter([False, True])
 
-    def answer(line: Line, message: AnyTransferMessage) -> None:
+    def answer(connection: Connection, message: AnyTransferMessage) -> None:
         if next(calls):
-            visits.answer(line, message)
+            visits.answer(connection, message)
         else:
-            line.close()
+            connection.close()
 
-    door = Door(path, answer)
-    knock(path, INTRODUCTION, "rank 0", later())[0].close()
+    listener = Listener(path, answer)
+    dial(path, INTRODUCTION, "rank 0", later())[0].close()
     visits.next()[0].close()
-    door.close()
+    listener.close()
 
 
 @pytest.mark.parametrize("packet", [b"x", b"m\xff", b"f", b"m" + encode(MovementSeen(1)) + b"\x00"])
 def test_who_says_nothing_that_can_be_understood_is_sent_away(path: Path, packet: bytes) -> None:
     visits = Visits()
-    door = Door(path, visits.answer)
+    listener = Listener(path, visits.answer)
     caller = raw_call(path)
     caller.send(packet)
     assert last_words(caller) == b""
     assert visits.queue.empty()
-    door.close()
+    listener.close()
 
 
 @pytest.mark.usefixtures("_impatient")
 def test_who_says_nothing_is_sent_away(path: Path) -> None:
     visits = Visits()
-    door = Door(path, visits.answer)
+    listener = Listener(path, visits.answer)
     assert last_words(raw_call(path)) == b""
     assert visits.queue.empty()
-    door.close()
+    listener.close()
 
 
 def test_one_who_says_nothing_keeps_nobody_waiting(path: Path) -> None:
     visits = Visits()
-    door = Door(path, visits.answer)
+    listener = Listener(path, visits.answer)
     silent = raw_call(path)
-    knock(path, INTRODUCTION, "rank 0", later())[0].close()
+    dial(path, INTRODUCTION, "rank 0", later())[0].close()
     visits.next()[0].close()
     silent.shutdown(socket.SHUT_RDWR)
     assert last_words(silent) == b""
-    door.close()
+    listener.close()
 
 
 # ---- Other users ----------------------------------------------------------------------------------------------------
@@ -341,25 +346,25 @@ def test_one_who_says_nothing_keeps_nobody_waiting(path: Path) -> None:
 
 def test_another_users_process_is_not_let_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     visits = Visits()
-    door = Door(path, visits.answer)
+    listener = Listener(path, visits.answer)
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
     caller = raw_call(path)
     assert last_words(caller) in (b"", TO_STRANGERS)
     assert visits.queue.empty()
-    door.close()
+    listener.close()
 
 
 def test_another_users_door_is_not_spoken_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with listener(path) as listening:
         monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
         with pytest.raises(RemoteProtocolError, match=r"0\.sock belongs to another user's process"):
-            knock(path, INTRODUCTION, "rank 0", later())
+            dial(path, INTRODUCTION, "rank 0", later())
         connection, _address = listening.accept()
         assert last_words(connection) == b"", "not even the introduction"
 
 
 def stranger(rank: int, size: int, folder: Path) -> tuple[bytes, str]:
-    """Another user, who finds the door open for everybody: what it hears there."""
+    """Another user, who finds the listener open for everybody: what it hears there."""
     os.chdir(folder)  # the folders above it are closed to others
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -368,7 +373,7 @@ def stranger(rank: int, size: int, folder: Path) -> tuple[bytes, str]:
         caller.send(b"m" + encode(INTRODUCTION))
     heard = last_words(caller)
     try:
-        knock(Path("0.sock"), INTRODUCTION, "rank 0", later())
+        dial(Path("0.sock"), INTRODUCTION, "rank 0", later())
     except RemoteProtocolError as error:
         return heard, str(error)
     return heard, "it was let in"
@@ -377,14 +382,14 @@ def stranger(rank: int, size: int, folder: Path) -> tuple[bytes, str]:
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")
 def test_a_process_of_another_user_is_not_let_in(tmp_path: Path) -> None:
     visits = Visits()
-    door = Door(door_path(tmp_path, 0), visits.answer)
+    listener = Listener(listener_path(tmp_path, 0), visits.answer)
     tmp_path.chmod(0o755)
-    door_path(tmp_path, 0).chmod(0o666)
+    listener_path(tmp_path, 0).chmod(0o666)
     ((heard, told),) = run_ranks(1, stranger, tmp_path)
     assert heard in (b"", TO_STRANGERS)
     assert told == "0.sock belongs to another user's process"
     assert visits.queue.empty()
-    door.close()
+    listener.close()
 
 
 # ---- Doors that are gone, and newer ones ----------------------------------------------------------------------------
@@ -392,10 +397,10 @@ def test_a_process_of_another_user_is_not_let_in(tmp_path: Path) -> None:
 
 def test_a_newer_door_takes_the_place_of_an_older_one(path: Path) -> None:
     older, newer = Visits(), Visits()
-    first = Door(path, older.answer)
-    second = Door(path, newer.answer)
+    first = Listener(path, older.answer)
+    second = Listener(path, newer.answer)
     first.close()
-    knock(path, INTRODUCTION, "rank 0", later())[0].close()
+    dial(path, INTRODUCTION, "rank 0", later())[0].close()
     newer.next()[0].close()
     assert older.queue.empty()
     second.close()
@@ -403,30 +408,30 @@ def test_a_newer_door_takes_the_place_of_an_older_one(path: Path) -> None:
 
 
 def killed_with_its_door(rank: int, size: int, path: Path) -> None:
-    """Has a door and is killed."""
-    Door(path, Visits().answer)
+    """Has a listener and is killed."""
+    Listener(path, Visits().answer)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_door_of_a_killed_process_leads_nowhere_until_another_takes_its_place(tmp_path: Path) -> None:
-    path = door_path(tmp_path, 0)
+    path = listener_path(tmp_path, 0)
     with pytest.raises(AssertionError, match="died without an answer"):
         run_ranks(1, killed_with_its_door, path)
     assert path.exists()
     with given_back():
-        with pytest.raises(LineStalled, match="rank 0 does not answer"):
-            knock(path, INTRODUCTION, "rank 0", soon())
+        with pytest.raises(ConnectionStalled, match="rank 0 does not answer"):
+            dial(path, INTRODUCTION, "rank 0", soon())
         visits = Visits()
-        door = Door(path, visits.answer)
-        knock(path, INTRODUCTION, "rank 0", later())[0].close()
+        listener = Listener(path, visits.answer)
+        dial(path, INTRODUCTION, "rank 0", later())[0].close()
         visits.next()[0].close()
-        door.close()
+        listener.close()
 
 
 def test_what_a_killed_process_left_half_made_is_in_nobodys_way(path: Path) -> None:
     """The number of a process may come again."""
     left = path.with_name(f".{path.stem}.{os.getpid()}")
     left.touch()
-    door = Door(path, Visits().answer)
-    door.close()
+    listener = Listener(path, Visits().answer)
+    listener.close()
     assert not left.exists()

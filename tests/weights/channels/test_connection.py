@@ -1,4 +1,4 @@
-"""A line between two processes, over real sockets: messages, descriptors, and the end of the other side."""
+"""A connection between two processes, over real sockets: messages, descriptors, and the end of the other side."""
 
 import itertools
 import mmap
@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.weights.lines.descriptors import given_back
+from tests.weights.channels.descriptors import given_back
 from tests.worker.ranks import DEADLINE_S, run_ranks
 
+from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import BufferUnavailable, RemoteProtocolError
 from keepstep.protocol.transfer.messages import (
     MAX_BODY_BYTES,
@@ -28,20 +29,18 @@ from keepstep.protocol.transfer.messages import (
     SlotFreed,
     encode,
 )
-from keepstep.weights.lines.line import (
+from keepstep.weights.channels.connection import (
     INLINE_BYTES,
     MAX_DESCRIPTORS,
-    Flag,
-    Interrupted,
-    Line,
-    LineEnded,
-    LineStalled,
-    line_pair,
+    Connection,
+    ConnectionEnded,
+    ConnectionStalled,
+    connection_pair,
     same_user,
     wait,
 )
 
-Pair = tuple[Line, Line]
+Pair = tuple[Connection, Connection]
 
 SOON_S = 0.05
 """For what is not going to come; the tests wait as long as that for it, and measure nothing."""
@@ -59,21 +58,21 @@ def later() -> float:
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     with given_back():
-        left, right = line_pair("the other")
+        left, right = connection_pair("the other")
         yield left, right
         left.close()
         right.close()
 
 
 @pytest.fixture
-def raw() -> Iterator[tuple[socket.socket, Line]]:
-    """A line, and the bare socket at its other end."""
+def raw() -> Iterator[tuple[socket.socket, Connection]]:
+    """A connection, and the bare socket at its other end."""
     with given_back():
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line = Line(theirs, "the other")
-        yield ours, line
+        connection = Connection(theirs, "the other")
+        yield ours, connection
         ours.close()
-        line.close()
+        connection.close()
 
 
 @pytest.fixture
@@ -92,17 +91,17 @@ def of_size(num_bytes: int) -> Refused:
     return message
 
 
-def send(line: Line, *messages: AnyTransferMessage) -> None:
+def send(connection: Connection, *messages: AnyTransferMessage) -> None:
     for message in messages:
-        line.send(message, later())
+        connection.send(message, later())
 
 
-def fill(line: Line, message: AnyTransferMessage) -> int:
+def fill(connection: Connection, message: AnyTransferMessage) -> int:
     """Sends the same until nothing goes in any more; how often."""
     for sent in itertools.count():
         try:
-            line.send(message, soon())
-        except LineStalled:
+            connection.send(message, soon())
+        except ConnectionStalled:
             return sent
     raise AssertionError
 
@@ -125,7 +124,7 @@ def test_messages_of_every_size_arrive(pair: Pair, num_bytes: int) -> None:
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from([50, INLINE_BYTES, INLINE_BYTES + 1, 100_000]), max_size=5))
 def test_messages_come_in_their_order_whatever_their_size(sizes: list[int]) -> None:
-    left, right = line_pair("the other")
+    left, right = connection_pair("the other")
     sent = [message for number, size in enumerate(sizes) for message in (of_size(size), MovementSeen(number))]
     send(left, *sent)
     assert [right.receive_now() for _ in sent] == sent
@@ -134,9 +133,9 @@ def test_messages_come_in_their_order_whatever_their_size(sizes: list[int]) -> N
     right.close()
 
 
-def test_a_long_message_travels_in_a_file(raw: tuple[socket.socket, Line]) -> None:
-    theirs, line = raw
-    line.send(of_size(INLINE_BYTES + 1), later())
+def test_a_long_message_travels_in_a_file(raw: tuple[socket.socket, Connection]) -> None:
+    theirs, connection = raw
+    connection.send(of_size(INLINE_BYTES + 1), later())
     packet, (descriptor,), _flags, _address = socket.recv_fds(theirs, 100, 5)
     assert packet == b"f"
     assert os.fstat(descriptor).st_size == INLINE_BYTES + 1
@@ -146,7 +145,7 @@ def test_a_long_message_travels_in_a_file(raw: tuple[socket.socket, Line]) -> No
 def too_long_to_send(rank: int, size: int) -> str:
     """A process that may not have files of a mebibyte; memory files are files."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
-    left, right = line_pair("the other")
+    left, right = connection_pair("the other")
     with pytest.raises(BufferUnavailable) as caught:
         left.send(of_size(1 << 20), later())
     left.send(MovementSeen(1), later())
@@ -163,19 +162,20 @@ def test_both_ends_may_send_at_the_same_time(pair: Pair) -> None:
     left, right = pair
     numbers = range(200)
     threads = [
-        threading.Thread(target=send, args=[line, *map(MovementSeen, numbers)], daemon=True) for line in (left, right)
+        threading.Thread(target=send, args=[connection, *map(MovementSeen, numbers)], daemon=True)
+        for connection in (left, right)
     ]
     for thread in threads:
         thread.start()
-    for line in (left, right):
-        assert [line.receive(later()) for _ in numbers] == [MovementSeen(number) for number in numbers]
+    for connection in (left, right):
+        assert [connection.receive(later()) for _ in numbers] == [MovementSeen(number) for number in numbers]
     for thread in threads:
         thread.join()
 
 
 def test_where_nothing_is_nothing_is_waited_for(pair: Pair) -> None:
     assert pair[0].receive_now() is None
-    with pytest.raises(LineStalled, match="the other says nothing"):
+    with pytest.raises(ConnectionStalled, match="the other says nothing"):
         pair[0].receive(soon())
 
 
@@ -246,9 +246,9 @@ def test_what_was_said_before_the_end_is_heard(pair: Pair) -> None:
     assert right.has_ended
     assert right.receive(later()) == MovementSeen(1)
     assert right.receive(later()) == of_size(INLINE_BYTES + 1)
-    with pytest.raises(LineEnded, match="the other has closed the line"):
+    with pytest.raises(ConnectionEnded, match="the other has closed the connection"):
         right.receive(later())
-    with pytest.raises(LineEnded, match="the other has closed the line"):
+    with pytest.raises(ConnectionEnded, match="the other has closed the connection"):
         right.send(MovementSeen(2), later())
     assert not right.is_closed
     right.close()
@@ -261,7 +261,7 @@ def test_last_words_are_heard_from_one_that_left_something_unread(pair: Pair) ->
     right.send(Refused("full", stale=False), later())
     right.close()
     assert left.receive(later()) == Refused("full", stale=False)
-    with pytest.raises(LineEnded):
+    with pytest.raises(ConnectionEnded):
         left.receive(later())
 
 
@@ -269,7 +269,7 @@ def test_the_end_is_seen_where_something_was_left_unread(pair: Pair) -> None:
     left, right = pair
     send(right, MovementSeen(1))
     left.close()
-    with pytest.raises(LineEnded):
+    with pytest.raises(ConnectionEnded):
         right.receive(later())
 
 
@@ -279,7 +279,7 @@ def test_a_peer_that_reads_nothing_stalls_the_line_and_not_for_ever(pair: Pair, 
     message = of_size(num_bytes)
     sent = fill(left, message)
     assert sent > 0
-    with pytest.raises(LineStalled, match="the other reads nothing"):
+    with pytest.raises(ConnectionStalled, match="the other reads nothing"):
         left.send(message, soon())
     assert [right.receive(later()) for _ in range(sent)] == [message] * sent
     send(left, MovementSeen(1))
@@ -289,30 +289,30 @@ def test_a_peer_that_reads_nothing_stalls_the_line_and_not_for_ever(pair: Pair, 
 def dying_rank(rank: int, size: int, path: Path) -> str:
     """The first rank listens to the second, which says something and is killed then."""
     if rank == 1:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line = Line(connection, "rank 0")
-        while connection.connect_ex(os.fspath(path / "door")):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = Connection(sock, "rank 0")
+        while sock.connect_ex(os.fspath(path / "listener")):
             wait([], soon())
-        line.send(of_size(INLINE_BYTES + 1), later())
-        line.receive(later())
+        connection.send(of_size(INLINE_BYTES + 1), later())
+        connection.receive(later())
         os.kill(os.getpid(), signal.SIGKILL)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(os.fspath(path / "fresh"))
         listening.listen(1)
-        os.rename(path / "fresh", path / "door")
-        line = Line(listening.accept()[0], "rank 1")
-    assert line.receive(later()) == of_size(INLINE_BYTES + 1)
-    line.send(MovementSeen(1), later())
-    assert wait([line], later()) == [line]
+        os.rename(path / "fresh", path / "listener")
+        connection = Connection(listening.accept()[0], "rank 1")
+    assert connection.receive(later()) == of_size(INLINE_BYTES + 1)
+    connection.send(MovementSeen(1), later())
+    assert wait([connection], later()) == [connection]
     try:
-        return str(line.receive_now())
-    except LineEnded as error:
+        return str(connection.receive_now())
+    except ConnectionEnded as error:
         return str(error)
 
 
 def test_the_end_of_a_killed_process_is_seen_at_once(tmp_path: Path) -> None:
     told, _nothing = run_ranks(2, dying_rank, tmp_path, silent=frozenset({1}))
-    assert told.startswith("rank 1 has closed the line")
+    assert told.startswith("rank 1 has closed the connection")
 
 
 def test_who_is_at_the_other_end_is_known_from_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,67 +338,69 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("packet", GARBAGE.values(), ids=GARBAGE)
-def test_garbage_is_refused_and_the_line_goes_on(raw: tuple[socket.socket, Line], packet: bytes) -> None:
-    theirs, line = raw
+def test_garbage_is_refused_and_the_line_goes_on(raw: tuple[socket.socket, Connection], packet: bytes) -> None:
+    theirs, connection = raw
     theirs.send(packet)
     theirs.send(b"m" + encode(MovementSeen(1)))
     with pytest.raises(RemoteProtocolError):
-        line.receive_now()
-    assert line.receive_now() == MovementSeen(1)
+        connection.receive_now()
+    assert connection.receive_now() == MovementSeen(1)
 
 
 @settings(max_examples=50)
 @given(st.binary(min_size=1, max_size=60))
 def test_random_packets_are_refused(packet: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line = Line(theirs, "the other")
+    connection = Connection(theirs, "the other")
     ours.send(packet)
     with pytest.raises(RemoteProtocolError):
-        line.receive_now()
+        connection.receive_now()
     ours.close()
-    line.close()
+    connection.close()
 
 
 @pytest.mark.parametrize("packet", [b"x", b"m\xff", b"f and more", b"m" + encode(SlotFreed(1, 2))])
 @pytest.mark.parametrize("count", [1, MAX_DESCRIPTORS, MAX_DESCRIPTORS + 3])
 def test_descriptors_that_come_with_anything_are_not_kept(
-    raw: tuple[socket.socket, Line], memory_file: int, packet: bytes, count: int
+    raw: tuple[socket.socket, Connection], memory_file: int, packet: bytes, count: int
 ) -> None:
-    theirs, line = raw
+    theirs, connection = raw
     with given_back():
         socket.send_fds(theirs, [packet], [memory_file] * count)
         if packet.endswith(encode(SlotFreed(1, 2))):
-            assert line.receive_now() == SlotFreed(1, 2)
+            assert connection.receive_now() == SlotFreed(1, 2)
         else:
             with pytest.raises(RemoteProtocolError):
-                line.receive_now()
-        for _ in range(len(line._descriptors)):
-            os.close(line.take_descriptor())
+                connection.receive_now()
+        for _ in range(len(connection._descriptors)):
+            os.close(connection.take_descriptor())
 
 
 @pytest.mark.parametrize("packet", [b"x", b"f and more", b"F"])
 def test_a_message_in_a_file_counts_only_where_it_is_said_to_be_one(
-    raw: tuple[socket.socket, Line], memory_file: int, packet: bytes
+    raw: tuple[socket.socket, Connection], memory_file: int, packet: bytes
 ) -> None:
-    theirs, line = raw
+    theirs, connection = raw
     os.write(memory_file, encode(MovementSeen(1)))
     socket.send_fds(theirs, [packet], [memory_file])
     with pytest.raises(RemoteProtocolError, match="the other sent a packet that is no message"):
-        line.receive_now()
+        connection.receive_now()
 
 
-def test_an_empty_packet_with_a_descriptor_leaves_nothing(raw: tuple[socket.socket, Line], memory_file: int) -> None:
-    """It looks like the end of the line."""
-    theirs, line = raw
+def test_an_empty_packet_with_a_descriptor_leaves_nothing(
+    raw: tuple[socket.socket, Connection], memory_file: int
+) -> None:
+    """It looks like the end of the connection."""
+    theirs, connection = raw
     with given_back():
         socket.send_fds(theirs, [b""], [memory_file])
-        with pytest.raises((LineEnded, RemoteProtocolError)):
-            line.receive_now()
+        with pytest.raises((ConnectionEnded, RemoteProtocolError)):
+            connection.receive_now()
 
 
 @pytest.mark.parametrize("what", ["a pipe", "a socket", "a folder", "only to be written", "empty", "no message"])
-def test_a_file_that_is_no_message_is_refused(raw: tuple[socket.socket, Line], tmp_path: Path, what: str) -> None:
-    theirs, line = raw
+def test_a_file_that_is_no_message_is_refused(raw: tuple[socket.socket, Connection], tmp_path: Path, what: str) -> None:
+    theirs, connection = raw
     (tmp_path / "file").write_bytes(b"\xff" * 10 if what == "no message" else b"")
     ends = [*os.pipe()]
     match what:
@@ -415,39 +417,39 @@ def test_a_file_that_is_no_message_is_refused(raw: tuple[socket.socket, Line], t
     socket.send_fds(theirs, [b"f"], [sent])
     try:
         with given_back(), pytest.raises(RemoteProtocolError):
-            line.receive_now()
+            connection.receive_now()
     finally:
         for each in ends:
             os.close(each)
 
 
-def test_a_file_that_is_too_large_is_refused_unread(raw: tuple[socket.socket, Line], memory_file: int) -> None:
+def test_a_file_that_is_too_large_is_refused_unread(raw: tuple[socket.socket, Connection], memory_file: int) -> None:
     """A reader shares the place in the file with its sender: it stays where it was."""
-    theirs, line = raw
+    theirs, connection = raw
     os.ftruncate(memory_file, MAX_BODY_BYTES + 1)
     os.lseek(memory_file, 7, os.SEEK_SET)
     socket.send_fds(theirs, [b"f"], [memory_file])
     told = f"the other sent a message of {MAX_BODY_BYTES + 1} bytes: at most {MAX_BODY_BYTES} are allowed"
     with pytest.raises(RemoteProtocolError, match=told):
-        line.receive_now()
+        connection.receive_now()
     assert os.lseek(memory_file, 0, os.SEEK_CUR) == 7
 
 
 def test_a_file_is_read_from_its_beginning_wherever_its_sender_was(
-    raw: tuple[socket.socket, Line], memory_file: int
+    raw: tuple[socket.socket, Connection], memory_file: int
 ) -> None:
-    theirs, line = raw
+    theirs, connection = raw
     os.write(memory_file, encode(DevicePrepared(3)))
     socket.send_fds(theirs, [b"f"], [memory_file])
-    assert line.receive_now() == DevicePrepared(3)
+    assert connection.receive_now() == DevicePrepared(3)
 
 
 # ---- Waiting --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def flag() -> Iterator[Flag]:
-    made = Flag()
+def flag() -> Iterator[CancelToken]:
+    made = CancelToken()
     yield made
     made.close()
 
@@ -469,14 +471,14 @@ def test_the_end_counts_as_something(pair: Pair) -> None:
     assert wait([right], later()) == [right]
 
 
-def test_a_flag_ends_a_wait(pair: Pair, flag: Flag) -> None:
+def test_a_flag_ends_a_wait(pair: Pair, flag: CancelToken) -> None:
     waiting, ended = threading.Event(), threading.Event()
 
     def wait_for_ever() -> None:
         waiting.set()
         try:
             wait(pair, later(), flag)
-        except Interrupted:
+        except Cancelled:
             ended.set()
 
     thread = threading.Thread(target=wait_for_ever, daemon=True)
@@ -487,19 +489,19 @@ def test_a_flag_ends_a_wait(pair: Pair, flag: Flag) -> None:
     assert ended.is_set()
 
 
-def test_a_flag_that_is_set_ends_every_wait_until_it_is_cleared(pair: Pair, flag: Flag) -> None:
+def test_a_flag_that_is_set_ends_every_wait_until_it_is_cleared(pair: Pair, flag: CancelToken) -> None:
     send(pair[0], MovementSeen(1))
     flag.set()
     flag.set()
     for _ in range(2):
-        with pytest.raises(Interrupted):
+        with pytest.raises(Cancelled):
             wait([pair[1]], later(), flag)
     flag.clear()
     flag.clear()
     assert wait([pair[1]], later(), flag) == [pair[1]]
 
 
-def test_a_flag_can_be_waited_for_as_a_line_can(pair: Pair, flag: Flag) -> None:
+def test_a_flag_can_be_waited_for_as_a_line_can(pair: Pair, flag: CancelToken) -> None:
     assert wait([flag, pair[0]], soon()) == []
     flag.set()
     assert wait([flag, pair[0]], later()) == [flag]
@@ -508,10 +510,10 @@ def test_a_flag_can_be_waited_for_as_a_line_can(pair: Pair, flag: Flag) -> None:
     assert wait([flag], soon()) == []
 
 
-def test_a_flag_that_is_closed_touches_nothing_that_has_its_number_now(flag: Flag) -> None:
+def test_a_flag_that_is_closed_touches_nothing_that_has_its_number_now(flag: CancelToken) -> None:
     number = flag.fileno()
     flag.close()
-    other = Flag()
+    other = CancelToken()
     assert other.fileno() == number, "the lowest number that is free"
     flag.set()
     assert wait([other], soon()) == []

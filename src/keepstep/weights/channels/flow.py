@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
+from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
-from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, SlotFreed, UpdateAborted
+from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, BufferPlace, SlotFreed, UpdateAborted
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.lines.line import Flag, Line, wait
-from keepstep.weights.memory.buffers import Buffer
+from keepstep.weights.channels.connection import Connection, wait
+from keepstep.weights.memory.buffers import Buffer, SlotBuffer
+from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
 
 class Stalled(PeerLost):
@@ -32,16 +34,16 @@ class Outlet:
         self,
         update: int,
         num_slots: int,
-        lines: Mapping[int, Line],
+        connections: Mapping[int, Connection],
         deadline_s: float,
-        stop: Flag,
+        stop: CancelToken,
         lose: Lose,
         other: Other,
     ) -> None:
         """Args:
         update: its number, for every message.
         num_slots: of the buffer.
-        lines: to the readers, by a key of the caller's.
+        connections: to the readers, by a key of the caller's.
         deadline_s: how long a reader may show nothing while it is waited for.
         stop: ends all waits.
         lose: told of a reader that is gone or stands; it is waited for no more.
@@ -49,65 +51,65 @@ class Outlet:
         """
         self._update, self._deadline_s, self._stop = update, deadline_s, stop
         self._lose, self._other = lose, other
-        self._lines = dict(lines)
+        self._connections = dict(connections)
         self._held: list[set[int]] = [set() for _ in range(num_slots)]
-        self._moved_s = dict.fromkeys(lines, time.monotonic())
+        self._moved_s = dict.fromkeys(connections, time.monotonic())
 
     @property
     def readers(self) -> set[int]:
         """Those that are still there."""
-        return set(self._lines)
+        return set(self._connections)
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
         """Tells the readers that are still there of a bucket."""
         message = BucketReady(self._update, bucket, slot)
         for key in readers:
-            if key not in self._lines:
+            if key not in self._connections:
                 continue
             if not any(key in held for held in self._held):
                 self._moved_s[key] = time.monotonic()
             self._held[slot].add(key)
             try:
-                self._lines[key].send(message, time.monotonic() + self._deadline_s)
+                self._connections[key].send(message, time.monotonic() + self._deadline_s)
             except PeerLost as error:
                 self.leave_out(key, error)
 
     def wait_until_free(self, slot: int) -> None:
-        """Waits until nobody reads the slot. Raises Interrupted by the stop."""
+        """Waits until nobody reads the slot. Raises Cancelled by the stop."""
         self.wait_while(lambda: self._held[slot])
 
     def wait_until_all_free(self) -> None:
-        """Waits until nobody reads any slot. Raises Interrupted by the stop."""
+        """Waits until nobody reads any slot. Raises Cancelled by the stop."""
         self.wait_while(lambda: set[int]().union(*self._held))
 
     def wait_while(self, pending: Callable[[], set[int]]) -> None:
         """Hears the readers until none is pending; those that show nothing for too long are lost.
 
         Raises:
-            Interrupted: by the stop.
+            Cancelled: by the stop.
         """
-        while waited := {key: self._lines[key] for key in pending() if key in self._lines}:
+        while waited := {key: self._connections[key] for key in pending() if key in self._connections}:
             until_s = min(self._moved_s[key] for key in waited) + self._deadline_s
             ready = wait(waited.values(), until_s, self._stop)
             now_s = time.monotonic()
-            for key, line in waited.items():
-                if line in ready:
+            for key, connection in waited.items():
+                if connection in ready:
                     self._moved_s[key] = now_s
-                    self._read(key, line)
+                    self._read(key, connection)
                 elif now_s >= self._moved_s[key] + self._deadline_s:
                     self.leave_out(key, Stalled(f"has shown nothing for {self._deadline_s:g} s"))
 
     def leave_out(self, key: int, error: PeerLost | RemoteProtocolError | None = None) -> None:
         """This reader is waited for no more; with an error, it is lost."""
-        self._lines.pop(key, None)
+        self._connections.pop(key, None)
         for held in self._held:
             held.discard(key)
         if error is not None:
             self._lose(key, error)
 
-    def _read(self, key: int, line: Line) -> None:
+    def _read(self, key: int, connection: Connection) -> None:
         try:
-            message = line.receive_now()
+            message = connection.receive_now()
         except (PeerLost, RemoteProtocolError) as error:
             self.leave_out(key, error)
             return
@@ -119,19 +121,19 @@ class Outlet:
             self._held[message.slot].discard(key)
 
 
-def next_bucket(line: Line, update: int, bucket: int, deadline_s: float, stop: Flag) -> int:
-    """Waits for one bucket and returns its slot; what earlier updates left on the line is dropped.
+def next_bucket(connection: Connection, update: int, bucket: int, deadline_s: float, stop: CancelToken) -> int:
+    """Waits for one bucket and returns its slot; what earlier updates left on the connection is dropped.
 
     Raises:
-        Interrupted: by ``stop``.
+        Cancelled: by ``stop``.
         PeerLost: the writer is gone, or did not write within the deadline.
         RemoteProtocolError: another bucket came.
     """
     until_s = time.monotonic() + deadline_s
     while True:
-        if not wait([line], until_s, stop):
+        if not wait([connection], until_s, stop):
             raise Stalled(f"sent nothing for {deadline_s:g} s")
-        message = line.receive_now()
+        message = connection.receive_now()
         match message:
             case None:
                 continue
@@ -146,21 +148,23 @@ def next_bucket(line: Line, update: int, bucket: int, deadline_s: float, stop: F
 class Inlet:
     """The reading side of another process's buffer in one update."""
 
-    def __init__(self, update: int, line: Line, buffer: Buffer, deadline_s: float, stop: Flag) -> None:
+    def __init__(
+        self, update: int, connection: Connection, buffer: Buffer, deadline_s: float, stop: CancelToken
+    ) -> None:
         """Args:
         update: its number, for every message.
-        line: to the writer.
+        connection: to the writer.
         buffer: the writer's.
         deadline_s: how long it may show nothing.
         stop: ends all waits.
         """
-        self._update, self._line, self._buffer = update, line, buffer
+        self._update, self._connection, self._buffer = update, connection, buffer
         self._deadline_s, self._stop = deadline_s, stop
         self._slot = 0
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """Waits for a bucket; its slot, uint8, valid until `release`. Raises what `next_bucket` does."""
-        slot = next_bucket(self._line, self._update, bucket.index, self._deadline_s, self._stop)
+        slot = next_bucket(self._connection, self._update, bucket.index, self._deadline_s, self._stop)
         if not 0 <= slot < self._buffer.num_slots:
             raise RemoteProtocolError(f"bucket {bucket.index} in slot {slot} of {self._buffer.num_slots}")
         self._slot = slot
@@ -172,4 +176,21 @@ class Inlet:
         Raises:
             PeerLost: the writer is gone, or reads nothing.
         """
-        self._line.send(SlotFreed(self._update, self._slot), time.monotonic() + self._deadline_s)
+        self._connection.send(SlotFreed(self._update, self._slot), time.monotonic() + self._deadline_s)
+
+
+def attach_buffer(place: BufferPlace | None, connection: Connection) -> Buffer:
+    """Another process's, to read from.
+
+    Args:
+        place: what it says of it.
+        connection: on which it came.
+
+    Raises:
+        RemoteProtocolError: it is not what it was said to be.
+    """
+    if place is None:
+        raise RemoteProtocolError(f"{connection.who} named no buffer where one belongs")
+    if place.gpu is not None:
+        return GpuBuffer.attach(place)
+    return SlotBuffer.attach(connection.take_descriptor(), place.num_slots, place.slot_bytes)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from keepstep.errors import PeerLost
 from keepstep.protocol.transfer.layout import Consumer
 from keepstep.protocol.transfer.messages import AnyTransferMessage
-from keepstep.weights.lines.line import Line
+from keepstep.weights.channels.connection import Connection
 
 NOTICE_S = 0.1
 """For telling a consumer something; one that does not read finds out by its own deadline."""
@@ -22,7 +22,7 @@ class Attached:
     """A consumer on this device."""
 
     consumer: Consumer
-    line: Line
+    connection: Connection
 
     @property
     def name(self) -> str:
@@ -32,24 +32,24 @@ class Attached:
     def tell(self, message: AnyTransferMessage, descriptors: Sequence[int] = ()) -> None:
         """Tells it; one that cannot be told has to come again."""
         try:
-            self.line.send(message, time.monotonic() + NOTICE_S, descriptors)
+            self.connection.send(message, time.monotonic() + NOTICE_S, descriptors)
         except PeerLost:
-            self.line.close()
+            self.connection.close()
 
     def show_sign(self, message: AnyTransferMessage) -> None:
         """Tells it something that does not matter to one that reads nothing at the moment."""
         with contextlib.suppress(PeerLost):
-            self.line.send(message, time.monotonic())
+            self.connection.send(message, time.monotonic())
 
 
-class Attendance:
+class SubscriberRegistry:
     """Who is attached, by name, in the order in which they came. Any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._present: dict[str, Attached] = {}
         self._replaced: list[Attached] = []
-        """Whoever waits on their lines has been woken; they are closed by the thread that uses them."""
+        """Whoever waits on their connections has been woken; they are closed by the thread that uses them."""
 
     def add(self, attached: Attached, welcome: Callable[[], None]) -> None:
         """A consumer has come; one of the same name that was there is replaced.
@@ -64,7 +64,7 @@ class Attendance:
         with self._changed:
             welcome()
             if (former := self._present.pop(attached.name, None)) is not None:
-                former.line.hang_up()
+                former.connection.hang_up()
                 self._replaced.append(former)
             self._present[attached.name] = attached
             self._changed.notify_all()
@@ -81,12 +81,12 @@ class Attendance:
 
     def _forget_gone(self) -> list[Attached]:
         for each in self._replaced:
-            each.line.close()
+            each.connection.close()
         self._replaced.clear()
         for name, each in list(self._present.items()):
-            if each.line.is_closed or each.line.has_ended:
+            if each.connection.is_closed or each.connection.has_ended:
                 del self._present[name]
-                each.line.close()
+                each.connection.close()
         return list(self._present.values())
 
     def close(self) -> None:
@@ -94,4 +94,4 @@ class Attendance:
         with self._changed:
             present, self._present = self._forget_gone(), {}
         for each in present:
-            each.line.close()
+            each.connection.close()

@@ -1,7 +1,7 @@
 """Serving a consumer that came late, from what was published last, while nobody else notices.
 
 The device to which it is attached asks every device that the plan makes a source, itself among them. The same stages
-move the buckets, over lines and buffers of their own. It needs copies of the weights: live ones have gone on.
+move the buckets, over connections and buffers of their own. It needs copies of the weights: live ones have gone on.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
+from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.layout import Layout, serve_one
 from keepstep.protocol.transfer.messages import Fault
-from keepstep.weights.device.attendance import Attached
+from keepstep.weights.channels.connection import Connection
+from keepstep.weights.channels.flow import attach_buffer
+from keepstep.weights.channels.listener import dial, listener_path
 from keepstep.weights.device.device import Device, Settings
-from keepstep.weights.device.stages import CannotGoOn, Course, Gathering, Passing, device_outlet
-from keepstep.weights.lines.door import door_path, knock
-from keepstep.weights.lines.line import Flag, Interrupted, Line
+from keepstep.weights.device.stages import CannotGoOn, RankPlan, ReceiveStage, SendStage, device_outlet
+from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.memory.blocks import NamedBlock
-from keepstep.weights.memory.buffers import Buffer, attach_buffer
+from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.spans import Spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class PublishedCopy:
     """What was published last, as long as its copies are not overwritten."""
 
     version: int
@@ -34,17 +36,17 @@ class Kept:
     blocks: Sequence[NamedBlock]
 
 
-class CatchUps:
+class LateSubscribers:
     """All that one device does for late consumers, each in a thread of its own, one after the other."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._changed = threading.Condition()
-        self._kept: Kept | None = None
+        self._kept: PublishedCopy | None = None
         self._late: list[tuple[Attached, int | None]] = []
         """Those who came while nothing was kept."""
         self._num_running = 0
-        self._stop = Flag()
+        self._stop = CancelToken()
         self._turn = threading.Lock()
         """Whose turn it is to have the IPC buffer."""
         self._turn_to_serve = threading.Lock()
@@ -58,7 +60,7 @@ class CatchUps:
 
     # ---- the thread that publishes ----------------------------------------------------------------------------------
 
-    def keep(self, device: Device, kept: Kept, served: Collection[Attached]) -> None:
+    def keep(self, device: Device, kept: PublishedCopy, served: Collection[Attached]) -> None:
         """From now on this is what late consumers get; also those who came in the meantime, but for those served."""
         with self._changed:
             self._kept = kept
@@ -94,56 +96,58 @@ class CatchUps:
                 arguments = (device, attached, self._kept)
                 threading.Thread(target=self._bring, args=arguments, name="keepstep-catch-up", daemon=True).start()
 
-    def _bring(self, device: Device, attached: Attached, kept: Kept) -> None:
-        lines: list[Line] = []
+    def _bring(self, device: Device, attached: Attached, kept: PublishedCopy) -> None:
+        connections: list[Connection] = []
         try:
             with self._turn:
-                self._bring_now(device, attached, kept, lines)
-        except Interrupted:
+                self._bring_now(device, attached, kept, connections)
+        except Cancelled:
             attached.tell(msg.UpdateAborted(0, Fault.LOST, "nobody", "a newer version is about to come"))
         except ConfigurationError as error:
             attached.tell(msg.UpdateAborted(0, Fault.LAYOUT, attached.name, str(error)))
         except CannotGoOn as error:
             attached.tell(msg.UpdateAborted(0, Fault.LOST, error.culprit, error.reason))
         finally:
-            for line in lines:
-                line.close()
+            for connection in connections:
+                connection.close()
             self._ended()
 
-    def _bring_now(self, device: Device, attached: Attached, kept: Kept, lines: list[Line]) -> None:
+    def _bring_now(
+        self, device: Device, attached: Attached, kept: PublishedCopy, connections: list[Connection]
+    ) -> None:
         rank, deadline_s = self._settings.rank, self._settings.deadline_s
         layout = serve_one(kept.layout, rank, attached.consumer)
-        update, course = device.number_update(), Course(layout, rank)
-        sources: dict[int, tuple[Line, Buffer]] = {}
+        update, course = device.number_update(), RankPlan(layout, rank)
+        sources: dict[int, tuple[Connection, Buffer]] = {}
         for source in sorted({bucket.source for bucket in course.coming}):
             called = msg.CatchUpCalled(rank, device.generation, update, kept.version, layout)
             sources[source] = self._ask(source, called)
-            lines.append(sources[source][0])
+            connections.append(sources[source][0])
         ipc = self._buffer("ipc")
         place, descriptors = ipc.share()
         attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place), descriptors)
         try:
-            passing = Passing(update, course, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
+            passing = ReceiveStage(update, course, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
             passing.run()
         finally:
-            for _line, buffer in sources.values():
+            for _connection, buffer in sources.values():
                 buffer.close()
         passing.hand_over(kept.version, self._stop)
 
-    def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Line, Buffer]:
+    def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Connection, Buffer]:
         until_s = time.monotonic() + self._settings.deadline_s
         try:
-            line, welcomed = knock(
-                door_path(self._settings.folder, source), called, f"rank {source}", until_s, self._stop
+            connection, welcomed = dial(
+                listener_path(self._settings.folder, source), called, f"rank {source}", until_s, self._stop
             )
-            return line, attach_buffer(welcomed.buffer, line)
+            return connection, attach_buffer(welcomed.buffer, connection)
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn.because_of(source, error) from None
 
     # ---- for a consumer of any device -------------------------------------------------------------------------------
 
-    def serve(self, device: Device, line: Line, called: msg.CatchUpCalled) -> None:
-        """Another device asks for this one's part; runs in a thread of the door, and owns the line."""
+    def serve(self, device: Device, connection: Connection, called: msg.CatchUpCalled) -> None:
+        """Another device asks for this one's part; runs in a thread of the listener, and owns the connection."""
         until_s = time.monotonic() + self._settings.deadline_s
         with self._changed:
             kept = self._kept
@@ -153,25 +157,27 @@ class CatchUps:
                 kept = None
         try:
             if kept is None:
-                line.send(msg.Refused(f"version {called.version} is not kept here", stale=False), until_s)
+                connection.send(msg.Refused(f"version {called.version} is not kept here", stale=False), until_s)
                 return
             with self._turn_to_serve:
-                self._serve_now(device, line, called, kept)
-        except (PeerLost, CannotGoOn, Interrupted):
-            pass  # whoever asked sees the end of the line
+                self._serve_now(device, connection, called, kept)
+        except (PeerLost, CannotGoOn, Cancelled):
+            pass  # whoever asked sees the end of the connection
         finally:
-            line.close()
+            connection.close()
             if kept is not None:
                 self._ended()
 
-    def _serve_now(self, device: Device, line: Line, called: msg.CatchUpCalled, kept: Kept) -> None:
+    def _serve_now(
+        self, device: Device, connection: Connection, called: msg.CatchUpCalled, kept: PublishedCopy
+    ) -> None:
         deadline_s = self._settings.deadline_s
         h2d = self._buffer("h2d")
-        course = Course(called.layout, self._settings.rank)
+        course = RankPlan(called.layout, self._settings.rank)
         course.prepare([block.held for block in kept.blocks])
-        device.welcome_to(h2d, line, time.monotonic() + deadline_s)
-        outlet = device_outlet(called.update, h2d, {called.rank: line}, deadline_s, self._stop)
-        Gathering(course, h2d, outlet, Spans()).run()
+        device.welcome_to(h2d, connection, time.monotonic() + deadline_s)
+        outlet = device_outlet(called.update, h2d, {called.rank: connection}, deadline_s, self._stop)
+        SendStage(course, h2d, outlet, Spans()).run()
 
     def _buffer(self, which: str) -> Buffer:
         if which not in self._buffers:
