@@ -49,7 +49,7 @@ def later() -> float:
 
 
 class Visits:
-    """What a listener's answer was given. ``reply`` goes back to whoever knocked."""
+    """What a listener's answer was given. ``reply`` goes back to the process that dialled."""
 
     def __init__(self, reply: AnyTransferMessage | None = WELCOME) -> None:
         self.reply = reply
@@ -171,7 +171,7 @@ def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- Knocking -------------------------------------------------------------------------------------------------------
 
 
-def test_a_knock_is_answered_and_the_line_stands(path: Path) -> None:
+def test_a_dial_is_answered_and_the_connection_stands(path: Path) -> None:
     visits = Visits()
     listener = Listener(path, visits.answer)
     connection, welcomed = dial(path, INTRODUCTION, "rank 0", later())
@@ -186,7 +186,7 @@ def test_a_knock_is_answered_and_the_line_stands(path: Path) -> None:
     theirs.close()
 
 
-def test_each_knock_gets_a_line_of_its_own(path: Path) -> None:
+def test_each_dial_gets_a_connection_of_its_own(path: Path) -> None:
     visits = Visits()
     listener = Listener(path, visits.answer)
     connections = [dial(path, DeviceCalled(rank, 2), "rank 0", later())[0] for rank in range(5)]
@@ -250,7 +250,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["no listener", "no answer"])
 @pytest.mark.usefixtures("_impatient")
-def test_a_flag_ends_a_knock(path: Path, is_there: bool) -> None:
+def test_a_token_ends_a_dial(path: Path, is_there: bool) -> None:
     listening = listener(path) if is_there else None
     stop = CancelToken()
     stop.set()
@@ -262,7 +262,7 @@ def test_a_flag_ends_a_knock(path: Path, is_there: bool) -> None:
 
 
 def test_a_door_that_is_full_is_waited_for(path: Path) -> None:
-    """Such as that of a stopped process, at which many have knocked."""
+    """Such as that of a stopped process, at which many have dialled."""
     with listener(path), ExitStack() as stack:
         for _ in range(5):
             caller = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

@@ -1,6 +1,6 @@
 """The listener of a device: a Unix socket in a folder of the user's own, where others dial.
 
-Whoever knocks must run as the same user, and say at once what the connection is for.
+A process that dials must run as the same user, and say at once what the connection is for.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage, Refused, Wel
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, same_user, wait, what_of
 
 INTRODUCTION_S = 2.0
-"""For whoever knocks to say who it is: it has nothing to wait for before that."""
+"""For a process that dials to say who it is: it has nothing to wait for before that."""
 LOOK_S = 0.25
 """Between two looks whether a listener that does not answer has been replaced: its process may be stopped."""
 MAX_PATH_BYTES = 96
 """Of a socket's name. Linux' struct sockaddr_un has 107, of which a new listener needs some for its first name."""
 RETRY_S = 0.02
-"""Between two knocks at a listener that is not there yet: no event tells of a socket that begins to listen."""
+"""Between two attempts to dial a listener that is not there yet: no event tells of a socket that begins to listen."""
 
 
 def listener_path(folder: Path, rank: int) -> Path:
@@ -93,7 +93,7 @@ class Listener:
             threading.Thread(target=self._introduce, args=[sock], name="keepstep-dial", daemon=True).start()
 
     def _introduce(self, sock: socket.socket) -> None:
-        connection = Connection(sock, "whoever knocks")
+        connection = Connection(sock, "a process that dials")
         try:
             if not same_user(sock):
                 connection.send(

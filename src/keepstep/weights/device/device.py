@@ -130,7 +130,7 @@ class Device:
         self.ipc.close()
 
     def _answer(self, connection: Connection, message: AnyTransferMessage) -> None:
-        """Somebody knocks. Runs in the listener's threads."""
+        """A process dials. Runs in the listener's threads."""
         try:
             self._welcome(connection, message)
         except PeerLost:
