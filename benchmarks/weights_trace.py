@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keepstep.trace.pictures.chrome import ChromeTrace, Track
-from keepstep.trace.pictures.drawing import Box, Connection, Picture, Shape, Text, labelled_box, text_width
+from keepstep.trace.pictures.drawing import Connection, Picture, Rectangle, Shape, Text, labelled_box, text_width
 from keepstep.trace.pictures.timescale import Timescale
 from keepstep.trace.targets import replacing, write_whole
 
@@ -111,7 +111,11 @@ def draw(timeline: Timeline, title: str) -> Picture:
     height = FIRST_LANE + LANE_HEIGHT * len(timeline.devices) + 62
     scale = Timescale(timeline.begun_ns / 1e9, end_ns / 1e9, LEFT, RIGHT)
     what = f"{title}: in each device's lane, boxes for H2D, Broadcast and Reload of each bucket, side by side in time."
-    shapes: list[Shape] = [Box(0.5, 0.5, WIDTH - 1, height - 1, "panel", 8), Text(20, 28, title, "title"), *_legend()]
+    shapes: list[Shape] = [
+        Rectangle(0.5, 0.5, WIDTH - 1, height - 1, "panel", 8),
+        Text(20, 28, title, "title"),
+        *_legend(),
+    ]
     bottom = FIRST_LANE + len(timeline.devices) * LANE_HEIGHT - 6
     for x, label in scale.ticks(timeline.begun_ns / 1e9):
         shapes += [
@@ -126,7 +130,7 @@ def draw(timeline: Timeline, title: str) -> Picture:
             for work in works:
                 if (work.device, work.stage) == (device, stage):
                     begin, end = scale.at(work.begun_ns / 1e9), scale.at(work.ended_ns / 1e9)
-                    box = Box(begin, y - BAR_HEIGHT / 2, max(end - begin - 0.6, 0.8), BAR_HEIGHT, stage, 3)
+                    box = Rectangle(begin, y - BAR_HEIGHT / 2, max(end - begin - 0.6, 0.8), BAR_HEIGHT, stage, 3)
                     shapes += labelled_box(box, _labels(stage, work.bucket, timeline.source_of(work.bucket)))
     note = (
         f"The first {min(PICTURED_BUCKETS, num_buckets)} of {num_buckets} buckets, to scale, as measured. “src 1”: "
@@ -157,6 +161,6 @@ def _legend() -> list[Shape]:
         ("reload", "IPC buffer to the consumer's weights"),
     ):
         label = f"{STAGES[stage]}: {what}"
-        drawn += [Box(x, 44, 14, 14, stage, 3), Text(x + 20, 56, label, "quiet")]
+        drawn += [Rectangle(x, 44, 14, 14, stage, 3), Text(x + 20, 56, label, "quiet")]
         x += 44 + text_width(label, "quiet")
     return drawn

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.agent.environment import environment_of
-from keepstep.agent.settings import AgentSettings, Place
+from keepstep.agent.settings import AgentSettings, NodePlace
 from keepstep.config import leave_park, worker_config
 from keepstep.devices import names_of, order_for
 from keepstep.protocol.agent import Spawn
@@ -43,7 +43,7 @@ def test_no_device_is_there() -> None:
 
 
 def environment(worker: Spawn, devices: tuple[str, ...] = DEVICES) -> dict[str, str]:
-    settings = AgentSettings(("script",), False, False, True, Place.alone(3, 1), Path("/run"), devices=devices)
+    settings = AgentSettings(("script",), False, False, True, NodePlace.alone(3, 1), Path("/run"), devices=devices)
     return environment_of(worker, settings)
 
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -218,6 +218,16 @@ def local_paths(source: Source) -> Iterator[Finding]:
                 yield line, f"{path} exists on one machine only"
 
 
+def shared_class_names(sources: Iterable[Source]) -> list[str]:
+    """Public classes of the package that have the same name."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(source.path)
+    return [f"class {name} is in {' and '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
+
+
 def full_folders(paths: list[str]) -> list[str]:
     """Folders with more Python files than allowed; `__init__.py` does not count."""
     counts = Counter(str(Path(path).parent) for path in paths if Path(path).name != "__init__.py")
@@ -280,6 +290,16 @@ def test_code_is_tidy(check: Check) -> None:
 
 def test_folders_fit_in_the_head() -> None:
     fail_with(full_folders([source.path for source in python_sources("src/keepstep")]))
+
+
+def test_a_class_has_its_name_alone() -> None:
+    fail_with(shared_class_names(python_sources("src/keepstep")))
+
+
+def test_a_shared_class_name_is_found() -> None:
+    one, other = (Source(f"src/keepstep/{name}.py", "class Line:\n    pass\nclass _Own:\n    pass\n") for name in "ab")
+    assert shared_class_names([one]) == []
+    assert shared_class_names([one, other]) == ["class Line is in src/keepstep/a.py and src/keepstep/b.py"]
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

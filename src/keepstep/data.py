@@ -37,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from keepstep.errors import ConfigurationError, PeerLost
-from keepstep.parent import end_with_parent
+from keepstep.parent_death import end_with_parent
 
 __all__ = ["LoaderOptions", "MapDataset", "StepLoader", "StepSampler", "permute"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from keepstep.agent.agent import Agent
-from keepstep.agent.settings import AgentSettings, Place
+from keepstep.agent.settings import AgentSettings, NodePlace
 from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
@@ -83,7 +83,9 @@ async def serving(tmp_path: Path, script: str) -> AsyncIterator[tuple[Controller
     path = tmp_path / "worker.py"
     path.write_text(COMPANION + script)
     command = (sys.executable, str(path))
-    settings = AgentSettings(command, False, True, False, Place(NODE, 1, 1, 2), tmp_path, environment=dict(os.environ))
+    settings = AgentSettings(
+        command, False, True, False, NodePlace(NODE, 1, 1, 2), tmp_path, environment=dict(os.environ)
+    )
     ours, theirs = channel_pair()
     agent = Agent(settings, theirs)
     await agent.start()

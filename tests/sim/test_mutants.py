@@ -33,9 +33,9 @@ from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NodeLayout
+from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.transfers import LocalValue, Rows
-from keepstep.sim.faults import Fault
+from keepstep.sim.faults import SimulatedFault
 from keepstep.sim.oracle import Check
 from keepstep.sim.run import Case, case_of, run
 
@@ -658,9 +658,9 @@ def a_node_is_cut_off_in_the_barrier(seed: int) -> Case:
     """The ranks of the other nodes wait for it until its lease is over. Then it is back, and still in the barrier."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
-    durations = Durations(collective_s=0.05)
-    layout = Layout(nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=12)
-    return Case(seed, layout, (Fault("cut off", 2.0, None, Phase.SYNCED, seed % 4, 8.0),))
+    durations = SimulatedDurations(collective_s=0.05)
+    layout = ClusterLayout(nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=12)
+    return Case(seed, layout, (SimulatedFault("cut off", 2.0, None, Phase.SYNCED, seed % 4, 8.0),))
 
 
 def a_node_is_lost_and_two_have_spares(seed: int) -> Case:
@@ -668,51 +668,55 @@ def a_node_is_lost_and_two_have_spares(seed: int) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
     racks = ("rack-0", "rack-1", "rack-0", "rack-2")
     nodes = tuple(NodeLayout(f"node-{number}", 1, rack) for number, rack in enumerate(racks))
-    layout = Layout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=12)
-    return Case(seed, layout, (Fault("node loss", 2.0 + seed % 10 / 10, pick=0),))
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=12)
+    return Case(seed, layout, (SimulatedFault("node loss", 2.0 + seed % 10 / 10, pick=0),))
 
 
-def two_ranks(seed: int, num_nodes: int, ends_early: int | None, fault: Fault) -> Case:
+def two_ranks(seed: int, num_nodes: int, ends_early: int | None, fault: SimulatedFault) -> Case:
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=2 // num_nodes)
     nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(num_nodes))
-    return Case(seed, Layout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=4, ends_early=ends_early), (fault,))
+    return Case(
+        seed, ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=4, ends_early=ends_early), (fault,)
+    )
 
 
 def a_rank_leaves_its_loop_early(seed: int) -> Case:
     """On one node or on two, and now and then a rank is killed as well."""
-    return two_ranks(seed, 1 + seed % 2, seed % 4 // 2, Fault("kill", 0.5 + seed % 50 / 10, pick=seed))
+    return two_ranks(seed, 1 + seed % 2, seed % 4 // 2, SimulatedFault("kill", 0.5 + seed % 50 / 10, pick=seed))
 
 
 def data_is_cut_off_in_the_last_step(seed: int) -> Case:
     """One rank has left the last barrier and is through, the other one waits in it."""
-    return two_ranks(seed, 2, None, Fault("cut data", 1.0 + seed % 20 / 10, None, Phase.SYNCED, 1, 20.0))
+    return two_ranks(seed, 2, None, SimulatedFault("cut data", 1.0 + seed % 20 / 10, None, Phase.SYNCED, 1, 20.0))
 
 
 def a_node_is_drained(seed: int) -> Case:
     """Spares of other nodes are warm, and training goes on for longer than the node may stay."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
-    layout = Layout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40)
-    return Case(seed, layout, (Fault("node drain", 6.0 + seed % 10 / 10, pick=seed % 2, lasts_s=5.0),))
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40)
+    return Case(seed, layout, (SimulatedFault("node drain", 6.0 + seed % 10 / 10, pick=seed % 2, lasts_s=5.0),))
 
 
 def a_job_is_drained_while_ranks_reduce(seed: int) -> Case:
     """Behind the update, into the state: what is broken off there leaves every copy torn."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
     nodes = (NodeLayout("node-0", 3, "rack"),)
-    durations = Durations(collective_s=0.2)
-    layout = Layout(nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=20, reduces_after_update=True)
-    return Case(seed, layout, (Fault("drain", 6.0 + seed % 97 / 97),))
+    durations = SimulatedDurations(collective_s=0.2)
+    layout = ClusterLayout(
+        nodes, ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=20, reduces_after_update=True
+    )
+    return Case(seed, layout, (SimulatedFault("drain", 6.0 + seed % 97 / 97),))
 
 
 def a_job_is_drained_while_one_rank_is_ahead(seed: int) -> Case:
     """Updates take so long that some rank is in its next step before the others have completed theirs."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
-    durations = Durations(optimizer_s=0.5)
-    layout = Layout(
+    durations = SimulatedDurations(optimizer_s=0.5)
+    layout = ClusterLayout(
         (NodeLayout("node-0", 3, "rack"),), ("0",) * 3, settings, LIVENESS, durations=durations, num_steps=20
     )
-    return Case(seed, layout, (Fault("drain", 6.0 + seed % 97 / 97),))
+    return Case(seed, layout, (SimulatedFault("drain", 6.0 + seed % 97 / 97),))
 
 
 CASES: dict[Plant, Callable[[int], Case]] = {

@@ -29,7 +29,7 @@ class OutputSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """Where a node stands in its job. The same job-wide numbers are told to every node."""
 
     node: str
@@ -48,7 +48,7 @@ class Place:
     """Where the process groups of this node's workers listen."""
 
     @classmethod
-    def alone(cls, num_ranks: int, num_spares: int) -> Place:
+    def alone(cls, num_ranks: int, num_spares: int) -> NodePlace:
         """That of a job's only node."""
         return cls(socket.gethostname(), num_ranks, num_ranks, num_ranks + num_spares)
 
@@ -61,7 +61,7 @@ class AgentSettings:
     module: bool
     raw: bool
     fork: bool
-    place: Place
+    place: NodePlace
     run_dir: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     parks_spares: bool = False

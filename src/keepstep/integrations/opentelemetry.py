@@ -27,7 +27,7 @@ from keepstep.launcher.job import Companion, Job
 from keepstep.trace.record.runfolder import RunInfo
 from keepstep.trace.timeline.finished import FinishedScenes
 from keepstep.trace.timeline.run import Run
-from keepstep.trace.timeline.scene import LABELS, Scene, Span, SpanKind
+from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 
 LOOK_S = 1.0
 """Recoveries are looked for so often. A collector shows them seconds later in any case."""
@@ -124,7 +124,7 @@ def export(scene: Scene, run: Run, tracer: Tracer) -> None:
     elif record.resumed_s is None:
         root.set_status(Status(StatusCode.ERROR, "the job ended before this failure was repaired"))
     inside = trace.set_span_in_context(root)
-    of_ranks: dict[str, list[Span]] = {}
+    of_ranks: dict[str, list[SceneSpan]] = {}
     for each in scene.spans():
         of_ranks.setdefault(_PART_OF.get(each.kind, "restore"), []).append(each)
     for part, part_begin_s, part_end_s in record.parts():
@@ -157,7 +157,7 @@ def _attributes(scene: Scene, info: RunInfo) -> dict[str, AttributeValue]:
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _event(span: Span, end_s: float) -> dict[str, AttributeValue]:
+def _event(span: SceneSpan, end_s: float) -> dict[str, AttributeValue]:
     until_s = end_s if span.end_s is None else span.end_s
     return {
         "keepstep.rank": span.rank,

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
-from keepstep.agent.settings import AgentSettings, OutputSettings, Place
+from keepstep.agent.settings import AgentSettings, NodePlace, OutputSettings
 from keepstep.config import job_environment, script_environment, visible_devices
 from keepstep.devices import names_of
 from keepstep.errors import ConfigurationError
@@ -123,13 +123,13 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
     if arguments.node_rank not in (0, "0"):
         raise ConfigurationError(f"--node-rank {arguments.node_rank}: there is one node, so 0")
     outputs = outputs_of(arguments)
-    place = Place.alone(ranks_per_node(arguments), arguments.spares)
+    place = NodePlace.alone(ranks_per_node(arguments), arguments.spares)
     recovery = Shape(1, 1, place.ranks_per_node, arguments.spares).recovery(arguments)
     agent = agent_settings(arguments, place, run_dir)
     return JobOptions(agent, recovery, outputs, keep_run_dir=run_dir is not None or arguments.run_dir is not None)
 
 
-def agent_settings(arguments: argparse.Namespace, place: Place, run_dir: Path | None = None) -> AgentSettings:
+def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Path | None = None) -> AgentSettings:
     """What the agent of a node is told.
 
     Args:
@@ -217,7 +217,7 @@ def _refuse_what_is_not_done_yet(arguments: argparse.Namespace) -> None:
         )
 
 
-def _environment(arguments: argparse.Namespace, place: Place) -> dict[str, str]:
+def _environment(arguments: argparse.Namespace, place: NodePlace) -> dict[str, str]:
     environment = script_environment()
     if place.ranks_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for the same reason
@@ -231,7 +231,7 @@ def _environment(arguments: argparse.Namespace, place: Place) -> dict[str, str]:
     )
 
 
-def _master(arguments: argparse.Namespace, place: Place) -> tuple[str, int]:
+def _master(arguments: argparse.Namespace, place: NodePlace) -> tuple[str, int]:
     """Where a script that calls ``init_process_group`` itself has its ranks meet; keepstep opens no port there.
 
     On several nodes all must be told the same, so a port cannot be looked for: it is torchrun's, unless named. The host

@@ -16,7 +16,7 @@ from keepstep.sim.run import case_of, run
 REPORT_EVERY_S = 1.0
 
 
-class Failed(msgspec.Struct, frozen=True):
+class FailedSeed(msgspec.Struct, frozen=True):
     """A seed that failed."""
 
     seed: int
@@ -34,7 +34,7 @@ class Tally(msgspec.Struct):
     num_events: int = 0
     virtual_s: float = 0.0
     next_seed: int = 0
-    failed: list[Failed] = msgspec.field(default_factory=list)
+    failed: list[FailedSeed] = msgspec.field(default_factory=list)
 
     def add(self, other: Tally) -> None:
         """Adds what other seeds came to."""
@@ -70,7 +70,7 @@ def _count(tally: Tally, seed: int) -> None:
     tally.virtual_s += outcome.virtual_s
     tally.next_seed = seed + 1
     if outcome.check is not None:
-        tally.failed.append(Failed(seed, outcome.check, outcome.detail))
+        tally.failed.append(FailedSeed(seed, outcome.check, outcome.detail))
 
 
 def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | None) -> Iterator[Tally]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import Cause, CollectiveFailed, SafePointReached
 from keepstep.protocol.phases import Phase
-from keepstep.sim.cluster.layout import Layout
+from keepstep.sim.cluster.layout import ClusterLayout
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 
@@ -20,7 +20,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fault:
+class SimulatedFault:
     """One fault: at a time, or so long after the n-th recovery has begun, or in a phase.
 
     ``pick`` chooses among whoever it can hit when it comes about, so that a fault always hits somebody.
@@ -59,7 +59,7 @@ SHORT_PHASES = (Phase.SYNCED, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
 """Where a failure is hardest and a random time seldom hits: around the gradient barrier and the update."""
 
 
-def draw_plan(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
+def draw_plan(rng: random.Random, layout: ClusterLayout) -> tuple[SimulatedFault, ...]:
     """A plan: some faults at random times, and more of them in the middle of the recoveries that those cause."""
     kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
     span_s = 1.5 + 0.45 * layout.num_steps
@@ -71,20 +71,20 @@ def draw_plan(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
         recovery = rng.randint(1, max(1, number)) if during else None
         phase = rng.choice(SHORT_PHASES) if not during and rng.random() < 0.4 else None
         lasts_s = rng.choice((0.05, 0.5, 2.0, 5.0, 12.0)) * (0.5 + rng.random())
-        faults.append(Fault(kind, at_s, recovery, phase, rng.randrange(64), lasts_s))
+        faults.append(SimulatedFault(kind, at_s, recovery, phase, rng.randrange(64), lasts_s))
     for kind in (each for each in DRAINS if rng.random() < 0.1):
-        faults += [Fault(kind, rng.uniform(0.3, span_s), None, None, rng.randrange(64), 5.0)]
+        faults += [SimulatedFault(kind, rng.uniform(0.3, span_s), None, None, rng.randrange(64), 5.0)]
     return tuple(faults)
 
 
 class Injector:
     """Brings a plan about in one world."""
 
-    def __init__(self, world: World, plan: tuple[Fault, ...]) -> None:
+    def __init__(self, world: World, plan: tuple[SimulatedFault, ...]) -> None:
         self._world = world
         self.over_s = 0.0
         """When the last fault that came about was over."""
-        self._armed: list[Fault] = []
+        self._armed: list[SimulatedFault] = []
         self._raised: set[int | None] = set()
         """Ranks on which the script has raised an error."""
         for fault in plan:
@@ -94,7 +94,7 @@ class Injector:
             else:
                 world.waiting_for_recovery.append((fault.recovery, fault.at_s, event))
 
-    def arm(self, fault: Fault) -> None:
+    def arm(self, fault: SimulatedFault) -> None:
         """From now on a fault waits for its phase."""
         self._armed.append(fault)
         self._world.watch = self._watch
@@ -106,7 +106,7 @@ class Injector:
             delay_s = self._world.rng.choice((0.0, 0.0005, 0.002, 0.01))
             self._world.schedule.after(delay_s, Event("injector", "strike", (fault,)))
 
-    def strike(self, fault: Fault) -> None:
+    def strike(self, fault: SimulatedFault) -> None:
         """The time of a fault has come."""
         world = self._world
         if world.story is not None:
@@ -116,14 +116,14 @@ class Injector:
             world.oracle.strikes(fault.kind, fault.lasts_s)
         getattr(self, "_" + fault.kind.replace(" ", "_"))(fault)
 
-    def _until(self, fault: Fault, part: str, what: str, *arguments: object) -> None:
+    def _until(self, fault: SimulatedFault, part: str, what: str, *arguments: object) -> None:
         """Something happens when a fault is over."""
         self.over_s = max(self.over_s, self._world.schedule.now_s + fault.lasts_s)
         self._world.schedule.after(fault.lasts_s, Event(part, what, arguments))
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
-    def _victim(self, fault: Fault) -> SimulatedWorker | None:
+    def _victim(self, fault: SimulatedFault) -> SimulatedWorker | None:
         """A live process that holds a rank and was not hurt before."""
         candidates = [worker for worker in self._world.rank_holders() if not (worker.is_stopped or worker.is_stuck)]
         if not candidates:
@@ -133,7 +133,7 @@ class Injector:
             self._world.story.add(self._world.schedule.now_s, "FAULT", f"{fault.kind} hits {victim}, {victim.where}")
         return victim
 
-    def _hurt(self, fault: Fault) -> SimulatedWorker | None:
+    def _hurt(self, fault: SimulatedFault) -> SimulatedWorker | None:
         victim = self._victim(fault)
         if victim is not None:
             self._world.oracle.suffers(victim, fault.kind, fault.lasts_s)
@@ -143,51 +143,51 @@ class Injector:
                 self._world.oracle.excuses(f"{fault.kind} after the last step")
         return victim
 
-    def _kill(self, fault: Fault) -> None:
+    def _kill(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
             victim.die(Cause.SIGNAL, "killed by SIGKILL")
 
-    def _exit(self, fault: Fault) -> None:
+    def _exit(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
             victim.die(Cause.EXIT, "exit code 7")
 
-    def _raise(self, fault: Fault) -> None:
+    def _raise(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
             self._raised.add(victim.machine.rank)
             if len(self._raised) == self._world.layout.world_size:
                 self._world.oracle.excuses("the script raised on every rank")
             victim.raise_error("ValueError: bad batch")
 
-    def _two_at_once(self, fault: Fault) -> None:
+    def _two_at_once(self, fault: SimulatedFault) -> None:
         self._kill(fault)
         self._kill(dataclasses.replace(fault, pick=fault.pick // 7))
 
-    def _stop(self, fault: Fault) -> None:
+    def _stop(self, fault: SimulatedFault) -> None:
         """SIGSTOP, and SIGCONT after a while, if it still lives then."""
         if victim := self._hurt(fault):
             victim.is_stopped = True
             if fault.pick % 2:
                 self._until(fault, f"worker {victim.process}", "go_on")
 
-    def _deadlock(self, fault: Fault) -> None:
+    def _deadlock(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
             victim.is_stuck = True
 
-    def _slow(self, fault: Fault) -> None:
+    def _slow(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
             victim.slowness = 30.0
             self._until(fault, f"worker {victim.process}", "be_fast")
 
-    def _blame(self, fault: Fault) -> None:
+    def _blame(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
             victim.node.blame(victim.number, "a false alarm")
 
-    def _false_hint(self, fault: Fault) -> None:
+    def _false_hint(self, fault: SimulatedFault) -> None:
         """A collective fails for no reason that anybody can see."""
         if victim := self._victim(fault):
             victim.lose_connection()
 
-    def _stale_report(self, fault: Fault) -> None:
+    def _stale_report(self, fault: SimulatedFault) -> None:
         """A report of a generation that is over comes once more."""
         if victim := self._victim(fault):
             generation = max(0, victim.tag.generation - 1 - fault.pick % 2)
@@ -198,7 +198,7 @@ class Injector:
             else:
                 victim.say_anew(CollectiveFailed(victim.number, generation, "world", "late"))
 
-    def _spare_kill(self, fault: Fault) -> None:
+    def _spare_kill(self, fault: SimulatedFault) -> None:
         spares = self._world.spares()
         if spares:
             spare = spares[fault.pick % len(spares)]
@@ -207,11 +207,11 @@ class Injector:
 
     # ---- nodes and networks -----------------------------------------------------------------------------------------
 
-    def _node(self, fault: Fault) -> str:
+    def _node(self, fault: SimulatedFault) -> str:
         names = [node.name for node in self._world.layout.nodes]
         return names[fault.pick % len(names)]
 
-    def _lose_node(self, fault: Fault, *, comes_back: bool) -> None:
+    def _lose_node(self, fault: SimulatedFault, *, comes_back: bool) -> None:
         name = self._node(fault)
         self._world.oracle.num_failures += 1
         self._world.oracle.node_began_new_life(name)
@@ -223,35 +223,35 @@ class Injector:
         if comes_back:
             self._until(fault, name, "boot")
 
-    def _node_loss(self, fault: Fault) -> None:
+    def _node_loss(self, fault: SimulatedFault) -> None:
         self._lose_node(fault, comes_back=fault.pick % 3 > 0)
 
-    def _agent_restart(self, fault: Fault) -> None:
+    def _agent_restart(self, fault: SimulatedFault) -> None:
         self._lose_node(dataclasses.replace(fault, lasts_s=0.2), comes_back=True)
 
-    def _cut(self, fault: Fault, pairs: Pairs) -> None:
+    def _cut(self, fault: SimulatedFault, pairs: Pairs) -> None:
         self._world.network.cut(pairs)
         self._until(fault, "network", "heal", pairs)
 
-    def _cut_off(self, fault: Fault) -> None:
+    def _cut_off(self, fault: SimulatedFault) -> None:
         name = self._node(fault)
         others = [CONTROLLER, *(node for node in self._world.nodes if node != name)]
         self._cut(fault, tuple(pair for other in others for pair in ((name, other), (other, name))))
 
-    def _cut_off_one_way(self, fault: Fault) -> None:
+    def _cut_off_one_way(self, fault: SimulatedFault) -> None:
         name = self._node(fault)
         self._cut(fault, ((name, CONTROLLER),) if fault.pick % 2 else ((CONTROLLER, name),))
 
-    def _cut_data(self, fault: Fault) -> None:
+    def _cut_data(self, fault: SimulatedFault) -> None:
         names = list(self._world.nodes)
         here, there = names[fault.pick % len(names)], names[fault.pick // 7 % len(names)]
         if here != there:
             self._cut(fault, ((here, there),))
 
-    def _connection_break(self, fault: Fault) -> None:
+    def _connection_break(self, fault: SimulatedFault) -> None:
         self._world.network.break_connection(self._node(fault))
 
-    def _loss_burst(self, fault: Fault) -> None:
+    def _loss_burst(self, fault: SimulatedFault) -> None:
         self._world.network.extra_loss = 0.5
         self._until(fault, "injector", "end_loss")
 
@@ -259,20 +259,20 @@ class Injector:
         """A burst of lost packets is over."""
         self._world.network.extra_loss = 0.0
 
-    def _agent_pause(self, fault: Fault) -> None:
+    def _agent_pause(self, fault: SimulatedFault) -> None:
         self._pause(self._node(fault), fault)
 
-    def _controller_pause(self, fault: Fault) -> None:
+    def _controller_pause(self, fault: SimulatedFault) -> None:
         self._pause(CONTROLLER, fault)
 
-    def _pause(self, part: str, fault: Fault) -> None:
+    def _pause(self, part: str, fault: SimulatedFault) -> None:
         self._world.freeze(part)
         self._until(fault, "world", "thaw", part)
 
-    def _clock_jump(self, fault: Fault) -> None:
+    def _clock_jump(self, fault: SimulatedFault) -> None:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s
 
-    def _node_drain(self, fault: Fault) -> None:
+    def _node_drain(self, fault: SimulatedFault) -> None:
         """SIGTERM for an agent, whose grace period is over after a while. Its machine comes back later."""
         name = self._node(fault)
         self._world.oracle.drains_node(name)
@@ -282,22 +282,22 @@ class Injector:
 
     # ---- the controller ---------------------------------------------------------------------------------------------
 
-    def _drain(self, fault: Fault) -> None:
+    def _drain(self, fault: SimulatedFault) -> None:
         """SIGTERM for the job."""
         self._world.oracle.drains_job()
         self._world.controller.drain()
 
-    def _controller_crash(self, fault: Fault) -> None:
+    def _controller_crash(self, fault: SimulatedFault) -> None:
         self._world.oracle.num_failures += 1
         self._world.controller.crash()
         self._until(fault, CONTROLLER, "restart")
 
-    def _crash_before_journaling(self, fault: Fault) -> None:
+    def _crash_before_journaling(self, fault: SimulatedFault) -> None:
         self._world.oracle.num_failures += 1
         self._world.controller.crash_before("journaling")
         self._until(fault, CONTROLLER, "restart")
 
-    def _crash_before_transmitting(self, fault: Fault) -> None:
+    def _crash_before_transmitting(self, fault: SimulatedFault) -> None:
         self._world.oracle.num_failures += 1
         self._world.controller.crash_before("transmitting")
         self._until(fault, CONTROLLER, "restart")

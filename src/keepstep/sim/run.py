@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 from keepstep.errors import KeepstepError
-from keepstep.sim.cluster.layout import Layout, draw_layout
-from keepstep.sim.faults import Fault, Injector, draw_plan
+from keepstep.sim.cluster.layout import ClusterLayout, draw_layout
+from keepstep.sim.faults import Injector, SimulatedFault, draw_plan
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
 from keepstep.sim.story import Story
@@ -24,8 +24,8 @@ class Case:
     """What is run: one cluster, the faults that come about in it, and the seed of everything else."""
 
     seed: int
-    layout: Layout
-    plan: tuple[Fault, ...]
+    layout: ClusterLayout
+    plan: tuple[SimulatedFault, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

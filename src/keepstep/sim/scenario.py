@@ -19,7 +19,7 @@ from collections.abc import Callable
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Layout, NodeLayout
+from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.worker import SimulatedWorker
@@ -55,7 +55,7 @@ class Scenario:
 
     title: str
     head: tuple[str, ...]
-    layout: Layout
+    layout: ClusterLayout
     seed: int
     deeds: tuple[Deed, ...]
 
@@ -82,13 +82,13 @@ def parse(text: str) -> Scenario:
     )
 
 
-def _layout(num_ranks: int, num_spares: int, num_nodes: int, num_steps: int, num_shards: int) -> Layout:
+def _layout(num_ranks: int, num_spares: int, num_nodes: int, num_steps: int, num_shards: int) -> ClusterLayout:
     per_node = -(-num_ranks // num_nodes)
     slots = [per_node + num_spares // num_nodes + (number < num_spares % num_nodes) for number in range(num_nodes)]
     nodes = tuple(NodeLayout(f"node-{number}", room, f"rack-{number}") for number, room in enumerate(slots))
     settings = dataclasses.replace(SETTINGS, world_size=num_ranks, num_spares=num_spares, ranks_per_node=per_node)
     shards = tuple(str(rank % num_shards) for rank in range(num_ranks))
-    return Layout(nodes, shards, settings, LIVENESS, num_steps=num_steps)
+    return ClusterLayout(nodes, shards, settings, LIVENESS, num_steps=num_steps)
 
 
 def _deed(line: str) -> Deed:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from keepstep.protocol.agent import Spawn
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import EndJob
-from keepstep.sim.cluster.collectives import Collectives, Rendezvous
+from keepstep.sim.cluster.collectives import Collectives, SimulatedRendezvous
 from keepstep.sim.cluster.controller import SimulatedController
-from keepstep.sim.cluster.layout import Layout
+from keepstep.sim.cluster.layout import ClusterLayout
 from keepstep.sim.cluster.network import CONTROLLER, Network
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.schedule import Event, Schedule
-from keepstep.sim.cluster.scripts.once import Once
-from keepstep.sim.cluster.scripts.startup import StartUpExchange
+from keepstep.sim.cluster.scripts.once import OnceScript
+from keepstep.sim.cluster.scripts.startup import StartUpScript
 from keepstep.sim.cluster.transfers import Rows, Transfers
 from keepstep.sim.cluster.worker import History, SimulatedWorker
 from keepstep.sim.oracle import Oracle
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 class World:
     """One run. Parts find each other here; each event is a method of one part."""
 
-    def __init__(self, layout: Layout, seed: int, story: Story | None = None) -> None:
+    def __init__(self, layout: ClusterLayout, seed: int, story: Story | None = None) -> None:
         self.layout = layout
         self.story = story
         self.rng = random.Random(seed)
         self.schedule = Schedule()
         self.oracle = Oracle(self)
-        self.once = Once(self)
-        self.start_up = StartUpExchange(self, seed)
+        self.once = OnceScript(self)
+        self.start_up = StartUpScript(self, seed)
         self.network = Network(self, layout.network)
         self.collectives = Collectives(self)
-        self.rendezvous = Rendezvous(self)
+        self.rendezvous = SimulatedRendezvous(self)
         self.transfers = Transfers(self)
         self.controller = SimulatedController(self)
         self.nodes = {node.name: SimulatedNode(self, node) for node in layout.nodes}

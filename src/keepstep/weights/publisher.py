@@ -15,8 +15,8 @@ from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, UsageEr
 from keepstep.weights.device.device import Device, Settings
 from keepstep.weights.device.late_subscribers import LateSubscribers, PublishedCopy
 from keepstep.weights.device.stages import RankPlan
-from keepstep.weights.device.update import Update
-from keepstep.weights.device.verdicts import Failed, error_of
+from keepstep.weights.device.update import WeightUpdate
+from keepstep.weights.device.verdicts import UpdateFailed, error_of
 from keepstep.weights.memory.blocks import NamedBlock, Weights, copies_of, fingerprint, named_blocks
 from keepstep.weights.spans import Spans
 
@@ -256,14 +256,14 @@ class Publisher:
     def _carry_out(self, version: int) -> Published:
         """One update; gives the publisher back."""
         try:
-            update = Update(self._device, version, self._copies, self._stop)
+            update = WeightUpdate(self._device, version, self._copies, self._stop)
             self._course = update.run(self._course)
             if self._has_copies:
                 self._catch_ups.keep(
                     self._device, PublishedCopy(version, self._course.layout, self._copies), update.served
                 )
             return Published(version, tuple(update.failures), update.spans)
-        except Failed as failed:
+        except UpdateFailed as failed:
             raise error_of(failed.notice, f"version {version} was not published") from None
         finally:
             self._end()

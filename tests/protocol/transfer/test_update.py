@@ -10,7 +10,7 @@ from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
 from keepstep.protocol.transfer.plan import Limits, TensorForm
-from keepstep.protocol.transfer.update import Stage, Standing, Terms, UpdateMachine, Verdict
+from keepstep.protocol.transfer.update import SubscriberStanding, Terms, UpdateMachine, UpdateStage, Verdict
 
 VERSION, GENERATION, DEADLINE_S = 7, 3, 5.0
 FORM = TensorForm(("a",), "float32", (4,), 4)
@@ -91,12 +91,12 @@ class Watch:
                 found = self.machine.receive(event.rank, offer(last_update=OLD - event.age), self.now_s)
             case "stale":
                 odd = offer(generation=GENERATION - 1, rank=event.rank)
-                assert self.machine.standing_of(odd) is Standing.IS_PAST
-                assert self.machine.past(odd).fault is msg.Fault.STALE
+                assert self.machine.standing_of(odd) is SubscriberStanding.IS_PAST
+                assert self.machine.past(odd).fault is msg.TransferFault.STALE
                 found = []
             case "other":
                 odd = offer(version=VERSION + 1, rank=event.rank)
-                assert self.machine.standing_of(odd) is Standing.IS_AHEAD
+                assert self.machine.standing_of(odd) is SubscriberStanding.IS_AHEAD
                 found = self.machine.ahead(odd)
             case "moved":
                 found = self.machine.receive(event.rank, msg.MovementSeen(number), self.now_s)
@@ -111,7 +111,7 @@ class Watch:
             case "lost":
                 stage = self.machine.stage
                 found = self.machine.lost(event.rank, "it closed the line")
-                assert stage is not Stage.OFFERING or not found, "a device may come again before an update moves"
+                assert stage is not UpdateStage.OFFERING or not found, "a device may come again before an update moves"
             case _:
                 self.now_s += event.amount
                 found = self.machine.tick(self.now_s)
@@ -140,12 +140,12 @@ class Watch:
     def is_over(self) -> bool:
         return bool(self.verdicts) and not isinstance(self.verdicts[-1], msg.UpdateAgreed)
 
-    def expected_stage(self) -> Stage:
+    def expected_stage(self) -> UpdateStage:
         if not self.verdicts:
-            return Stage.OFFERING
+            return UpdateStage.OFFERING
         if isinstance(self.verdicts[-1], msg.UpdateAgreed):
-            return Stage.MOVING
-        return Stage.COMMITTED if isinstance(self.verdicts[-1], msg.VersionCommitted) else Stage.ABORTED
+            return UpdateStage.MOVING
+        return UpdateStage.COMMITTED if isinstance(self.verdicts[-1], msg.VersionCommitted) else UpdateStage.ABORTED
 
 
 @settings(max_examples=300)
@@ -176,7 +176,7 @@ def test_when_all_are_well_the_version_is_committed(offers: list[int], prepared:
         assert machine.receive(rank, msg.DevicePrepared(told.update), 2.0) == []
     done = machine.receive(prepared[-1], msg.DevicePrepared(told.update), 3.0)
     assert done == [msg.VersionCommitted(told.update, VERSION)]
-    assert machine.stage is Stage.COMMITTED
+    assert machine.stage is UpdateStage.COMMITTED
 
 
 # ---- Reports of another update --------------------------------------------------------------------------------------
@@ -198,13 +198,13 @@ def test_prepared_before_the_agreement_counts_for_nothing() -> None:
 def test_a_lone_device_cannot_be_prepared_for_what_it_has_not_offered() -> None:
     machine = machine_of(1)
     assert machine.receive(0, msg.DevicePrepared(OLD), 0.0) == []
-    assert machine.stage is Stage.OFFERING
+    assert machine.stage is UpdateStage.OFFERING
 
 
 def test_a_failure_of_the_update_before_does_not_end_this_one() -> None:
     machine = machine_of(2)
     assert machine.receive(1, msg.DeviceFailed(OLD, "rank 0", "it was killed", stalled=False), 0.0) == []
-    assert machine.stage is Stage.OFFERING
+    assert machine.stage is UpdateStage.OFFERING
 
 
 def test_a_device_that_offers_again_while_buckets_move_makes_no_second_agreement() -> None:
@@ -233,13 +233,13 @@ def test_a_loss_while_moving_ends_it() -> None:
     machine, update = agreed(2)
     machine.receive(1, msg.DevicePrepared(update), 1.0)
     found = machine.lost(1, "it closed the line")
-    assert found == [msg.UpdateAborted(update, msg.Fault.LOST, "rank 1", "it closed the line")]
+    assert found == [msg.UpdateAborted(update, msg.TransferFault.LOST, "rank 1", "it closed the line")]
 
 
 def test_a_failed_device_names_the_culprit() -> None:
     machine, update = agreed(3)
     found = machine.receive(1, msg.DeviceFailed(update, "rank 2", "it sent nothing", stalled=False), 1.0)
-    assert found == [msg.UpdateAborted(update, msg.Fault.LOST, "rank 2", "it sent nothing")]
+    assert found == [msg.UpdateAborted(update, msg.TransferFault.LOST, "rank 2", "it sent nothing")]
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_a_failed_device_names_the_culprit() -> None:
 def test_who_is_behind_is_told_so_and_nobody_else(odd: msg.UpdateOffered, reason: str) -> None:
     machine = machine_of(2)
     machine.receive(0, offer(), 0.0)
-    assert machine.standing_of(odd) is Standing.IS_PAST
-    assert machine.past(odd) == msg.UpdateAborted(0, msg.Fault.STALE, "rank 1", reason)
+    assert machine.standing_of(odd) is SubscriberStanding.IS_PAST
+    assert machine.past(odd) == msg.UpdateAborted(0, msg.TransferFault.STALE, "rank 1", reason)
     (told,) = machine.receive(1, offer(), 0.0)
     assert isinstance(told, msg.UpdateAgreed)
 
@@ -270,8 +270,8 @@ def test_who_is_behind_is_told_so_and_nobody_else(odd: msg.UpdateOffered, reason
 def test_an_update_that_somebody_has_given_up_does_not_wait(odd: msg.UpdateOffered, reason: str) -> None:
     machine = machine_of(2)
     machine.receive(0, offer(), 0.0)
-    assert machine.standing_of(odd) is Standing.IS_AHEAD
-    assert machine.ahead(odd) == [msg.UpdateAborted(0, msg.Fault.STALE, "rank 1", reason)]
+    assert machine.standing_of(odd) is SubscriberStanding.IS_AHEAD
+    assert machine.ahead(odd) == [msg.UpdateAborted(0, msg.TransferFault.STALE, "rank 1", reason)]
     assert machine.ahead(odd) == [], "one verdict is enough"
 
 
@@ -282,7 +282,7 @@ def test_of_those_that_stand_the_one_that_is_silent_is_to_blame() -> None:
         for rank in (0, 1):
             assert machine.receive(rank, msg.StillThere(), now_s) == []
     failed = msg.DeviceFailed(update, "rank 1", "has shown nothing for 4 s", stalled=True)
-    silent = msg.UpdateAborted(update, msg.Fault.LOST, "rank 2", "has said nothing for 4.2 s")
+    silent = msg.UpdateAborted(update, msg.TransferFault.LOST, "rank 2", "has said nothing for 4.2 s")
     assert machine.receive(0, failed, 4.2) == [silent]
 
 
@@ -295,7 +295,9 @@ def test_who_is_heard_of_may_be_to_blame_nevertheless(stalled: bool) -> None:
         machine.receive(1, msg.StillThere(), 6.0)  # the others are silent, but the line to rank 1 was cut
     failed = msg.DeviceFailed(update, "rank 1", "the reason", stalled=stalled)
     now_s = 5.4 if stalled else 6.0
-    assert machine.receive(0, failed, now_s) == [msg.UpdateAborted(update, msg.Fault.LOST, "rank 1", "the reason")]
+    assert machine.receive(0, failed, now_s) == [
+        msg.UpdateAborted(update, msg.TransferFault.LOST, "rank 1", "the reason")
+    ]
 
 
 def test_at_the_deadline_those_that_say_they_wait_are_not_named() -> None:
@@ -314,7 +316,7 @@ def test_sources_that_disagree_end_it() -> None:
     other = HeldPart(TensorForm(("a",), "int32", (4,), 4), whole((4,)))
     (told,) = machine.receive(1, offer(held=(other,)), 0.0)
     assert isinstance(told, msg.UpdateAborted)
-    assert (told.fault, told.culprit) == (msg.Fault.LAYOUT, "the layout")
+    assert (told.fault, told.culprit) == (msg.TransferFault.LAYOUT, "the layout")
     assert "'a' is int32[4] on rank 1 and float32[4] on rank 0" in told.reason
 
 
@@ -334,7 +336,7 @@ def test_a_block_that_lies_outside_of_its_tensor_ends_it() -> None:
     machine = machine_of(1)
     (told,) = machine.receive(0, offer(held=(HeldPart(FORM, Box((3,), (2,))),)), 0.0)
     assert isinstance(told, msg.UpdateAborted)
-    assert told.fault is msg.Fault.LAYOUT
+    assert told.fault is msg.TransferFault.LAYOUT
 
 
 def test_a_consumer_that_wants_what_there_is_not_is_left_out() -> None:
@@ -387,7 +389,7 @@ def test_a_layout_that_did_not_come_about_does_not_stay() -> None:
     odd = offer(held=(HeldPart(FORM, Box((3,), (2,))),), consumers=ENGINE)
     first = machine_of(1)
     first.receive(0, odd, 0.0)
-    assert first.stage is Stage.ABORTED
+    assert first.stage is UpdateStage.ABORTED
     second = UpdateMachine(first.terms, 0.0, first.agreement)
     (told,) = second.receive(0, odd, 0.0)
     assert isinstance(told, msg.UpdateAborted)
@@ -402,7 +404,7 @@ begins = st.floats(0.0, 1e6)
 def silent_in(verdicts: list[Verdict]) -> str:
     (told,) = verdicts
     assert isinstance(told, msg.UpdateAborted)
-    assert told.fault is msg.Fault.LOST
+    assert told.fault is msg.TransferFault.LOST
     return told.culprit
 
 
@@ -461,4 +463,4 @@ def test_nothing_is_said_after_the_verdict() -> None:
     assert machine.tick(100.0) == []
     assert machine.lost(0, "again") == []
     assert machine.receive(0, msg.DevicePrepared(update), 100.0) == []
-    assert machine.stage is Stage.ABORTED
+    assert machine.stage is UpdateStage.ABORTED

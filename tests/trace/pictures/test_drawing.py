@@ -13,11 +13,11 @@ from PIL import Image, ImageFont
 from keepstep.errors import ConfigurationError
 from keepstep.trace.pictures import png
 from keepstep.trace.pictures.drawing import (
-    Box,
     LabelRow,
     Line,
     Picture,
     Polygon,
+    Rectangle,
     Text,
     arrow,
     escaped,
@@ -26,7 +26,7 @@ from keepstep.trace.pictures.drawing import (
     shortened,
     text_width,
 )
-from keepstep.trace.pictures.looks import INKS, LOOKS
+from keepstep.trace.pictures.theme import INKS, LOOKS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -39,7 +39,7 @@ def is_forbidden(character: str) -> bool:
 
 @given(st.text(min_size=1))
 def test_any_text_comes_out_as_it_is(content: str) -> None:
-    picture = Picture(100, 50, content, [Text(1, 2, content, "plain"), Box(0, 0, 9, 9, "forward", hint=content)])
+    picture = Picture(100, 50, content, [Text(1, 2, content, "plain"), Rectangle(0, 0, 9, 9, "forward", hint=content)])
     root = ET.fromstring(picture.svg())
     (text,) = root.iter(f"{SVG}text")
     (hint,) = root.iter(f"{SVG}title")
@@ -75,7 +75,7 @@ def test_a_row_takes_the_first_label_and_refuses_what_would_cover_it() -> None:
 
 @given(st.floats(1, 300), st.sampled_from(["forward", "wait", "band"]))
 def test_a_label_fits_its_box(width: float, kind: str) -> None:
-    box = Box(10, 10, width, 32, kind)
+    box = Rectangle(10, 10, width, 32, kind)
     drawn = labelled_box(box, ["Restoration + Rollback", "Restoration\n+ Rollback", "Restore", "R"])
     assert drawn[0] is box
     for text in drawn[1:]:
@@ -89,7 +89,7 @@ def test_a_label_fits_its_box(width: float, kind: str) -> None:
 def test_a_label_is_shortened_step_by_step() -> None:
     def label(width: float) -> list[str]:
         drawn = labelled_box(
-            Box(0, 0, width, 32, "restore"), ["Restoration + Rollback", "Restoration\n+ Rollback", "R"]
+            Rectangle(0, 0, width, 32, "restore"), ["Restoration + Rollback", "Restoration\n+ Rollback", "R"]
         )
         return [text.content for text in drawn if isinstance(text, Text)]
 
@@ -127,7 +127,7 @@ def test_an_arrow_ends_at_its_tip() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, look in LOOKS.items() if look.fill])
 def test_every_kind_of_area_is_drawn_in_its_colour(kind: str) -> None:
-    picture = Picture(60, 40, "a box", [Box(5, 5, 50, 30, kind)])
+    picture = Picture(60, 40, "a box", [Rectangle(5, 5, 50, 30, kind)])
     image = Image.open(io.BytesIO(picture.png())).convert("RGB")
     assert image.size == (120, 80)
     fill = LOOKS[kind].fill
@@ -147,7 +147,7 @@ def test_lines_polygons_and_texts_leave_ink() -> None:
         Line(((5, 5), (70, 30)), "moment"),
         Polygon(((5, 5), (70, 5), (40, 35)), "bolt"),
         Text(40, 20, "…é×", "name", "middle"),
-        Box(5, 5, 60, 30, "wait"),
+        Rectangle(5, 5, 60, 30, "wait"),
     ):
         assert Picture(80, 40, "", [shape]).png() != blank
 

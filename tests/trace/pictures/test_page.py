@@ -15,9 +15,9 @@ from tests.trace.pictures.conftest import SEEDS, opened
 
 from keepstep.protocol.controller import JournalEntry
 from keepstep.trace.pictures import page
-from keepstep.trace.pictures.looks import Pattern
 from keepstep.trace.pictures.page import html_report, in_words
 from keepstep.trace.pictures.story import restart, story
+from keepstep.trace.pictures.theme import Pattern
 from keepstep.trace.record import journal, runfolder
 from keepstep.trace.timeline.describe import describe_recovery
 from keepstep.trace.timeline.run import Run

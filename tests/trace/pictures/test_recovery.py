@@ -8,7 +8,7 @@ import pytest
 from tests.support.recorded import growing, recorded_run
 from tests.trace.pictures.conftest import SEEDS, opened
 
-from keepstep.trace.pictures.drawing import Box, Picture, Text
+from keepstep.trace.pictures.drawing import Picture, Rectangle, Text
 from keepstep.trace.pictures.recovery import draw_recovery
 from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.run import Run
@@ -32,7 +32,7 @@ def contents(picture: Picture) -> set[str]:
 
 
 def kinds(picture: Picture) -> set[str]:
-    return {shape.kind for shape in picture.shapes if isinstance(shape, Box)}
+    return {shape.kind for shape in picture.shapes if isinstance(shape, Rectangle)}
 
 
 def test_a_rank_that_was_killed(real: Run) -> None:
@@ -64,7 +64,7 @@ def test_whatever_happens(simulated: Callable[[int], Run], seed: int) -> None:
         picture = draw_recovery(run, scene.number)
         ET.fromstring(picture.svg())
         assert list(overlapping(picture)) == []
-        boxes = [shape for shape in picture.shapes if isinstance(shape, Box)]
+        boxes = [shape for shape in picture.shapes if isinstance(shape, Rectangle)]
         assert all(box.width > 0 and box.x >= 0 and box.x + box.width <= picture.width for box in boxes)
         assert "recovery" in contents(picture) or scene.overtaken_s is not None or scene.record.resumed_s is None
 

@@ -13,7 +13,7 @@ from keepstep.sim.run import case_of, run
 from keepstep.tagpage import PHASES
 from keepstep.trace.record.phaselog import NO_RANK
 from keepstep.trace.timeline.run import Run
-from keepstep.trace.timeline.scene import Scene, Span, SpanKind
+from keepstep.trace.timeline.scene import Scene, SceneSpan, SpanKind
 
 SEEDS = range(150)
 ORDER = [*SpanKind]
@@ -38,7 +38,7 @@ def whole_runs(folders: list[Path]) -> Iterator[Run]:
         each.close()
 
 
-def by_rank(scene: Scene) -> dict[int, list[Span]]:
+def by_rank(scene: Scene) -> dict[int, list[SceneSpan]]:
     return {rank: list(spans) for rank, spans in itertools.groupby(scene.spans(), key=lambda span: span.rank)}
 
 

@@ -13,10 +13,10 @@ from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
     BucketReady,
-    Fault,
     LoadFailed,
     MovementSeen,
     SlotFreed,
+    TransferFault,
     UpdateAborted,
     VersionCommitted,
     VersionLoaded,
@@ -421,7 +421,7 @@ def test_buckets_come_with_their_slots(make: Make) -> None:
 def test_what_an_earlier_update_left_on_the_line_is_dropped(make: Make) -> None:
     stand = make(1)
     stand.connections[0].send(BucketReady(UPDATE - 1, 3, 1), later())
-    stand.connections[0].send(UpdateAborted(UPDATE - 1, Fault.LOST, "rank 2", "it is gone"), later())
+    stand.connections[0].send(UpdateAborted(UPDATE - 1, TransferFault.LOST, "rank 2", "it is gone"), later())
     stand.connections[0].send(BucketReady(UPDATE - 2, 3, 1), later())
     stand.outlet.announce(3, 0, [0])
     assert next_of(stand, 3) == 0

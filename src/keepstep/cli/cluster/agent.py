@@ -16,7 +16,7 @@ from keepstep.launcher.cluster.node import NodeOptions, run_node
 from keepstep.launcher.cluster.trust import credentials_of, secret_of
 from keepstep.launcher.flags import LOOPBACK, MASTER_PORT, agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
-from keepstep.parent import end_with_parent
+from keepstep.parent_death import end_with_parent
 from keepstep.trust.tokens import Secret
 
 

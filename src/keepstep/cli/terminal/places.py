@@ -13,7 +13,7 @@ from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.tagpage import PHASES
 from keepstep.trace.record.phaselog import PhaseArray
 from keepstep.trace.timeline.run import News, Run
-from keepstep.trace.timeline.scene import Span
+from keepstep.trace.timeline.scene import SceneSpan
 from keepstep.trace.timeline.stragglers import Straggler
 
 WORDS = {Phase.UPDATED: "between steps"}
@@ -24,7 +24,7 @@ BEHIND_STEPS = 2
 
 
 @dataclasses.dataclass(slots=True)
-class Place:
+class ScreenPlace:
     """Where one rank is."""
 
     rank: int
@@ -86,7 +86,7 @@ class Places:
         """The phase that a worker is in, a spare too."""
         return self._last.get(worker, (str(Phase.STARTING), -1))[0]
 
-    def all(self) -> list[Place]:
+    def all(self) -> list[ScreenPlace]:
         """Every rank, by number."""
         job = self._run.job
         spans = self._open_spans()
@@ -97,7 +97,7 @@ class Places:
         for rank in range(job.settings.world_size):
             worker = self._workers.get(rank)
             phase, step = self._last.get(-1 if worker is None else worker.worker, (str(Phase.STARTING), -1))
-            place = Place(rank, phase, step if step >= 0 else None, worker, stragglings.get(rank, []))
+            place = ScreenPlace(rank, phase, step if step >= 0 else None, worker, stragglings.get(rank, []))
             if worker is not None and worker.lost:
                 place.state = LOST
             elif worker is not None and worker.done:
@@ -109,7 +109,7 @@ class Places:
         _mark_those_behind(places)
         return places
 
-    def _open_spans(self) -> dict[int, Span]:
+    def _open_spans(self) -> dict[int, SceneSpan]:
         """What ranks are at in the recovery that is under way."""
         scenes = self._run.scenes
         if not scenes or self._run.job.stage not in (Stage.STOPPING, Stage.RECOVERING):
@@ -117,7 +117,7 @@ class Places:
         return {span.rank: span for span in scenes[-1].spans() if span.end_s is None}
 
 
-def _mark_those_behind(places: Iterable[Place]) -> None:
+def _mark_those_behind(places: Iterable[ScreenPlace]) -> None:
     steps = [place.step for place in places if place.step is not None]
     for place in places:
         place.is_behind = place.step is not None and place.state != DONE and place.step <= max(steps) - BEHIND_STEPS

@@ -11,11 +11,11 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepstep.cli.terminal.places import DONE, LOST, Place, Places
+from keepstep.cli.terminal.places import DONE, LOST, Places, ScreenPlace
 from keepstep.protocol.recovery import Stage
 from keepstep.trace.timeline.events import ControlEvent
 from keepstep.trace.timeline.run import News, Run
-from keepstep.trace.timeline.scene import LABELS, Scene, Span, SpanKind
+from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 from keepstep.trace.timeline.stragglers import NAMES
 
 # The colours of the page and of the pictures, as far as a terminal has them.
@@ -86,7 +86,7 @@ class Lanes:
     """What each rank was at in a recovery, from the failure on, a column at a time."""
 
     def __init__(
-        self, scene: Scene, spans: Sequence[Span], lost: dict[int, float], until_s: float, num_columns: int
+        self, scene: Scene, spans: Sequence[SceneSpan], lost: dict[int, float], until_s: float, num_columns: int
     ) -> None:
         self._spans = spans
         self._lost = lost
@@ -111,7 +111,7 @@ class Lanes:
                 lane.append("·", style="bright_black")
         return lane
 
-    def _overlap_s(self, span: Span, at_s: float) -> float:
+    def _overlap_s(self, span: SceneSpan, at_s: float) -> float:
         """How much of the column around a time a span takes."""
         end_s = self._until_s if span.end_s is None else span.end_s
         return min(end_s, at_s + self._column_s / 2) - max(span.begin_s, at_s - self._column_s / 2)
@@ -153,7 +153,7 @@ class Screen:
 
     # ---- the header -------------------------------------------------------------------------------------------------
 
-    def _header(self, width: int, places: Sequence[Place]) -> list[RenderableType]:
+    def _header(self, width: int, places: Sequence[ScreenPlace]) -> list[RenderableType]:
         run, job = self._run, self._run.job
         title = Text("keepstep top", style="bold")
         title.append(f"  {' '.join(run.info.command)}", style="default")
@@ -195,7 +195,7 @@ class Screen:
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def _ranks(self, width: int, room: int, places: list[Place]) -> tuple[Table, int]:
+    def _ranks(self, width: int, room: int, places: list[ScreenPlace]) -> tuple[Table, int]:
         """The table of ranks, and how many lines it takes."""
         is_folded = len(places) + 1 > room
         medians = self._run.stragglers.medians_ms([place.rank for place in places])
@@ -226,9 +226,9 @@ class Screen:
             rows.append(["spare", cell, "", "", "", "", "", _number(spare.pid), spare.node, ""])
         return rows
 
-    def _node_rows(self, places: Sequence[Place], medians: np.ndarray) -> list[Row]:
+    def _node_rows(self, places: Sequence[ScreenPlace], medians: np.ndarray) -> list[Row]:
         """One line for each node, those with ranks in trouble first: where its ranks are, and their slowest times."""
-        by_node: dict[str, list[Place]] = {}
+        by_node: dict[str, list[ScreenPlace]] = {}
         for place in places:
             by_node.setdefault(place.node, []).append(place)
         rows: list[Row] = []
@@ -326,7 +326,7 @@ def _empty_table(hidden: set[str], bar_columns: int, node_columns: int, is_folde
     return table
 
 
-def _rank_row(place: Place, medians: np.ndarray, bar: OwnBar) -> Row:
+def _rank_row(place: ScreenPlace, medians: np.ndarray, bar: OwnBar) -> Row:
     slow = {each.phase for each in place.stragglings}
     own = [
         Text("-" if np.isnan(own_ms) else _ms(own_ms), "bold yellow" if name in slow else "default")
@@ -361,7 +361,7 @@ def _ms(ms: float) -> str:
     return f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms"
 
 
-def _remark(place: Place) -> Text:
+def _remark(place: ScreenPlace) -> Text:
     if place.stragglings:
         worst = place.stragglings[0]
         return Text(f"slow: {worst.phase} {worst.ratio:.1f}x", style="bold yellow")

@@ -12,7 +12,7 @@ import math
 import socket
 
 from keepstep import config
-from keepstep.agent.settings import Place
+from keepstep.agent.settings import NodePlace
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import LEASE_S
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
@@ -205,7 +205,7 @@ def _quarantine_of(text: str) -> tuple[int, float]:
     return num_failures, window_s
 
 
-def place_of(arguments: argparse.Namespace, shape: Shape, endpoint: str) -> Place:
+def place_of(arguments: argparse.Namespace, shape: Shape, endpoint: str) -> NodePlace:
     """Where this node stands.
 
     Raises:
@@ -219,7 +219,7 @@ def place_of(arguments: argparse.Namespace, shape: Shape, endpoint: str) -> Plac
     except ValueError:
         raise ConfigurationError(f"--node-rank {arguments.node_rank}: must be a number") from None
     name = arguments.node_name or socket.gethostname() + (f"-{position}" if position else "")
-    return Place(
+    return NodePlace(
         node=name,
         world_size=shape.world_size,
         ranks_per_node=shape.ranks_per_node,

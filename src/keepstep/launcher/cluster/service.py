@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keepstep.controller import heap
+from keepstep.controller import gc_freeze
 from keepstep.controller.controller import Controller
 from keepstep.controller.kept import Kept
 from keepstep.controller.lease import RunLease
@@ -177,7 +177,7 @@ async def _serve(
         recorder,
         clock=clock,
         confirm=lease.confirm,
-        when_calm=heap.set_aside,
+        when_calm=gc_freeze.set_aside,
         is_restarted=entries is not None,
         kept=kept,
     )

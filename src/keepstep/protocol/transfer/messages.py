@@ -22,7 +22,7 @@ MAX_BODY_BYTES = 256 << 20
 """A layout takes about 150 bytes for each tensor and each part of one; what claims more is refused unread."""
 
 
-class Fault(enum.StrEnum):
+class TransferFault(enum.StrEnum):
     """Of what kind it is that an update did not come about."""
 
     LOST = "lost"
@@ -170,7 +170,7 @@ class UpdateAborted(TransferMessage, frozen=True):
     """The update does not count, and who is to blame. ``update`` is 0 while it was not agreed on."""
 
     update: int
-    fault: Fault
+    fault: TransferFault
     culprit: str
     reason: str
 

@@ -16,7 +16,7 @@ from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, lay_ou
 from keepstep.protocol.transfer.plan import Limits
 
 
-class Stage(enum.StrEnum):
+class UpdateStage(enum.StrEnum):
     """Where an update is."""
 
     OFFERING = "offering"
@@ -25,7 +25,7 @@ class Stage(enum.StrEnum):
     ABORTED = "aborted"
 
 
-class Standing(enum.Enum):
+class SubscriberStanding(enum.Enum):
     """How an offer stands to an update."""
 
     JOINS = enum.auto()
@@ -78,7 +78,7 @@ class UpdateMachine:
         former: the agreement of the update before, which holds again if nobody offers anything else.
         """
         self.terms = terms
-        self.stage = Stage.OFFERING
+        self.stage = UpdateStage.OFFERING
         self.agreement = former
         self._update = 0
         self._offers: dict[int, msg.UpdateOffered] = {}
@@ -89,7 +89,7 @@ class UpdateMachine:
     @property
     def is_over(self) -> bool:
         """Whether the verdict has been spoken."""
-        return self.stage in (Stage.COMMITTED, Stage.ABORTED)
+        return self.stage in (UpdateStage.COMMITTED, UpdateStage.ABORTED)
 
     @property
     def deadline_s(self) -> float:
@@ -110,7 +110,7 @@ class UpdateMachine:
         if isinstance(report, msg.StillThere):
             return []
         is_failure_before = isinstance(report, msg.DeviceFailed) and report.update == 0 and rank in self._offers
-        if not is_failure_before and (self.stage is not Stage.MOVING or report.update != self._update):
+        if not is_failure_before and (self.stage is not UpdateStage.MOVING or report.update != self._update):
             return []
         self._moved_s[rank] = now_s
         match report:
@@ -120,7 +120,7 @@ class UpdateMachine:
                 self._prepared.add(rank)
                 if len(self._prepared) < self.terms.world_size:
                     return []
-                self.stage = Stage.COMMITTED
+                self.stage = UpdateStage.COMMITTED
                 return [msg.VersionCommitted(self._update, self.terms.version)]
             case msg.DeviceFailed() if report.stalled:
                 return self.abort(*(self._most_silent(now_s) or (report.culprit, report.reason)))
@@ -129,24 +129,24 @@ class UpdateMachine:
             case _:
                 assert_never(report)
 
-    def standing_of(self, offer: msg.UpdateOffered) -> Standing:
+    def standing_of(self, offer: msg.UpdateOffered) -> SubscriberStanding:
         """Whether a device offers what this update is about. Generations and versions ascend."""
         offered, wanted = (offer.generation, offer.version), (self.terms.generation, self.terms.version)
         if offered == wanted:
-            return Standing.JOINS
-        return Standing.IS_PAST if offered < wanted else Standing.IS_AHEAD
+            return SubscriberStanding.JOINS
+        return SubscriberStanding.IS_PAST if offered < wanted else SubscriberStanding.IS_AHEAD
 
     def past(self, offer: msg.UpdateOffered) -> msg.UpdateAborted:
         """What a device is told that is behind. Nobody else hears of it."""
-        return msg.UpdateAborted(0, msg.Fault.STALE, f"rank {offer.rank}", self._differs(offer))
+        return msg.UpdateAborted(0, msg.TransferFault.STALE, f"rank {offer.rank}", self._differs(offer))
 
     def ahead(self, offer: msg.UpdateOffered) -> list[Verdict]:
         """A device has gone on without this update, so it cannot count; the offer waits for the one that it is for."""
-        return [] if self.is_over else self.abort(f"rank {offer.rank}", self._differs(offer), msg.Fault.STALE)
+        return [] if self.is_over else self.abort(f"rank {offer.rank}", self._differs(offer), msg.TransferFault.STALE)
 
     def lost(self, rank: int, reason: str) -> list[Verdict]:
         """The line to a device has ended. Before an update moves, the rank may come again, or another in its place."""
-        if self.stage is Stage.OFFERING:
+        if self.stage is UpdateStage.OFFERING:
             self._offers.pop(rank, None)
             return []
         return [] if self.is_over else self.abort(f"rank {rank}", reason)
@@ -158,12 +158,12 @@ class UpdateMachine:
         late = [rank for rank in self._awaited() if now_s >= self._moved_s[rank] + self.terms.deadline_s]
         late = [rank for rank in late if self._is_silent(rank, now_s)] or late
         culprit = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}"
-        what = "did not offer this version" if self.stage is Stage.OFFERING else "has shown no movement"
+        what = "did not offer this version" if self.stage is UpdateStage.OFFERING else "has shown no movement"
         return self.abort(culprit, f"{what} within {self.terms.deadline_s:g} s")
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
         """Devices that only wait for others say so all the time."""
-        return self.stage is Stage.MOVING and now_s >= self._heard_s[rank] + self.terms.deadline_s / 2
+        return self.stage is UpdateStage.MOVING and now_s >= self._heard_s[rank] + self.terms.deadline_s / 2
 
     def _most_silent(self, now_s: float) -> tuple[str, str] | None:
         """A device that stands makes others stand, which then suspect each other: who, and why it is it."""
@@ -172,14 +172,14 @@ class UpdateMachine:
             return None
         return f"rank {rank}", f"has said nothing for {now_s - self._heard_s[rank]:.1f} s"
 
-    def abort(self, culprit: str, reason: str, fault: msg.Fault = msg.Fault.LOST) -> list[Verdict]:
+    def abort(self, culprit: str, reason: str, fault: msg.TransferFault = msg.TransferFault.LOST) -> list[Verdict]:
         """The update cannot count."""
-        self.stage = Stage.ABORTED
+        self.stage = UpdateStage.ABORTED
         return [msg.UpdateAborted(self._update, fault, culprit, reason)]
 
     def _awaited(self) -> list[int]:
         """The devices whose turn it is."""
-        done = self._offers if self.stage is Stage.OFFERING else self._prepared
+        done = self._offers if self.stage is UpdateStage.OFFERING else self._prepared
         return [rank for rank in range(self.terms.world_size) if rank not in done]
 
     def _differs(self, offer: msg.UpdateOffered) -> str:
@@ -189,7 +189,7 @@ class UpdateMachine:
 
     def _offered(self, rank: int, offer: msg.UpdateOffered, now_s: float) -> list[Verdict]:
         terms = self.terms
-        if self.stage is not Stage.OFFERING:
+        if self.stage is not UpdateStage.OFFERING:
             return self.abort(f"rank {rank}", "it has begun anew")
         self._offers[rank] = offer
         if len(self._offers) < terms.world_size:
@@ -198,8 +198,8 @@ class UpdateMachine:
         try:
             layout = self._layout_of(offers)
         except ConfigurationError as error:
-            return self.abort("the layout", str(error), msg.Fault.LAYOUT)
-        self.stage = Stage.MOVING
+            return self.abort("the layout", str(error), msg.TransferFault.LAYOUT)
+        self.stage = UpdateStage.MOVING
         self._update = 1 + max(each.last_update for each in offers)
         self._moved_s = dict.fromkeys(self._moved_s, now_s)
         self._heard_s = dict(self._moved_s)

@@ -105,7 +105,7 @@ class Collectives:
             del self._open[collective.key]
 
 
-class Rendezvous:
+class SimulatedRendezvous:
     """Where the members of a generation's groups find each other: at the controller, whose crash empties it."""
 
     def __init__(self, world: World) -> None:

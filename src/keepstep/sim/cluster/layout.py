@@ -34,7 +34,7 @@ class NetworkLayout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Durations:
+class SimulatedDurations:
     """What things take, in seconds; each time a factor between 0.7 and 1.3 is drawn."""
 
     forward_s: float = 0.1
@@ -56,7 +56,7 @@ class Durations:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class ClusterLayout:
     """One cluster and one job on it."""
 
     nodes: tuple[NodeLayout, ...]
@@ -65,7 +65,7 @@ class Layout:
     settings: RecoverySettings
     liveness: LivenessSettings
     network: NetworkLayout = NetworkLayout()
-    durations: Durations = Durations()
+    durations: SimulatedDurations = SimulatedDurations()
     num_steps: int = 12
     checkpoint_every: int | None = None
     needs_rank: bool = False
@@ -111,7 +111,7 @@ LIVENESS = LivenessSettings(
 )
 
 
-def draw_layout(rng: random.Random) -> Layout:
+def draw_layout(rng: random.Random) -> ClusterLayout:
     """A layout from a seeded generator: mostly small, where everything is close to everything, now and then large."""
     ranks_per_node = rng.choice((1, 1, 2, 2, 3, 4, 8))
     num_rank_nodes = rng.choice((1, 1, 2, 2, 2, 3, 4)) if rng.random() < 0.97 else rng.randint(5, 64)
@@ -128,7 +128,7 @@ def draw_layout(rng: random.Random) -> Layout:
     num_shards = rng.choice([count for count in (1, 1, 1, 2, 4, world_size) if world_size % count == 0])
     shards = tuple(str(rank % num_shards) for rank in range(world_size))
     checkpoint_every = rng.choice((None, 3, 5)) if num_shards < world_size else rng.choice((3, 5))
-    return Layout(
+    return ClusterLayout(
         nodes,
         shards,
         settings,
@@ -162,11 +162,11 @@ def _draw_nodes(
     return tuple(nodes)
 
 
-def _draw_durations(rng: random.Random) -> Durations:
+def _draw_durations(rng: random.Random) -> SimulatedDurations:
     """Half of the jobs have steps in which some part takes unusually long, so that failures fall into it."""
     if rng.random() < 0.5:
-        return Durations()
-    return Durations(
+        return SimulatedDurations()
+    return SimulatedDurations(
         forward_s=rng.choice((0.01, 0.1, 0.5)),
         backward_s=rng.choice((0.02, 0.2, 0.5)),
         collective_s=rng.choice((0.002, 0.05, 0.2)),

@@ -16,7 +16,7 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import WorkerState
-from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, Durations, Layout, NetworkLayout, NodeLayout
+from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NetworkLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.worker import SimulatedWorker
@@ -30,7 +30,9 @@ PATIENCE_S = 400.0
 """Longer than all deadlines of a recovery together."""
 PATIENCE = 50_000
 """The same in events."""
-_INSTANT = Durations(**{field.name: 0.001 for field in dataclasses.fields(Durations) if field.name != "tick_s"})
+_INSTANT = SimulatedDurations(
+    **{field.name: 0.001 for field in dataclasses.fields(SimulatedDurations) if field.name != "tick_s"}
+)
 
 
 class Untimed:
@@ -125,14 +127,14 @@ class Explored:
     path: tuple[str, ...] = ()
 
 
-def small_job(world_size: int) -> Layout:
+def small_job(world_size: int) -> ClusterLayout:
     """So many ranks and one spare, two steps. No quarantine, for which it takes two failures of one place."""
     settings = dataclasses.replace(
         SETTINGS, world_size=world_size, num_spares=1, ranks_per_node=world_size, quarantine_failures=0
     )
     node = NodeLayout("node-0", world_size + 1, "rack-0")
     network = NetworkLayout(0.001, 0.001)
-    return Layout((node,), ("0",) * world_size, settings, LIVENESS, network, _INSTANT, num_steps=2)
+    return ClusterLayout((node,), ("0",) * world_size, settings, LIVENESS, network, _INSTANT, num_steps=2)
 
 
 class _UntimedWorld(World):
@@ -145,7 +147,7 @@ class _UntimedWorld(World):
 class Explorer:
     """Explores one small job with the death of any of its ranks at any point of its second step."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ClusterLayout) -> None:
         self.found = Explored()
         self._copier = Copier({SimulatedWorker: _what_is_left})
         self._seen: set[int] = set()

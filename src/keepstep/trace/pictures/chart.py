@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.trace.pictures.drawing import Box, LabelRow, Line, Picture, Polygon, Shape, Text
+from keepstep.trace.pictures.drawing import LabelRow, Line, Picture, Polygon, Rectangle, Shape, Text
 from keepstep.trace.pictures.timescale import Timescale
 
 WIDTH, HEIGHT = 1000, 236
@@ -36,7 +36,7 @@ def rate_chart(
     scale = Timescale(0.0, duration_s, LEFT, RIGHT)
     per_unit = (BOTTOM - TOP) / (highest * 1.08)
     picture = Picture(WIDTH, HEIGHT, f"Steps per second over {duration_s:.0f} seconds; {len(moments)} recoveries.")
-    shapes: list[Shape] = [Box(0.5, 0.5, WIDTH - 1, HEIGHT - 1, "panel", 8)]
+    shapes: list[Shape] = [Rectangle(0.5, 0.5, WIDTH - 1, HEIGHT - 1, "panel", 8)]
     level = 0.0
     while level <= highest * 1.05:
         y = BOTTOM - level * per_unit
@@ -50,7 +50,7 @@ def rate_chart(
     shapes += [Polygon(tuple(points), "rate"), Line(((LEFT, BOTTOM), (RIGHT, BOTTOM)), "axis")]
     for begin_s, end_s in lost:
         left = scale.at(begin_s)
-        shapes.append(Box(left, TOP, max(scale.at(end_s) - left, 0.8), BOTTOM - TOP, "lost", 0, "a recovery"))
+        shapes.append(Rectangle(left, TOP, max(scale.at(end_s) - left, 0.8), BOTTOM - TOP, "lost", 0, "a recovery"))
     shapes += _marks(scale, moments)
     row = LabelRow(LEFT - 20, WIDTH - 4)
     for x, label in scale.ticks(0.0):

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from keepstep.trace.pictures.looks import INKS, LOOKS, PATTERN_LINES, PATTERN_OPACITY, PATTERN_SIZE, STYLE
+from keepstep.trace.pictures.theme import INKS, LOOKS, PATTERN_LINES, PATTERN_OPACITY, PATTERN_SIZE, STYLE
 
 _WIDTHS = (
     32, 40, 46, 84, 64, 95, 78, 28, 39, 39, 50, 84, 32, 36, 32, 34, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 34, 34, 84,
@@ -53,7 +53,7 @@ def escaped(content: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Box:
+class Rectangle:
     """A rectangle with round corners."""
 
     x: float
@@ -100,7 +100,7 @@ class Text:
         return begin, begin + width
 
 
-Shape = Box | Line | Polygon | Text
+Shape = Rectangle | Line | Polygon | Text
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,7 +162,7 @@ class LabelRow:
         return [text]
 
 
-def labelled_box(box: Box, labels: Sequence[str], part: tuple[float, float] | None = None) -> list[Shape]:
+def labelled_box(box: Rectangle, labels: Sequence[str], part: tuple[float, float] | None = None) -> list[Shape]:
     """A box with the first of some labels that fits into it; a line break in a label stays one.
 
     Args:
@@ -216,7 +216,7 @@ def _element(picture: Picture, inside: str, attributes: str) -> str:
 
 def _shape(shape: Shape) -> str:
     match shape:
-        case Box():
+        case Rectangle():
             return _box(shape)
         case Line(points, kind):
             return f'<polyline points="{_points(points)}" class="{kind}"/>'
@@ -227,7 +227,7 @@ def _shape(shape: Shape) -> str:
             return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{placed}>{escaped(content)}</text>'
 
 
-def _box(box: Box) -> str:
+def _box(box: Rectangle) -> str:
     radius = min(box.radius, box.width / 3, box.height / 3)
     place = f'x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}" rx="{radius:.1f}"'
     hint = f"<title>{escaped(box.hint)}</title>" if box.hint else ""

@@ -18,7 +18,7 @@ from keepstep.protocol.resume import Action
 from keepstep.tagpage import PHASES
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline.run import Run
-from keepstep.trace.timeline.scene import LABELS, Scene, Span, SpanKind
+from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 
 COMPUTING = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
 MAX_LANES = 16
@@ -141,16 +141,16 @@ def _only_waited(change: np.void, follower: np.void | None) -> bool:
     return own_ns > 0 and int(follower["at_ns"]) - int(follower["entered_ns"]) > WAITS_RATIO * own_ns
 
 
-def spans_by_rank(scene: Scene) -> dict[int, list[Span]]:
+def spans_by_rank(scene: Scene) -> dict[int, list[SceneSpan]]:
     """The spans of each rank, by time."""
-    found: dict[int, list[Span]] = {}
+    found: dict[int, list[SceneSpan]] = {}
     for span in scene.spans():
         found.setdefault(span.rank, []).append(span)
     return found
 
 
 def span_stretches(
-    scene: Scene, spans: Iterable[Span], until_s: float, updates: Sequence[tuple[float, float]]
+    scene: Scene, spans: Iterable[SceneSpan], until_s: float, updates: Sequence[tuple[float, float]]
 ) -> Iterator[Stretch]:
     """The spans of one rank in a recovery.
 
@@ -180,7 +180,7 @@ def lost_stretches(scene: Scene, rank: int) -> Iterator[Stretch]:
             yield Stretch("silent", at_s, scene.record.begun_s, hint, None, scene.record.generation)
 
 
-def vacancy(scene: Scene, rank: int, spans: Sequence[Span], until_s: float) -> Stretch | None:
+def vacancy(scene: Scene, rank: int, spans: Sequence[SceneSpan], until_s: float) -> Stretch | None:
     """The time in which nobody held a rank; None if it was not lost.
 
     Args:

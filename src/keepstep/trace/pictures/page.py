@@ -9,9 +9,9 @@ from typing import Any
 
 from keepstep.trace.pictures.chart import rate_chart
 from keepstep.trace.pictures.drawing import PATTERNS, escaped
-from keepstep.trace.pictures.looks import FONTS, STYLE
 from keepstep.trace.pictures.recovery import draw_recovery
 from keepstep.trace.pictures.story import story
+from keepstep.trace.pictures.theme import FONTS, STYLE
 from keepstep.trace.pictures.timescale import duration_text
 from keepstep.trace.timeline.events import ControlEvent
 from keepstep.trace.timeline.run import Run

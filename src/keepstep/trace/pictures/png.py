@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.errors import ConfigurationError
-from keepstep.trace.pictures.drawing import Box, Line, Picture, Polygon, Text
-from keepstep.trace.pictures.looks import INKS, LOOKS, PATTERN_LINES, PATTERN_OPACITY, PATTERN_SIZE, Pattern
+from keepstep.trace.pictures.drawing import Line, Picture, Polygon, Rectangle, Text
+from keepstep.trace.pictures.theme import INKS, LOOKS, PATTERN_LINES, PATTERN_OPACITY, PATTERN_SIZE, Pattern
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +47,7 @@ def png(picture: Picture) -> bytes:
     canvas = _Canvas(Image.new("RGB", size, "#ffffff"))
     for shape in picture.shapes:
         match shape:
-            case Box():
+            case Rectangle():
                 canvas.box(shape)
             case Line(points, kind):
                 canvas.line(points, kind)
@@ -71,7 +71,7 @@ class _Canvas:
         self._fonts: dict[str, FreeTypeFont | ImageFont] = {}
         self._patterns: dict[Pattern, Image] = {}
 
-    def box(self, box: Box) -> None:
+    def box(self, box: Rectangle) -> None:
         look = LOOKS[box.kind]
         place = [box.x * _S, box.y * _S, (box.x + box.width) * _S, (box.y + box.height) * _S]
         radius = min(box.radius, box.width / 3, box.height / 3) * _S

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from keepstep.protocol.phases import Phase
 from keepstep.trace.pictures.drawing import (
-    Box,
     LabelRow,
     Line,
     Picture,
     Polygon,
+    Rectangle,
     Shape,
     Text,
     arrow,
@@ -105,7 +105,7 @@ class _Drawing:
 
     def picture(self) -> Picture:
         legend, height = self.legend()
-        picture = Picture(WIDTH, height, self.sentence(), [Box(0.5, 0.5, WIDTH - 1, height - 1, "panel", 8)])
+        picture = Picture(WIDTH, height, self.sentence(), [Rectangle(0.5, 0.5, WIDTH - 1, height - 1, "panel", 8)])
         shapes = [*self.axis(), *self.lanes(), *self.band(), *self.moment(), *self.spares(), *self.barriers()]
         shapes += [*self.heading(), *self.steps(), *self.cuts(), *legend]
         # No line goes through a word.
@@ -163,7 +163,7 @@ class _Drawing:
         if stretch.kind == "silent":
             hangs = stretch.hint == "hangs"
             labels = (stretch.hint, *([] if hangs else ["not heard of" if stretch.hint.startswith("not") else "lost"]))
-        box = Box(left + gap, top, max(right - left - 2 * gap, LEAST), self.bar, stretch.kind, 4, hint)
+        box = Rectangle(left + gap, top, max(right - left - 2 * gap, LEAST), self.bar, stretch.kind, 4, hint)
         return labelled_box(box, labels, self.widest_part(left, right))
 
     def widest_part(self, left: float, right: float) -> tuple[float, float]:
@@ -280,7 +280,7 @@ class _Drawing:
             hint = "being updated" if step is None else f"consistent: every survivor is at step {step}"
             labels = [hint, f"consistent at step {step}", f"at step {step}", f"{step}"] if step is not None else []
             width = max(right - left - 1, LEAST)
-            box = Box(left + 0.5, self.band_y, width, 28, kind, 4, hint)
+            box = Rectangle(left + 0.5, self.band_y, width, 28, kind, 4, hint)
             yield from labelled_box(box, labels, self.widest_part(left, right))
             if step is None:
                 yield from row.place(Text((left + right) / 2, self.band_y + 41, "being updated", "small", "middle"))
@@ -306,7 +306,7 @@ class _Drawing:
             width = 20 + text_width(label, "small") + 14
             if x + width > RIGHT:
                 x, y = EDGE, y + 20
-            shapes += [Box(x, y - 11, 14, 14, kind, 3), Text(x + 20, y, label, "small")]
+            shapes += [Rectangle(x, y - 11, 14, 14, kind, 3), Text(x + 20, y, label, "small")]
             x += width
         return shapes, y + (16 if shapes else -4)
 

@@ -20,7 +20,7 @@ from keepstep.trace.timeline.goodput import Ledger
 from keepstep.trace.timeline.history import PhaseHistory
 from keepstep.trace.timeline.lives import Lives
 from keepstep.trace.timeline.pace import DURATION_DTYPE, DurationArray, Durations, Pace
-from keepstep.trace.timeline.scene import Scene, Stage
+from keepstep.trace.timeline.scene import Scene, SceneStage
 from keepstep.trace.timeline.stragglers import StragglerWatch
 
 
@@ -64,7 +64,7 @@ class Run:
         self.events: list[ControlEvent] = []
         self._journal = JournalTail(self.folder / runfolder.JOURNAL)
         self._durations = Durations()
-        self._stage = Stage(self.job)
+        self._stage = SceneStage(self.job)
         self._teller = Teller(self.job)
         self.lives = Lives()
         self.ledger = Ledger(self._stage.scenes, self.pace)

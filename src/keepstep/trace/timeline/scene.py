@@ -57,7 +57,7 @@ _BY_ACTION = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class SceneSpan:
     """What one rank is at for a while. Seconds on the controller's clock; ``end_s`` is None while it lasts."""
 
     rank: int
@@ -106,12 +106,12 @@ class Scene:
         """When training had resumed, or the next recovery began; None before."""
         return self.record.resumed_s if self.has_resumed else self.overtaken_s
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[SceneSpan]:
         """What each rank was at, by rank and time."""
         ranks = sorted({*self.survivors, *self.replacements, *self.reset_s})
         return [span for rank in ranks for span in self._spans_of(rank)]
 
-    def _spans_of(self, rank: int) -> list[Span]:
+    def _spans_of(self, rank: int) -> list[SceneSpan]:
         record = self.record
         marks: list[tuple[SpanKind, float | None]] = []
         begin_s: float | None = record.decided_s
@@ -128,9 +128,9 @@ class Scene:
             if begin_s is None:
                 break
             if end_s is None:
-                spans.append(Span(rank, kind, begin_s, self._cut_s(rank, kind, begin_s)))
+                spans.append(SceneSpan(rank, kind, begin_s, self._cut_s(rank, kind, begin_s)))
             else:
-                spans.append(Span(rank, kind, begin_s, end_s := max(begin_s, end_s)))
+                spans.append(SceneSpan(rank, kind, begin_s, end_s := max(begin_s, end_s)))
             begin_s = end_s
         return spans
 
@@ -153,7 +153,7 @@ class Scene:
         return _BY_ACTION[action]
 
 
-class Stage:
+class SceneStage:
     """Puts the scenes together from the entries of a journal."""
 
     def __init__(self, job: RecoveryMachine) -> None:

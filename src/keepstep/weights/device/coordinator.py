@@ -8,7 +8,7 @@ from collections import deque
 from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import DeviceFailed, DevicePrepared, MovementSeen, StillThere, UpdateOffered
-from keepstep.protocol.transfer.update import Agreement, Standing, Terms, UpdateMachine, Verdict
+from keepstep.protocol.transfer.update import Agreement, SubscriberStanding, Terms, UpdateMachine, Verdict
 from keepstep.weights.channels.connection import Connection, wait
 from keepstep.weights.device.callers import Callers
 
@@ -73,14 +73,14 @@ class Coordinator:
         verdicts: list[Verdict] = []
         for rank, (offer, connection) in self._offers.present().items():
             standing = self._machine.standing_of(offer)
-            if standing is Standing.IS_AHEAD and not connection.has_ended:
+            if standing is SubscriberStanding.IS_AHEAD and not connection.has_ended:
                 verdicts += self._machine.ahead(offer)
             elif self._offers.take(rank, connection):
                 verdicts += self._take_in(offer, connection, standing)
         return verdicts
 
-    def _take_in(self, offer: UpdateOffered, connection: Connection, standing: Standing) -> list[Verdict]:
-        if standing is not Standing.JOINS or connection.has_ended:
+    def _take_in(self, offer: UpdateOffered, connection: Connection, standing: SubscriberStanding) -> list[Verdict]:
+        if standing is not SubscriberStanding.JOINS or connection.has_ended:
             self._tell_one(connection, self._machine.past(offer))
             connection.close()
             return []

@@ -15,7 +15,7 @@ from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.layout import Layout, serve_one
-from keepstep.protocol.transfer.messages import Fault
+from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import dial, listener_path
@@ -102,11 +102,11 @@ class LateSubscribers:
             with self._turn:
                 self._bring_now(device, attached, kept, connections)
         except Cancelled:
-            attached.tell(msg.UpdateAborted(0, Fault.LOST, "nobody", "a newer version is about to come"))
+            attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "nobody", "a newer version is about to come"))
         except ConfigurationError as error:
-            attached.tell(msg.UpdateAborted(0, Fault.LAYOUT, attached.name, str(error)))
+            attached.tell(msg.UpdateAborted(0, TransferFault.LAYOUT, attached.name, str(error)))
         except CannotGoOn as error:
-            attached.tell(msg.UpdateAborted(0, Fault.LOST, error.culprit, error.reason))
+            attached.tell(msg.UpdateAborted(0, TransferFault.LOST, error.culprit, error.reason))
         finally:
             for connection in connections:
                 connection.close()

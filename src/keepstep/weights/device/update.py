@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration, StateMismatch
 from keepstep.protocol.transfer import messages as msg
-from keepstep.protocol.transfer.messages import Fault
+from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.protocol.transfer.update import Terms
 from keepstep.weights.channels.connection import Connection, wait
 from keepstep.weights.channels.listener import dial, listener_path
@@ -18,12 +18,12 @@ from keepstep.weights.device.coordinator import Coordinator
 from keepstep.weights.device.device import Device
 from keepstep.weights.device.stages import CannotGoOn, RankPlan, ReceiveStage, SendStage, Stages, device_outlet
 from keepstep.weights.device.subscriber_registry import Attached
-from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorConnection, Failed
+from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorConnection, UpdateFailed
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.spans import Spans
 
 
-class Update:
+class WeightUpdate:
     """Used once, by the thread that publishes."""
 
     def __init__(self, device: Device, version: int, blocks: Sequence[NamedBlock], stop: CancelToken) -> None:
@@ -45,7 +45,7 @@ class Update:
         """Carries it out; what the next update may use again if nothing changes.
 
         Raises:
-            Failed: it did not come about. All connections to devices have been closed.
+            UpdateFailed: it did not come about. All connections to devices have been closed.
         """
         try:
             listener = self._offer()
@@ -54,7 +54,7 @@ class Update:
                     return self._agree_and_move(listener, former)
             finally:
                 listener.connection.close()
-        except Failed:
+        except UpdateFailed:
             self._device.source_connections.drop()
             raise
 
@@ -73,11 +73,11 @@ class Update:
             listener = listener_path(settings.folder, COORDINATOR)
             connection, _welcomed = dial(listener, offer, f"rank {COORDINATOR}", until_s, self._stop)
         except StaleGeneration as error:
-            raise Failed(Fault.STALE, own, str(error)) from None
+            raise UpdateFailed(TransferFault.STALE, own, str(error)) from None
         except (PeerLost, RemoteProtocolError) as error:
-            raise Failed(Fault.LOST, "a device", str(error)) from None
+            raise UpdateFailed(TransferFault.LOST, "a device", str(error)) from None
         except Cancelled:
-            raise Failed(Fault.LOST, own, "it was interrupted") from None
+            raise UpdateFailed(TransferFault.LOST, own, "it was interrupted") from None
         return CoordinatorConnection(connection, settings.deadline_s, self._stop)
 
     @contextlib.contextmanager
@@ -111,14 +111,14 @@ class Update:
         except Cancelled as error:
             notice = self._notice_of(error)
             listener.send(msg.DeviceFailed(update, notice.culprit, notice.reason, stalled=False))
-            raise Failed(notice.fault, notice.culprit, notice.reason) from None
+            raise UpdateFailed(notice.fault, notice.culprit, notice.reason) from None
 
     def _notice_of(self, error: BaseException) -> msg.UpdateAborted:
         """What others are told of an error that ends the update here."""
-        if isinstance(error, Failed):
+        if isinstance(error, UpdateFailed):
             return error.notice
         reason = "it was interrupted" if isinstance(error, Cancelled) else repr(error)
-        return msg.UpdateAborted(0, Fault.LOST, f"rank {self._settings.rank}", reason)
+        return msg.UpdateAborted(0, TransferFault.LOST, f"rank {self._settings.rank}", reason)
 
     def _agree(self, listener: CoordinatorConnection) -> msg.UpdateAgreed:
         """Waits until all devices have offered the version."""
@@ -178,7 +178,7 @@ class Update:
                 )
             else:
                 self.failures.append(StateMismatch(problem))
-                each.tell(msg.UpdateAborted(agreed.update, Fault.LAYOUT, each.name, problem))
+                each.tell(msg.UpdateAborted(agreed.update, TransferFault.LAYOUT, each.name, problem))
         return taking
 
     def _follow(self, listener: CoordinatorConnection, update: int, stages: Stages, consumers: list[Attached]) -> None:
@@ -216,7 +216,7 @@ class Update:
             return
         if isinstance(error, CannotGoOn):
             listener.send(msg.DeviceFailed(update, error.culprit, error.reason, error.stalled))
-            failed = Failed(Fault.LOST, error.culprit, error.reason)
+            failed = UpdateFailed(TransferFault.LOST, error.culprit, error.reason)
             if error.stalled:
                 listener.hear_about(failed)
             raise failed

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from keepstep.cancel import CancelToken
 from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration, StateMismatch
-from keepstep.protocol.transfer.messages import AnyTransferMessage, Fault, StillThere, UpdateAborted
+from keepstep.protocol.transfer.messages import AnyTransferMessage, StillThere, TransferFault, UpdateAborted
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, wait, what_of
 
 COORDINATOR = 0
@@ -20,10 +20,10 @@ DEVICE_PATIENCE_S = 0.8
 """Beyond a consumer's deadline, for a coordinator that says nothing: it may be waiting for somebody itself."""
 VERDICT_S = 0.2
 """For the coordinator to say who is to blame for a stall."""
-_ERRORS: dict[Fault, type[KeepstepError]] = {
-    Fault.LOST: PublisherLost,
-    Fault.LAYOUT: StateMismatch,
-    Fault.STALE: StaleGeneration,
+_ERRORS: dict[TransferFault, type[KeepstepError]] = {
+    TransferFault.LOST: PublisherLost,
+    TransferFault.LAYOUT: StateMismatch,
+    TransferFault.STALE: StaleGeneration,
 }
 
 
@@ -32,10 +32,10 @@ def error_of(notice: UpdateAborted, what: str) -> KeepstepError:
     return _ERRORS[notice.fault](f"{what}: {notice.culprit}: {notice.reason}")
 
 
-class Failed(Exception):
+class UpdateFailed(Exception):
     """The update did not come about; ``notice`` is what everybody here is told."""
 
-    def __init__(self, fault: Fault, culprit: str, reason: str) -> None:
+    def __init__(self, fault: TransferFault, culprit: str, reason: str) -> None:
         super().__init__(f"{culprit}: {reason}")
         self.notice = UpdateAborted(0, fault, culprit, reason)
 
@@ -63,7 +63,7 @@ class CoordinatorConnection:
         """The next verdict, or None if it was a sign of life.
 
         Raises:
-            Failed: the update was aborted, or the coordinator is gone.
+            UpdateFailed: the update was aborted, or the coordinator is gone.
             Cancelled: by the stop.
         """
         try:
@@ -74,14 +74,14 @@ class CoordinatorConnection:
             self.blame(what_of(error))
         self._heard_s = time.monotonic()
         if isinstance(message, UpdateAborted):
-            raise Failed(message.fault, message.culprit, message.reason)
+            raise UpdateFailed(message.fault, message.culprit, message.reason)
         return None if isinstance(message, StillThere) else message
 
-    def hear_about(self, suspected: Failed) -> NoReturn:
+    def hear_about(self, suspected: UpdateFailed) -> NoReturn:
         """Waits for a moment for what the coordinator says of a stall that was reported: it hears all devices.
 
         Raises:
-            Failed: its verdict; that it is lost itself, if it has been silent for long; or ``suspected``.
+            UpdateFailed: its verdict; that it is lost itself, if it has been silent for long; or ``suspected``.
             Cancelled: by the stop.
         """
         silent_s = time.monotonic() - self._heard_s
@@ -94,4 +94,4 @@ class CoordinatorConnection:
 
     def blame(self, reason: str) -> NoReturn:
         """The coordinator is lost."""
-        raise Failed(Fault.LOST, f"rank {COORDINATOR}", reason)
+        raise UpdateFailed(TransferFault.LOST, f"rank {COORDINATOR}", reason)

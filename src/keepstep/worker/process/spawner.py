@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import msgspec
 
-from keepstep.parent import end_with_parent
+from keepstep.parent_death import end_with_parent
 from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,

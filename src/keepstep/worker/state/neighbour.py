@@ -25,7 +25,7 @@ _NAME_BYTES = 16
 """Too many to be guessed; and the kernel is asked who calls besides."""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class NeighbourPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a receiver can be reached. A name means something within one boot only."""
 
     boot: str
@@ -41,7 +41,7 @@ class Neighbourhood:
     """The receiver's side: a socket on which its neighbours call."""
 
     def __init__(self) -> None:
-        self.place = Place(boot(), b"\0keepstep-" + secrets.token_hex(_NAME_BYTES).encode())
+        self.place = NeighbourPlace(boot(), b"\0keepstep-" + secrets.token_hex(_NAME_BYTES).encode())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(self.place.name)
         self._socket.listen(64)
@@ -79,7 +79,7 @@ class Neighbourhood:
         self._socket.close()
 
 
-def call(place: Place, rank: int, h2d: SlotBuffer, deadline_s: float) -> Connection | None:
+def call(place: NeighbourPlace, rank: int, h2d: SlotBuffer, deadline_s: float) -> Connection | None:
     """The source's side: a connection to a receiver, which is given the buffer; None if it is no neighbour."""
     if place.boot != boot():
         return None

@@ -169,7 +169,7 @@ class _Outlets:
 
 def _call(receiver: int, rank: int, h2d: SlotBuffer, group: Carrier) -> Connection | None:
     """Calls a receiver and tells it over the group whether that worked; None if it is no neighbour."""
-    place = _decode(_receive_sealed(receiver, group), neighbour.Place, receiver)
+    place = _decode(_receive_sealed(receiver, group), neighbour.NeighbourPlace, receiver)
     connection = neighbour.call(place, rank, h2d, DEADLINE_S)
     _send_sealed(_CALLS if connection is not None else _SENDS, receiver, group)
     return connection

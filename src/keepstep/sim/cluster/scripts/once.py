@@ -15,7 +15,7 @@ CLAIM, HOLD = 0, 1
 FETCH_S = 0.3
 
 
-class Once:
+class OnceScript:
     """Both things, for all processes of a run. Training does not wait for them."""
 
     def __init__(self, world: World) -> None:

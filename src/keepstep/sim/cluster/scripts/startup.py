@@ -29,14 +29,14 @@ LATE_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
-class Asking:
+class ScriptAsking:
     """One process at its first step: what it asks the controller, one after the other."""
 
     process: int
     todo: list[StoreRequested]
 
 
-class StartUpExchange:
+class StartUpScript:
     """Of all processes of a run."""
 
     def __init__(self, world: World, seed: int) -> None:
@@ -44,7 +44,7 @@ class StartUpExchange:
         self._seed = seed
         self.rng = random.Random(f"start-up of {seed}")
         self._num_requests = 0
-        self._asking: dict[int, Asking] = {}
+        self._asking: dict[int, ScriptAsking] = {}
         """By process."""
         self._asked: dict[int, tuple[int, StoreRequested]] = {}
         """Every request there ever was, by its number, with the process."""
@@ -58,7 +58,7 @@ class StartUpExchange:
             return False
         todo = self._to_hand_over(worker) if worker.is_first_holder else self._to_ask(worker)
         if todo:
-            self._asking[worker.process] = Asking(worker.process, todo)
+            self._asking[worker.process] = ScriptAsking(worker.process, todo)
             self._send(worker.process)
         else:
             self._has_handed_over(worker)
