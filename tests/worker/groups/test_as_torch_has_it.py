@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -127,20 +128,57 @@ def test_a_group_that_is_asked_for_as_gloo_survives(tmp_path: Path) -> None:
     assert run_ranks(2, gloo_by_name, tmp_path) == [("SurvivingGroup", "gloo", total, True, 2)] * 2
 
 
-def profiling(rank: int, size: int, path: Path) -> int:
-    """Many short profiles, each of which ends right behind a collective."""
+def asking_for_the_end(rank: int, size: int, path: Path, way: str) -> bool:
+    """On rank 0 gloo's thread stands still for a moment between the end of its future and that of its handle, which is
+    where it tells the profiler."""
     join(path, rank, size)
-    for _ in range(40):
-        with torch.autograd.profiler.profile(record_shapes=True):
-            works = [dist.all_reduce(own(rank, 50), async_op=True) for _ in range(3)]
-            works[0].get_future().wait()
-            for work in works:
-                work.wait()
-    return rank
+    if rank == 1:
+        meet(path, size, "begun")
+        threading.Event().wait(0.05)  # a wait first waits in gloo, for less than this
+        dist.all_reduce(own(rank, 50))
+        return True
+    work: Any = dist.all_reduce(own(rank, 50), async_op=True)
+    standing = threading.Event()
+    if way != "future-of-a-moment-before":
+        future = work.get_future()
+    work._issued.get_future().add_done_callback(lambda _: (standing.set(), threading.Event().wait(0.1)))
+    meet(path, size, "begun")
+    match way:
+        case "future-of-a-moment-before":
+            standing.wait()
+            work.get_future().wait()
+        case "wait":
+            work.wait()
+        case "wait-behind-its-future":
+            future.wait()
+            work.wait()
+        case _:
+            while not work.is_completed():
+                threading.Event().wait(0.001)
+    return bool(work._issued.is_completed())
 
 
-def test_torchs_profiler_ends_with_an_operation_and_not_before(tmp_path: Path) -> None:
-    assert run_ranks(2, profiling, tmp_path) == [0, 1]
+@pytest.mark.parametrize(
+    "way", ["wait", "wait-behind-its-future", "ask-until-it-has-ended", "future-of-a-moment-before"]
+)
+def test_an_operation_has_ended_when_torchs_profiler_was_told_of_it(way: str, tmp_path: Path) -> None:
+    """Else gloo's thread writes into a profile that may have been closed, and whose memory may be another's."""
+    assert run_ranks(2, asking_for_the_end, tmp_path, way) == [True, True]
+
+
+def waiting_in_a_callback(rank: int, size: int, path: Path) -> Any:
+    join(path, rank, size)
+    if rank == 1:  # rank 0 gets its answer from gloo's thread
+        meet(path, size, "begun")
+    work = dist.all_reduce(own(rank, 50), async_op=True)
+    seen = work.get_future().then(lambda _: (work.wait(), work.is_success()))
+    if rank == 0:
+        meet(path, size, "begun")
+    return seen.wait()
+
+
+def test_a_callback_may_wait_for_its_operation(tmp_path: Path) -> None:
+    assert run_ranks(2, waiting_in_a_callback, tmp_path) == [(True, True)] * 2
 
 
 # ---- what is C++ in torch -------------------------------------------------------------------------------------------

@@ -67,8 +67,11 @@ class GlooWork(dist.Work):
         self._ending = self._ended = False
         self._is_silent = operation in _SILENT
         self._is_followed = False
-        self._answered = False
-        """Gloo's future is done, and its handle will be at once."""
+        self._asked_by: int | None = None
+        """The thread that asks for gloo's future at this moment."""
+        self._answered_by: int | None = None
+        """Gloo's thread that has told of the end. Its future is done then, and its handle will be a little later, when
+        that thread has told torch's profiler, which must not be told of an operation of a profile that has ended."""
         self._claimed = threading.Lock()
         self._running = threading.Lock()
         """Held until it has ended. Waiting for a lock costs a fraction of waiting for a future."""
@@ -101,16 +104,16 @@ class GlooWork(dist.Work):
             if self._is_followed:
                 return
             self._is_followed = True
+        self._asked_by = threading.get_ident()
         self._issued.get_future().add_done_callback(self._told)
+        self._asked_by = None
 
     def _told(self, future: torch.futures.Future[Any]) -> None:
-        try:
-            future.value()
-        except RAISED as error:
-            self._finish(error)
-        else:
-            self._answered = True
-            self._finish(None)
+        if self._issued is not None and self._asked_by == threading.get_ident():  # it was done when it was asked for
+            self._conclude(self._issued.wait)
+            return
+        self._answered_by = threading.get_ident()
+        self._conclude(future.value)
 
     def _wait_for_gloo(self, issued: dist.Work, _kept_alive: TorchBackend) -> None:
         self._conclude(lambda: issued.wait(self._timeout))
@@ -169,6 +172,8 @@ class GlooWork(dist.Work):
                 self._wait_in_gloo()
             if not self._ended:
                 self._wait_for_end(timeout)
+        if self._answered_by is not None:
+            self._wait_for_handle()
         if self._error is not None:
             raise self._error
         if self._before_going_on is not None:
@@ -192,10 +197,12 @@ class GlooWork(dist.Work):
         if not self._running.acquire(timeout=timeout.total_seconds() if timeout else -1):
             raise RuntimeError(f"the operation did not end within {timeout}")
         self._running.release()
-        if self._answered and self._issued is not None:
-            # Gloo's future is done a little before its handle: torch's profiler is told in between, and must not be
-            # told of an operation of a profile that has ended.
-            self._issued.wait()
+
+    def _wait_for_handle(self) -> None:
+        if self._issued is not None and self._answered_by != threading.get_ident():  # it may call this from a callback
+            with suppress(*RAISED):  # it is known, and raised where it should be
+                self._issued.wait()
+            self._answered_by = None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs, which C++ may wait for unseen."""
@@ -222,6 +229,8 @@ class GlooWork(dist.Work):
         if not self._ended:
             self._await()
             self.look()
+        if self._answered_by is not None and self._issued is not None:
+            return self._issued.is_completed()
         return self._ended
 
     def is_success(self) -> bool:
