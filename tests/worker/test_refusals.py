@@ -67,7 +67,7 @@ def tensor_parallel(_path: Path) -> Objects:
 def flat(_path: Path) -> Objects:
     """What FSDP1 leaves where a part of the model that it has wrapped is protected."""
     model = small()
-    next(model.parameters())._is_flat_param = True
+    next(model.parameters())._fsdp_flattened = True
     return {"model": model}
 
 
@@ -102,7 +102,10 @@ ROWS: dict[str, list[Make]] = {
     "a tensor that does not fill one run of memory": [lambda _path: {"model": strided()}],
     "`ZeroRedundancyOptimizer`": [zero],
     "FSDP": [fsdp, tensor_parallel, flat],
-    "`LBFGS`": [lambda _path: {"model": small(), "optimizer": torch.optim.LBFGS(small().parameters())}],
+    "an optimizer of parameters that are in no protected module": [
+        lambda _path: {"model": small(), "optimizer": torch.optim.SGD(torch.nn.Linear(2, 2).parameters())}
+    ],
+    "`LBFGS`": [lambda _path: {"model": (model := small()), "optimizer": torch.optim.LBFGS(model.parameters())}],
     "`DDP(static_graph=True)`": [ddp(static_graph=True)],
     "`DDP(find_unused_parameters=True, gradient_as_bucket_view=True)`": [
         ddp(find_unused_parameters=True, gradient_as_bucket_view=True)
@@ -248,3 +251,17 @@ def test_a_refusal_that_is_planted_is_found(tmp_path: Path, monkeypatch: pytest.
     assert (site.function, site.first_line, site.last_line) == ("worker.thing:A.f", 4, 5)
     assert site.holds(str(path), 4)
     assert not site.holds(str(path), 6)
+
+
+def changed_since(_rank: int, _size: int) -> str:
+    session = keepstep.init()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    session.protect(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    model[1] = torch.nn.Linear(2, 3)
+    with pytest.raises(ConfigurationError) as caught:
+        next(iter(session.steps(1)))
+    return str(caught.value)
+
+
+def test_what_is_protected_is_looked_at_again_at_the_first_step() -> None:
+    assert "parameter 2 of optimizer, [2, 2], is in no module that is protected" in run_ranks(1, changed_since)[0]

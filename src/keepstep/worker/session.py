@@ -311,6 +311,8 @@ class Session:
 
     def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:
+            assert self._state is not None
+            self._state.check()  # the script may have changed its modules since protect()
             self._check_replicas(start)
             if self._exchange is not None:
                 self._exchange.end()

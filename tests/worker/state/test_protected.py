@@ -34,6 +34,7 @@ def sparse_model() -> torch.nn.Module:
     return model
 
 
+MODEL = small()
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "protect() was given no torch.nn.Module: pass at least model=..."),
     "no module": ({"numbers": Keeps(1)}, "protect() was given no torch.nn.Module"),
@@ -53,6 +54,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a function": ({"model": small(), "f": len}, "protect(f=builtin_function_or_method)"),
     "none": ({"model": small(), "scheduler": None}, "protect(scheduler=NoneType)"),
+    "a parameter of another module": (
+        {"model": MODEL, "optimizer": torch.optim.SGD([*MODEL.parameters(), *torch.nn.Linear(5, 1).parameters()])},
+        f"protect(): parameter {len(list(MODEL.parameters()))} of optimizer, [1, 5], is in no module that is protected",
+    ),
 }
 
 
@@ -80,35 +85,37 @@ def sharded(rank: int, size: int, path: Path, how: str) -> str:
 
     join(path, rank, size)
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    before = ProtectedState({"model": model})
     if how == "fsdp2":
         fully_shard(model[0], mesh=init_device_mesh("cpu", (size,)))
     else:
-        original = how == "fsdp1 with the original parameters"
+        original = "original" in how
         model = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+    with pytest.raises(ConfigurationError) as late:
+        before.check()
     with pytest.raises(ConfigurationError) as caught:
-        ProtectedState({"model": model})
+        ProtectedState({"model": model.module if "inside" in how else model})
+    assert how.startswith("fsdp1") or str(late.value) == str(caught.value)
     return str(caught.value)
 
 
 SHARDED = {
     "fsdp2": "model.0 is a FSDPModule",
     "fsdp1": "model is a FullyShardedDataParallel",
+    "fsdp1, inside": "model._flat_param is a flattened parameter of FSDP",
     "fsdp1 with the original parameters": "model is a FullyShardedDataParallel",
+    "fsdp1 with the original parameters, inside": "model.0.weight is a flattened parameter of FSDP",
 }
 
 
 @pytest.mark.parametrize("how", SHARDED)
 def test_sharded_parameters_are_refused(tmp_path: Path, how: str) -> None:
-    """All ranks would look like replicas of each other, and a restore would give a rank another one's shard."""
+    """All ranks would look like replicas of each other, and a restore would give a rank another one's shard.
+
+    Also where the model was protected before it was sharded, or its wrapper was not given.
+    """
     for said in run_ranks(2, sharded, tmp_path, how):
         assert said.startswith(f"protect(): {SHARDED[how]}, of which each rank holds another part (FSDP")
-
-
-def test_a_flat_parameter_without_its_module_is_refused() -> None:
-    model = small()
-    next(model.parameters())._is_flat_param = True
-    with pytest.raises(ConfigurationError, match="is a FlatParameter, of which each rank holds another part"):
-        ProtectedState({"model": model})
 
 
 # ---- live tensors ---------------------------------------------------------------------------------------------------

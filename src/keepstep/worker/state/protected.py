@@ -37,7 +37,7 @@ class ProtectedState:
             self._sort(name, thing)
         if not self.modules:
             raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
-        self._refuse_shards()
+        self.check()
         for name, tensor in self.live_tensors():
             if not is_dense(tensor):
                 raise ConfigurationError(f"protect(): {name} does not fill one run of memory; make it contiguous")
@@ -67,11 +67,32 @@ class ProtectedState:
                 "cannot be carried to another process; give it both, or leave it out if it has no state"
             )
 
+    def check(self) -> None:
+        """Looks at modules and optimizers as they are now; a script may change them until its first step.
+
+        Raises:
+            ConfigurationError: one holds what a replacement would not get, with what to do about it.
+        """
+        self._refuse_shards()
+        self._refuse_others_parameters()
+
+    def _refuse_others_parameters(self) -> None:
+        """A replacement would train on with parameters as its script has made them, and others with trained ones."""
+        known = {id(parameter) for _name, parameter in self.parameters()}
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                if id(parameter) not in known:
+                    raise ConfigurationError(
+                        f"protect(): parameter {index} of {name}, {list(parameter.shape)}, is in no module that is "
+                        "protected, and would not be restored: pass every module that the optimizer trains to "
+                        "protect(), and a parameter without a module in a torch.nn.ParameterList"
+                    )
+
     def _refuse_shards(self) -> None:
         """A restore would give a rank another rank's shard.
 
         The modules are looked at as well as the tensors: with ``use_orig_params=True`` the parameters of FSDP are plain
-        ones, and a FlatParameter's type is ``nn.Parameter``.
+        ones, and a FlatParameter's type is ``nn.Parameter``; FSDP marks both.
         """
         for name, module in self.modules.items():
             for path, part in module.named_modules():
@@ -81,8 +102,8 @@ class ProtectedState:
         for name, tensor in self.live_tensors():
             if "DTensor" in _class_names(tensor):
                 raise ConfigurationError(_not_supported(name, "DTensor"))
-            if getattr(tensor, "_is_flat_param", False):
-                raise ConfigurationError(_not_supported(name, "FlatParameter"))
+            if getattr(tensor, "_fsdp_flattened", False):  # a FlatParameter, or a view into one
+                raise ConfigurationError(_not_supported(name, "flattened parameter of FSDP"))
 
     # ---- live tensors ---------------------------------------------------------------------------------------------
 
