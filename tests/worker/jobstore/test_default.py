@@ -3,7 +3,9 @@
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.jobstore.answering import Rank
@@ -29,7 +31,7 @@ def outcome(store: Any, operation: str, *arguments: Any) -> object:
     """The result, or the type of the error."""
     try:
         return getattr(store, operation)(*arguments)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         return type(error)
 
 
@@ -79,6 +81,52 @@ def test_what_torchs_tcp_store_does_in_the_same_way(rank: Rank) -> None:
     rank.jobstore.start_anew()
     for each in script:
         assert outcome(rank.store, *each) == outcome(tcp, *each), each
+
+
+UNUSUAL: list[tuple[Any, ...]] = [
+    ("set", 1, "x"),
+    ("set", None, "x"),
+    ("set", "a", 5),
+    ("set", "a", None),
+    ("set", "a", bytearray(b"1")),
+    ("get", "a"),
+    ("set", b"a", "2"),
+    ("get", b"a"),
+    ("append", "a", 1),
+    ("compare_set", "a", 1, 2),
+    ("add", "a", 1.5),
+    ("add", "a", "1"),
+    ("add", "a", 2**63),
+    ("add", "a", np.int64(3)),
+    ("add", "a", torch.tensor(3)),
+    ("add", "a", True),
+    ("delete_key", 1),
+    ("wait", "a"),
+    ("wait", [1]),
+    ("wait", ("a",)),
+    ("wait", {"a"}),
+    ("wait", ["a"], 60.0),
+    ("check", "a"),
+    ("multi_get", "a"),
+    ("multi_get", ("a",)),
+    ("multi_set", "ab", "cd"),
+    ("set", "", "x"),
+    ("get", ""),
+]
+
+
+@pytest.mark.parametrize("each", UNUSUAL, ids=repr)
+def test_what_a_call_takes_is_what_torchs_stores_take(rank: Rank, each: tuple[Any, ...]) -> None:
+    """Before it is sent: an agent that gets a message of another form ends the process that sent it."""
+    stores: list[Any] = [rank.store, dist.HashStore()]
+    rank.jobstore.start_anew()
+    for store in stores:
+        store.set_timeout(timedelta(seconds=60))
+        store.set("a", "7")
+        store.set("", "8")
+    ours, theirs = (outcome(store, *each) for store in stores)
+    assert ours == theirs
+    assert stores[0].get("a") == stores[1].get("a")
 
 
 def test_torchs_barrier_on_a_store(rank: Rank) -> None:

@@ -6,9 +6,9 @@ Queues and `list_keys` are refused, by torch itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, SupportsInt
 
 import msgspec
 from torch import distributed as dist
@@ -42,15 +42,17 @@ class DefaultStore(Store):
         self.asking = asking
 
     def _ask(
-        self, operation: str, keys: Sequence[str], value: bytes = b"", timeout: timedelta | None = None
+        self, operation: str, keys: Iterable[str | bytes], value: bytes = b"", timeout: timedelta | float | None = None
     ) -> tuple[bytes, ...]:
+        names = _names(keys)
         if len(value) > MAX_STORE_VALUE_BYTES:  # here, for no message could carry it to the controller
             raise dist.DistStoreError(
-                f"key {keys[0]!r}: a value of {len(value)} bytes, and at most {MAX_STORE_VALUE_BYTES >> 20} MiB are "
+                f"key {names[0]!r}: a value of {len(value)} bytes, and at most {MAX_STORE_VALUE_BYTES >> 20} MiB are "
                 "allowed: exchange it in a collective or a file"
             )
-        limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stub
-        return self.asking.ask(operation, tuple(keys), value, limit.total_seconds() or NO_TIMEOUT_S)
+        limit: timedelta | float = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stub
+        timeout_s = limit.total_seconds() if isinstance(limit, timedelta) else limit
+        return self.asking.ask(operation, names, value, timeout_s or NO_TIMEOUT_S)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets a key."""
@@ -60,13 +62,14 @@ class DefaultStore(Store):
         """Waits for a key and returns its value."""
         return self._ask("job_get", [key])[0]
 
-    def add(self, key: str, value: int) -> int:
+    def add(self, key: str, value: SupportsInt) -> int:
         """Adds to a counter, which begins at 0, and returns it.
 
         Raises:
+            TypeError: ``value`` is no number, one with a fraction, or none of 64 bits.
             ValueError: the key holds no number.
         """
-        total = self._ask("job_add", [key], str(value).encode())
+        total = self._ask("job_add", [key], str(_number(value)).encode())
         if not total:
             raise ValueError(f"add: key {key!r} of the store holds no number")
         return int(total[0])
@@ -84,22 +87,23 @@ class DefaultStore(Store):
         both = (_bytes(expected_value), _bytes(desired_value))
         return self._ask("job_compare_set", [key], msgspec.msgpack.encode(both))[0]
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys: Iterable[str]) -> bool:
         """Whether all keys are there."""
         return self._ask("job_check", keys)[0] == b"1"
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Iterable[str], timeout: timedelta | float | None = None) -> None:
         """Waits until all keys are there."""
         self._ask("job_wait", keys, timeout=timeout)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys: Iterable[str]) -> list[bytes]:
         """Waits for keys and returns their values."""
-        self.wait(keys)
-        return [self.get(key) for key in keys]
+        names = _names(keys)
+        self.wait(names)
+        return [self.get(name) for name in names]
 
-    def multi_set(self, keys: list[str], values: Sequence[bytes | str]) -> None:
+    def multi_set(self, keys: Iterable[str], values: Sequence[bytes | str]) -> None:
         """Sets keys one after the other."""
-        for key, value in zip(keys, values, strict=True):
+        for key, value in zip(_names(keys), values, strict=True):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
@@ -122,5 +126,28 @@ class DefaultStore(Store):
         return self
 
 
-def _bytes(value: bytes | str) -> bytes:
+# A message with anything else in it would be a broken protocol, and the end of this process.
+
+
+def _names(keys: Iterable[str | bytes]) -> tuple[str, ...]:
+    if isinstance(keys, str | bytes):
+        raise TypeError(f"the keys of a store are a list of strings, not {keys!r}")
+    return tuple(map(_name, keys))
+
+
+def _name(key: Any) -> str:
+    if not isinstance(key, str | bytes):
+        raise TypeError(f"a key of a store is a string, not {key!r}")
+    return key if isinstance(key, str) else key.decode()
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"a value of a store is a string or bytes, not {type(value).__name__}: convert it with str()")
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, float | str | bytes) or not -(1 << 63) <= int(value) < 1 << 63:
+        raise TypeError(f"a counter of a store takes whole numbers of 64 bits, not {value!r}")
+    return int(value)
