@@ -43,6 +43,8 @@ NOT_RUN = {
     "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
     "make test": "it is what runs this test",
     "keepstep simulate --exhaustive 2": "tests/sim/test_exhaustive.py does the same",
+    ".venv/bin/python -m benchmarks.studies.scale --devices 512": "tests/benchmarks/studies runs it with fewer devices",
+    ".venv/bin/python -m benchmarks.studies.goodput": "tests/test_docs_facts.py compares what it prints",
     "make soak SECONDS=600": "it takes ten minutes and writes to docs/; the README's 200 seeds are run",
     "keepstep run --nproc-per-node 3 --spares 1 train.py": "the drill in the next line runs the same job twice",
     (
@@ -308,6 +310,7 @@ def test_no_flag_is_invented() -> None:
     known |= {option for action in controller._parser()._actions for option in action.option_strings}
     known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
     known |= {"--otel", "--once", "--recovery", "--listen"}  # of `keepstep run`, of the views
+    known |= {"--plot"}  # of benchmarks/studies
     known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))

@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from benchmarks.studies import goodput
 from rich.console import Console
 from tests.protocol import test_lease
 from tests.sim import test_mutants
@@ -28,7 +29,6 @@ from keepstep.protocol.messages import reports
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery import startup as record
 from keepstep.protocol.recovery.placement import quarantine
-from keepstep.sim.studies import goodput
 from keepstep.trace.record import phaselog, runfolder
 from keepstep.trace.timeline import events, stragglers
 from keepstep.transports import codec
@@ -277,7 +277,7 @@ OF_A_RUN = {
 
 
 def test_named_files_are_there() -> None:
-    below = (".", "src/keepstep", "src/keepstep/protocol", "src/keepstep/drill", "src/keepstep/sim/studies", "docs")
+    below = (".", "src/keepstep", "src/keepstep/protocol", "src/keepstep/drill", "benchmarks/studies", "docs")
     missing = [
         f"{page.name}: {name}"
         for page in TEXTS

@@ -67,7 +67,7 @@ def test_a_failing_seed_is_shrunk_and_replayed(
     "flags",
     [
         *(["--seed", "1", "--faults", "99"], ["--seed", "1", "--faults", "x"], ["--seeds", "0"], ["--jobs", "0"]),
-        *(["--devices", "1"], ["--exhaustive", "1"]),
+        ["--exhaustive", "1"],
     ],
 )
 def test_what_cannot_be_run_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,19 +23,9 @@ DEFAULT_SEEDS = 1000
 
 
 def main(arguments: list[str]) -> int:
-    """Simulates jobs from seeds, replays one, or runs one of the studies; 0 only if no check failed."""
+    """Simulates jobs from seeds, replays one, or explores all interleavings; 0 only if no check failed."""
     chosen = _parser().parse_args(arguments)
     console = Console(soft_wrap=True)
-    if chosen.goodput:
-        from keepstep.sim.studies import goodput
-
-        goodput.report(console, chosen.plot, chosen.first)
-        return 0
-    if chosen.devices is not None:
-        from keepstep.sim.studies import scale
-
-        scale.report(console, chosen.devices, chosen.plot)
-        return 0
     if chosen.exhaustive is not None:
         return _explore(console, chosen.exhaustive)
     if chosen.seed is not None:
@@ -69,13 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--faults", help="only these faults of its plan, by number: 0,2")
     one.add_argument("--record", type=Path, metavar="DIR", help="write it into a folder, for 'keepstep dashboard DIR'")
     one.add_argument("--shrink", action="store_true", help="find the smallest set of its faults that still fails")
-    studies = parser.add_argument_group("studies")
-    studies.add_argument(
-        "--devices", type=int, metavar="N", help="the controller's cost by world size, up to N devices"
-    )
-    studies.add_argument("--exhaustive", type=int, metavar="RANKS", help="all interleavings around one failure")
-    studies.add_argument("--goodput", action="store_true", help="effective training time against checkpoint-restart")
-    studies.add_argument("--plot", type=Path, metavar="FILE", help="draw the study's curve, as .svg or .png")
+    parser.add_argument("--exhaustive", type=int, metavar="RANKS", help="all interleavings around one failure")
     return parser
 
 

@@ -1,21 +1,21 @@
 """Goodput: effective training time with keepstep and with checkpoint-restart at its best interval, against size.
 
+    python -m benchmarks.studies.goodput                      prints the tables
+    python -m benchmarks.studies.goodput --plot curve.svg     draws the curves as well
+
 Every figure that goes in, with its source or as an assumption, stands in `downtime`.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 from pathlib import Path
 from typing import Literal
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from keepstep.sim.studies import history, plots
-from keepstep.sim.studies.downtime import (
+from benchmarks.studies import history, plots
+from benchmarks.studies.downtime import (
     DAY_S,
     LONG_RESTART_S,
     MEASURED_RECOVERY_S,
@@ -28,6 +28,11 @@ from keepstep.sim.studies.downtime import (
     effective_ratio,
     of_size,
 )
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from keepstep.errors import ConfigurationError
 
 SIZES = tuple(2**exponent for exponent in range(3, 18))
 RECOVERIES_S = (60.0, 10.0, 1.0, MEASURED_RECOVERY_S)
@@ -184,3 +189,19 @@ def _draw(path: Path) -> None:
 
 def _span(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
+
+
+def main() -> None:
+    """Prints the study that the command line asks for."""
+    parser = argparse.ArgumentParser(description="Effective training time against checkpoint-restart.")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, as .svg or .png")
+    parser.add_argument("--seed", type=int, default=0, help="of the simulated histories (default: %(default)s)")
+    chosen = parser.parse_args()
+    try:
+        report(Console(soft_wrap=True), chosen.plot, chosen.seed)
+    except ConfigurationError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

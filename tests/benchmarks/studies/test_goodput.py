@@ -9,15 +9,15 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from benchmarks.studies import downtime, goodput, plots
+from benchmarks.studies.downtime import DAY_S, Parameters, checkpoint_restart
+from benchmarks.studies.history import Estimate, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import image
 from rich.console import Console
 
 from keepstep.errors import ConfigurationError
-from keepstep.sim.studies import downtime, goodput, plots
-from keepstep.sim.studies.downtime import DAY_S, Parameters, checkpoint_restart
-from keepstep.sim.studies.history import Estimate, simulate
 
 SIGMAS = 5
 """How many standard errors a simulated mean may be off. Seeds are fresh, so that a wrong alarm has to be rare."""

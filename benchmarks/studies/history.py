@@ -9,7 +9,7 @@ import random
 import statistics
 from collections import defaultdict
 
-from keepstep.sim.studies.downtime import Parameters
+from benchmarks.studies.downtime import Parameters
 
 WARM_UP = 0.2
 """How much longer a history is than what counts of it. At its very beginning all spares are there."""

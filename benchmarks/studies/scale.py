@@ -3,10 +3,13 @@
 The controller is one server: while it works on a packet the next ones wait. Its processor time is measured, decoding
 and encoding included, and counts into the virtual time, so what it cannot do at once shows. Everything else is the same
 at every world size: the network, how long ranks take to their safe points, to connect and to restore (without bytes).
+
+    python -m benchmarks.studies.scale --devices 16384 --plot scale.svg
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import heapq
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.studies import plots
 from rich.console import Console
 from rich.table import Table
 
@@ -265,8 +269,6 @@ def report(console: Console, devices: int, plot: Path | None) -> None:
     console.print(table)
     console.print(_what_grows(rows), highlight=False)
     if plot is not None:
-        from keepstep.sim.studies import plots
-
         series = {
             "stop to resume (virtual)": [(row.devices, row.stop_to_resume_s) for row in rows],
             "controller, processor time": [(row.devices, row.cpu_s) for row in rows],
@@ -288,3 +290,21 @@ def _what_grows(rows: list[Row]) -> str:
     if 64 in between and 16_384 in between:
         lines.append(f"Stop to resume at 16,384 devices is {between[16_384] / between[64]:.2f} times that at 64.")
     return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the study that the command line asks for."""
+    parser = argparse.ArgumentParser(description="The controller's cost of one recovery by world size.")
+    parser.add_argument(
+        "--devices", type=int, default=512, metavar="N", help="the largest world (default: %(default)s)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, as .svg or .png")
+    chosen = parser.parse_args()
+    try:
+        report(Console(soft_wrap=True), chosen.devices, chosen.plot)
+    except ConfigurationError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
