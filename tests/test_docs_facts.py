@@ -298,3 +298,28 @@ def test_lines_of_text_are_wrapped() -> None:
         if len(line) > WIDTH and not line.lstrip().startswith(("|", "!", "<", "`", "[")) and " " in line.strip()
     ]
     assert long == []
+
+
+STOP_ON_THE_TOUR = re.compile(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
+
+
+def test_the_tour_stops_at_what_is_there() -> None:
+    stops = STOP_ON_THE_TOUR.findall((ROOT / "docs" / "tour.md").read_text("utf-8"))
+    assert len(stops) > 30
+    assert [stop for stop in stops if not defines(ROOT / "src" / "keepstep" / stop[0], stop[1])] == []
+    assert not defines(ROOT / "src" / "keepstep" / "config.py", "nothing")
+
+
+def defines(path: Path, name: str) -> bool:
+    """Whether a file has a function, or a class with a method, of this name."""
+    body: list[ast.stmt] = ast.parse(path.read_text("utf-8")).body if path.exists() else []
+    for part in name.split("."):
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True
