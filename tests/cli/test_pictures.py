@@ -34,11 +34,9 @@ def test_drawing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert command("trace", "draw", folder, "-o", tmp_path / "last.svg") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'last.svg'}\n"
     assert command("trace", "draw", folder, "--recovery", 1, "-o", tmp_path / "first.svg") == 0
-    assert command("trace", "draw", folder, "-o", tmp_path / "last.png") == 0
     assert ET.parse(tmp_path / "last.svg").getroot().tag.endswith("svg")
     assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "last.svg").read_bytes()
-    assert (tmp_path / "last.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.svg", "last.png", "last.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.svg", "last.svg"]
 
 
 def test_exporting_and_reporting(folder: Path, tmp_path: Path) -> None:
@@ -58,7 +56,7 @@ def test_what_cannot_be_is_said(folder: Path, tmp_path: Path, capsys: pytest.Cap
             ("trace", "draw", folder, "--recovery", 0, "-o", tmp_path / "x.svg"),
             "--recovery 0: the run has 1, so 1 to 1",
         ),
-        (("trace", "draw", folder, "-o", tmp_path / "x.jpg"), "x.jpg: the name must end with .svg or .png"),
+        (("trace", "draw", folder, "-o", tmp_path / "x.jpg"), "x.jpg: the name must end with .svg"),
         (("trace", "draw", tmp_path, "-o", tmp_path / "x.svg"), "no run is recorded there"),
         (("trace", "export", folder, "-o", tmp_path / "no" / "x.json"), "no does not exist"),
         (("report", tmp_path / "nothing", "-o", tmp_path / "x.html"), "no run is recorded there"),

@@ -178,8 +178,7 @@ def test_a_recovery_has_its_picture(client: Client, shown: Run) -> None:
     svg = client.get("/recovery/1.svg")
     assert svg.headers["content-type"].startswith("image/svg+xml")
     assert svg.text.startswith("<svg")
-    assert client.get("/recovery/1.png").content.startswith(b"\x89PNG")
-    for missing in (f"/recovery/{len(shown.scenes) + 1}.svg", "/recovery/0.svg", "/recovery/1.gif"):
+    for missing in (f"/recovery/{len(shown.scenes) + 1}.svg", "/recovery/0.svg", "/recovery/99.svg"):
         answer = client.get(missing)
         assert answer.status_code == 404
         assert f"the run has {len(shown.scenes)} recoveries" in answer.text

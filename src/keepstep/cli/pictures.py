@@ -8,12 +8,9 @@ from pathlib import Path
 from keepstep.errors import ConfigurationError
 from keepstep.trace.pictures.chrome import write_trace
 from keepstep.trace.pictures.page import html_report
-from keepstep.trace.pictures.png import require_pillow
 from keepstep.trace.pictures.recovery import draw_recovery
 from keepstep.trace.targets import check_target, replacing, write_whole
 from keepstep.trace.timeline.run import opened
-
-SUFFIXES = (".svg", ".png")
 
 
 def trace(arguments: list[str]) -> int:
@@ -23,7 +20,7 @@ def trace(arguments: list[str]) -> int:
     draw = commands.add_parser("draw", help="draw one recovery, to scale")
     _add_run(draw)
     draw.add_argument("--recovery", type=int, metavar="N", help="its number, from 1 on (default: the last one)")
-    draw.add_argument("-o", "--output", default="recovery.svg", help="an .svg or .png file (default: %(default)s)")
+    draw.add_argument("-o", "--output", default="recovery.svg", help="an .svg file (default: %(default)s)")
     export = commands.add_parser("export", help="write a trace for Perfetto or chrome://tracing")
     _add_run(export)
     export.add_argument("-o", "--output", default="trace.json", help="the file to write (default: %(default)s)")
@@ -60,10 +57,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _draw(folder: Path, number: int | None, target: Path) -> None:
-    if target.suffix not in SUFFIXES:
-        raise ConfigurationError(f"--output {target}: the name must end with .svg or .png")
-    if target.suffix == ".png":
-        require_pillow()
+    if target.suffix != ".svg":
+        raise ConfigurationError(f"--output {target}: the name must end with .svg")
     with opened(folder) as run:
         num = len(run.scenes)
         if not num:
@@ -72,4 +67,4 @@ def _draw(folder: Path, number: int | None, target: Path) -> None:
         if not 1 <= number <= num:
             raise ConfigurationError(f"--recovery {number}: the run has {num}, so 1 to {num} are allowed")
         picture = draw_recovery(run, number)
-    write_whole(target, picture.svg().encode() if target.suffix == ".svg" else picture.png())
+    write_whole(target, picture.svg().encode())

@@ -90,7 +90,7 @@ class Dashboard:
             Route("/api/phases", self._phases),
             Route("/api/overview", self._overview),
             Route("/metrics", self._metrics),
-            Route("/recovery/{number:int}.{kind:str}", self._picture),
+            Route("/recovery/{number:int}.svg", self._picture),
             Route("/report", self._report),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -121,13 +121,11 @@ class Dashboard:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _picture(self, request: Request) -> Response:
-        run, number, kind = self._run(), request.path_params["number"], request.path_params["kind"]
-        if kind not in ("svg", "png") or not 1 <= number <= len(run.scenes):
-            raise HTTPException(404, f"no such picture: the run has {len(run.scenes)} recoveries, as .svg and .png")
+        run, number = self._run(), request.path_params["number"]
+        if not 1 <= number <= len(run.scenes):
+            raise HTTPException(404, f"no such picture: the run has {len(run.scenes)} recoveries")
         picture = await self._apart(run, lambda copy: draw_recovery(copy, number))
-        data: bytes = picture.svg().encode() if kind == "svg" else await asyncio.to_thread(picture.png)
-        media = "image/svg+xml" if kind == "svg" else "image/png"
-        return Response(data, media_type=media, headers={"content-security-policy": STYLED})
+        return Response(picture.svg(), media_type="image/svg+xml", headers={"content-security-policy": STYLED})
 
     async def _report(self, _request: Request) -> Response:
         report = await self._apart(self._run(), html_report)

@@ -1,17 +1,13 @@
-"""Shapes become SVG and PNG: whatever a text says, the file is whole, and labels stay where there is room."""
+"""Shapes become SVG: whatever a text says, the file is whole, and labels stay where there is room."""
 
-import importlib.util
-import io
 import itertools
 import xml.etree.ElementTree as ET
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageFont
+from PIL import ImageFont
 
-from keepstep.errors import ConfigurationError
-from keepstep.trace.pictures import png
 from keepstep.trace.pictures.drawing import (
     LabelRow,
     Line,
@@ -111,7 +107,7 @@ def test_the_first_label_that_fits() -> None:
     assert fitting(["a long label", "short"], "plain", 5) == ""
 
 
-def test_widths_are_those_of_the_font_that_is_drawn_with() -> None:
+def test_widths_are_those_of_dejavu_sans() -> None:
     words = "The quick brown fox jumps over 13 lazy dogs, (mostly) WITHOUT any [harm]: <&@#%>"
     font = ImageFont.truetype("DejaVuSans.ttf", 1000)
     assert text_width(words, "plain") == pytest.approx(font.getlength(words) / 1000 * INKS["plain"].size, rel=0.02)
@@ -127,37 +123,9 @@ def test_an_arrow_ends_at_its_tip() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, look in LOOKS.items() if look.fill])
 def test_every_kind_of_area_is_drawn_in_its_colour(kind: str) -> None:
-    picture = Picture(60, 40, "a box", [Rectangle(5, 5, 50, 30, kind)])
-    image = Image.open(io.BytesIO(picture.png())).convert("RGB")
-    assert image.size == (120, 80)
-    fill = LOOKS[kind].fill
-    assert fill is not None
-    red, green, blue = (int(fill[0][at : at + 2], 16) for at in (1, 3, 5))
-    colours = {colour for _, colour in image.getcolors(image.width * image.height)}
-    assert (red, green, blue) in colours
-    pattern = LOOKS[kind].pattern
-    inside = {colour for _, colour in image.crop((30, 30, 90, 50)).getcolors(5000)}
-    assert (len(inside) > 1) == (pattern is not None and fill[0] != "#ffffff")
-
-
-def test_lines_polygons_and_texts_leave_ink() -> None:
-    blank = Picture(80, 40, "").png()
-    for shape in (
-        Line(((5, 5), (70, 30)), "barrier"),
-        Line(((5, 5), (70, 30)), "moment"),
-        Polygon(((5, 5), (70, 5), (40, 35)), "bolt"),
-        Text(40, 20, "…é×", "name", "middle"),
-        Rectangle(5, 5, 60, 30, "wait"),
-    ):
-        assert Picture(80, 40, "", [shape]).png() != blank
-
-
-def test_pillows_own_font_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(png, "_FONTS", None)
-    assert Picture(80, 40, "", [Text(4, 20, "…é×", "name")]).png() != Picture(80, 40, "").png()
-
-
-def test_without_pillow_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"keepstep\[plot\]"):
-        Picture(10, 10, "").png()
+    svg = Picture(60, 40, "a box", [Rectangle(5, 5, 50, 30, kind)]).svg()
+    look = LOOKS[kind]
+    assert look.fill is not None
+    assert f".picture .{kind} {{ fill: {look.fill[0]};" in svg
+    drawn = [element.get("fill") for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect")]
+    assert drawn == ([None, f"url(#keepstep-{look.pattern})"] if look.pattern else [None])

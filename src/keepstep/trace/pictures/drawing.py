@@ -121,16 +121,6 @@ class Picture:
         """The picture as part of a page that has `STYLE` and `PATTERNS`."""
         return _element(self, "", "")
 
-    def png(self) -> bytes:
-        """The picture in pixels, in light and at twice its size.
-
-        Raises:
-            ConfigurationError: Pillow is not installed.
-        """
-        from keepstep.trace.pictures.png import png  # which needs the shapes, and Pillow
-
-        return png(self)
-
 
 def arrow(points: Sequence[tuple[float, float]], kind: str, head_kind: str, size: float = 9.0) -> list[Shape]:
     """A line whose last point is the tip of an arrow."""
