@@ -172,7 +172,7 @@ class AgentMachine:
         """The node is to leave the job. `Leave` follows when the controller has heard so."""
         self._departing = msg.NodeLeft(self.node, self.incarnation, reason)
         self._effects.append(Depart(self._departing))
-        self._be_silent()
+        self._end_everything()
 
     def drain(self, reason: str) -> None:
         """The node is to leave the job when its ranks have moved to other ones; it leaves at once if it holds none."""
@@ -212,13 +212,13 @@ class AgentMachine:
             return
         if isinstance(packet, msg.NodeEvicted) and packet.is_final:
             self._effects.append(Leave(EXIT_FAILED, packet.reason))
-            self._be_silent()
+            self._end_everything()
             self._departing = self._departing or msg.NodeLeft(self.node, self.incarnation, packet.reason)
             return
         if self._evicted:
             return
         if isinstance(packet, msg.NodeEvicted):
-            self._begin_new_life(now_s)
+            self._leave_and_join_again(now_s)
             return
         for order in self.channel.receive(packet, now_s):
             self._obey(order, now_s)  # type: ignore[arg-type]  # the wrong kind is refused there
@@ -280,17 +280,17 @@ class AgentMachine:
         process.fenced = True
         self._effects.append(Kill(number))
 
-    def _begin_new_life(self, now_s: float) -> None:
-        """The node was given up: whatever still runs here is nobody's. When it is gone, the node offers itself anew."""
-        self._be_silent()
-        self._be_reborn(now_s)
+    def _leave_and_join_again(self, now_s: float) -> None:
+        """The node was given up, and its ranks belong to others: ends its processes, then offers the node anew."""
+        self._end_everything()
+        self._join_again_if_empty(now_s)
 
-    def _be_silent(self) -> None:
+    def _end_everything(self) -> None:
         self._evicted = True
         self._forget_answers()
         self._effects += [Kill(number) for number in self._processes]
 
-    def _be_reborn(self, now_s: float) -> None:
+    def _join_again_if_empty(self, now_s: float) -> None:
         if self._processes or self._departing is not None:
             return
         self._evicted = False
@@ -329,7 +329,7 @@ class AgentMachine:
         if process is None:
             return
         if self._evicted:
-            self._be_reborn(at_s)
+            self._join_again_if_empty(at_s)
             return
         if process.told_lost:
             self._say(msg.WorkerEnded(number, cause, detail or MIDDLE_OF_A_STEP))
@@ -430,7 +430,7 @@ class AgentMachine:
         }
 
     def _hold(self, answer: msg.GroupAnswer, now_s: float) -> None:
-        """Answers of all ranks of the node go up together, equal ones as one. Who comes last waits for nobody."""
+        """Answers of all ranks of the node go up together, equal ones as one. The last of them sends all."""
         if not self._held:
             self._held_since_s = now_s
         kind = (type(answer), answer.generation)

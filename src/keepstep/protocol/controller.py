@@ -24,11 +24,11 @@ LEASE_S = 3.0
 """A node not heard of for so long is given up."""
 REJOINING = 2.0
 """After a restart the first lease is so many times as long: an agent may need one to find the controller again, and
-where nobody holds the state any more because one was slow at that, the job is lost."""
+where no rank holds the state any more because one was slow at that, the job is lost."""
 LOOKS = 0.25
 """The leases are looked at so often in the time of one."""
 ISOLATED_S = 60.0
-"""A controller that hears nobody at all is more likely cut off itself than that everybody is gone. To give everybody
+"""A controller that hears no node at all is more likely cut off itself than that all nodes are gone. To give them all
 up would lose the state of all, so it waits for so long."""
 
 
@@ -64,7 +64,7 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class CalledOff(msgspec.Struct, frozen=True, tag=True):
-    """Whoever runs the job wants it ended."""
+    """The launcher wants the job ended."""
 
     order: msg.EndJob
 
@@ -121,7 +121,7 @@ class _Line:
     channel: ReliableChannel
     heard_s: float
     is_silent: bool = False
-    """Not heard of since the controller was restarted, so nobody knows which orders have arrived there."""
+    """Not heard of since the controller was restarted, so it is not known which orders have arrived there."""
 
     def patience_s(self, lease_s: float) -> float:
         """How long the node may be silent."""
@@ -314,7 +314,7 @@ class ControllerMachine:
     def from_journal(
         cls, settings: RecoverySettings, entries: Iterable[JournalEntry], now_s: float, lease_s: float | None = LEASE_S
     ) -> ControllerMachine:
-        """The controller as its journal left it. Every lease begins anew, for nobody could renew it meanwhile.
+        """The controller as its journal left it. Every lease begins anew, for no node could renew it meanwhile.
 
         Args:
             settings: those of the job, as at the first start.

@@ -1,10 +1,10 @@
 """The lease of a run: which controller serves it, when another one may take its place, and when the first is silent.
 
-There is one lease to a run, and whoever can replace it by a later one holds it: a store (a folder, a database) has to
-offer nothing but *replace this lease if it is still there*, whole or not at all. A holder renews its lease by counting
-it up. One that waits watches it with its own clock, and takes it when it has not changed for as long as it says itself:
-then the term is one greater. No two clocks are ever compared, only how long a second takes on them. That is safe
-because of three things:
+There is one lease to a run. The controller that can replace it by a later one holds it: a store (a folder, a database)
+has to offer nothing but *replace this lease if it is still there*, whole or not at all. A holder renews its lease by
+counting it up. One that waits watches it with its own clock, and takes it when it has not changed for as long as it
+says itself: then the term is one greater. No two clocks are ever compared, only how long a second takes on them. That
+is safe because of three things:
 
 * A holder counts from before it *began* a renewal, one that waits from after it *saw* it. So the holder's time is over
   first, as long as one clock does not run faster than the other by what `TRUSTED` leaves.
@@ -20,7 +20,7 @@ import re
 
 HOLD_S = 5.0
 """A controller whose lease has not changed for so long has died. Longer than the four seconds after which an agent
-gives up a connection on which nothing comes, so that whatever the former one had under way is gone by then."""
+gives up a connection on which nothing comes, so that what the former one had under way is gone by then."""
 TRUSTED = 0.8
 """The share of that time during which the holder itself relies on its lease. The rest is for clocks that do not run
 alike, which takes 1e-4 of it, and for what is on its way."""
@@ -45,7 +45,7 @@ class Lease:
 
     @property
     def is_free(self) -> bool:
-        """Nobody holds it: it was given back, or has not been taken yet."""
+        """No controller holds it: it was given back, or has not been taken yet."""
         return self.holder == FREE_HOLDER
 
     @property
@@ -63,7 +63,7 @@ class Lease:
 
 
 FIRST = Lease(0, 0, 0, FREE_HOLDER)
-"""The lease of a run that nobody has served yet."""
+"""The lease of a run that no controller has served yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Replace:
     old: Lease
     new: Lease
     begun_s: float
-    """When, on the clock of whoever gives it."""
+    """When, on the clock of the store."""
 
 
 class Candidate:
@@ -81,14 +81,14 @@ class Candidate:
 
     def __init__(self, holder: str, hold_s: float) -> None:
         """Args:
-        holder: its name, which nobody else has.
+        holder: its name, which no other controller has.
         hold_s: how long the lease must not have changed for another one to take it from this one.
         """
         self.holder = holder
         self.hold_ms = round(1000 * hold_s)
         self.seen: Lease | None = None
         self.num_changes = 0
-        """How often it was seen to have changed: somebody is there."""
+        """How often it was seen to have changed: a controller renews it."""
         self._since_s = 0.0
 
     def observe(self, lease: Lease, now_s: float) -> None:
@@ -135,7 +135,7 @@ class Holder:
         self.lease, self._renewed_s = renewal.new, renewal.begun_s
 
     def may_transmit(self, now_s: float) -> bool:
-        """Whether nobody else can have taken it yet."""
+        """Whether no other controller can have taken it yet."""
         return now_s < self._renewed_s + self._hold_s * TRUSTED
 
     @property
@@ -144,5 +144,5 @@ class Holder:
         return self._hold_s / RENEWALS
 
     def release(self) -> Replace:
-        """How to give it back: then nobody has to wait."""
+        """How to give it back: then no controller has to wait."""
         return Replace(self.lease, Lease(self.lease.term, self.lease.count + 1, 0, FREE_HOLDER), self._renewed_s)

@@ -121,7 +121,7 @@ class LivenessMachine:
             watched.changed_s = now_s
 
     def resumed(self, now_s: float) -> None:
-        """Training goes on, and whatever stands still from now on is told anew."""
+        """Training goes on; a rank that stands still from now on is reported anew."""
         self._stalled_generation = -1
         for watched in self._workers.values():
             watched.stopping = watched.safe = False

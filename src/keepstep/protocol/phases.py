@@ -22,7 +22,7 @@ class Phase(enum.StrEnum):
     SYNCED = "synced"
     """All of the rank's own gradients are fully reduced; it is in front of, or in, the gradient barrier."""
     OPTIMIZER = "optimizer"
-    """It has left the barrier: the update is local, needs nobody, and is never interrupted."""
+    """It has left the barrier: the update is local, needs no other rank, and is never interrupted."""
     UPDATED = "updated"
     """The step is complete; between two steps, or after the last."""
 

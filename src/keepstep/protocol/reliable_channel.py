@@ -13,7 +13,7 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import AgentOrder, Packet, Report
 
 RESEND_S = 2.5
-"""Lost is a message only together with its connection, and whoever opens a new one sends at once (`reconnected`); this
+"""A message is lost only together with its connection, and who opens a new one sends at once (`reconnected`); this
 is for a connection that goes on but swallowed something. Two heartbeats and a half: what nothing is said in answer to
 is acknowledged with the next heartbeat, for a packet of its own would double what a controller has to send."""
 CROSSING_S = 0.5

@@ -79,7 +79,7 @@ def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool = 
             taken: where no rank has left the gradient barrier, or only some whose copies are partially updated, the
             step is computed again.
 
-    Where it exists it is taken, although `resume_step` may be greater by one: nobody then gives up a good copy for one
+    Where it exists it is taken, although `resume_step` may be greater by one: no rank then gives up a good copy for one
     that is still to come. Simulated jobs were lost otherwise: ranks that were synced ran the update, the only rank that
     was to send the new state of another shard died before it had, and no step was left that all shards could reach.
 

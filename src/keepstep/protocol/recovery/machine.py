@@ -119,7 +119,7 @@ class RecoveryMachine(Course):
         return self._proceed(now_s)
 
     def called_off(self, order: msg.EndJob) -> list[Effect]:
-        """Whoever runs the job wants it ended."""
+        """The launcher wants the job ended."""
         if self.stage is not Stage.ENDED:
             self._ending.end(order)
         return self._orders.take()
@@ -380,13 +380,13 @@ class RecoveryMachine(Course):
         elif record.num_exceptions == self.settings.world_size:
             self._ending.end(verdicts.failed_everywhere(record.detail))
         elif (step := reachable_step(self.roster, self.membership, self.generation)) is None:
-            self._nobody_reaches(now_s)
+            self._no_step_is_reached(now_s)
         elif begins_again(self.progress, self.roster, step):
             self._ending.end(verdicts.no_checkpoint_found(self.progress.trained_to))
         elif self._replacing.fill_ranks(record, now_s, self._draining.reason):
             self._decide(step, now_s)
 
-    def _nobody_reaches(self, now_s: float) -> None:
+    def _no_step_is_reached(self, now_s: float) -> None:
         if self.progress.trained_to > 0 and not self._checkpointing:
             self._ending.end(verdicts.nothing_to_recover(self.generation, self._record.detail))
             return

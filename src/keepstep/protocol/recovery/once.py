@@ -18,7 +18,7 @@ from keepstep.protocol.recovery.placement.roster import Roster
 @dataclasses.dataclass(slots=True)
 class _Claim:
     holder: int | None
-    """The worker that does it; None: nobody is at it."""
+    """The worker that does it; None: no worker does."""
     is_done: bool = False
     waiting: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
     """Worker and number of its request, in the order in which they came."""
@@ -32,7 +32,7 @@ class Claims:
         self._orders = orders
         self._claims: dict[str, _Claim] = {}
         self._open: set[str] = set()
-        """The names that somebody holds, and is not done with."""
+        """The names that a worker holds, and is not done with."""
 
     def requested(self, request: OnceRequested) -> None:
         """A live worker asks, or says what became of what it holds."""

@@ -82,7 +82,7 @@ def lay_out(held: Sequence[Sequence[HeldPart]], consumers: Sequence[Sequence[Con
 
 
 def _without_unserved(layout: Layout) -> Layout:
-    """The same, where nobody gets anything who wants a block that nobody holds."""
+    """The same, where a consumer that wants a block which no device holds gets nothing."""
     try:
         layout.plan()
         return layout

@@ -26,18 +26,18 @@ class TransferFault(enum.StrEnum):
     """Of what kind it is that an update did not come about."""
 
     LOST = "lost"
-    """Somebody is gone or stands still."""
+    """A device is gone or stands still."""
     LAYOUT = "layout"
     """The tensors do not fit together."""
     STALE = "stale"
-    """Somebody is of another generation, or publishes another version."""
+    """A device is of another generation, or publishes another version."""
 
 
 class TransferMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
     """The root of all messages of a transfer."""
 
 
-# ---- introductions: whoever opens a line says what it is for --------------------------------------------------------
+# ---- introductions: who opens a connection says what it is for ------------------------------------------------------
 
 
 class DeviceCalled(TransferMessage, frozen=True):
@@ -140,7 +140,7 @@ class MovementSeen(TransferMessage, frozen=True):
 
 
 class StillThere(TransferMessage, frozen=True):
-    """Nothing has moved here, but somebody is there and waits."""
+    """Nothing has moved here, but the device is there and waits."""
 
 
 class DevicePrepared(TransferMessage, frozen=True):
@@ -156,7 +156,7 @@ class DeviceFailed(TransferMessage, frozen=True):
     culprit: str
     reason: str
     stalled: bool
-    """It was only that nothing came from there, which may be somebody else's fault."""
+    """It was only that nothing came from there, which may be another device's fault."""
 
 
 class VersionCommitted(TransferMessage, frozen=True):
@@ -175,7 +175,7 @@ class UpdateAborted(TransferMessage, frozen=True):
     reason: str
 
 
-# ---- whoever has a buffer, and whoever reads from it ----------------------------------------------------------------
+# ---- the owner of a buffer, and its readers -------------------------------------------------------------------------
 
 
 class BucketReady(TransferMessage, frozen=True):

@@ -1,6 +1,6 @@
 """The plan of a transfer: which source sends which blocks of which tensors to whom, in which buckets and which order.
 
-The plan is pure and the same on everybody who computes it from the same layout, so nobody has to send it.
+The plan is pure: every device computes the same one from the same layout, so none has to send it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of one tensor that somebody holds or wants."""
+    """A block of one tensor that a device holds or a consumer wants."""
 
     tensor: int
     """Its index in the list of tensors."""

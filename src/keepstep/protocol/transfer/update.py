@@ -75,7 +75,7 @@ class UpdateMachine:
         """Args:
         terms: of the update.
         now_s: the time.
-        former: the agreement of the update before, which holds again if nobody offers anything else.
+        former: the agreement of the update before, which holds again if no device offers anything else.
         """
         self.terms = terms
         self.stage = UpdateStage.OFFERING
@@ -137,7 +137,7 @@ class UpdateMachine:
         return SubscriberStanding.IS_PAST if offered < wanted else SubscriberStanding.IS_AHEAD
 
     def past(self, offer: msg.UpdateOffered) -> msg.UpdateAborted:
-        """What a device is told that is behind. Nobody else hears of it."""
+        """What a device is told that is behind, and no other."""
         return msg.UpdateAborted(0, msg.TransferFault.STALE, f"rank {offer.rank}", self._differs(offer))
 
     def ahead(self, offer: msg.UpdateOffered) -> list[Verdict]:

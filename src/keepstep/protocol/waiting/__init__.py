@@ -1,1 +1,1 @@
-"""What ranks wait in, and how a hang that is nobody's fault is explained."""
+"""What ranks wait in, and how a hang without a culprit is explained."""
