@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keepstep.trace.pictures.chrome import ChromeTrace, Track
-from keepstep.trace.pictures.drawing import Connection, Picture, Rectangle, Shape, Text, labelled_box, text_width
+from keepstep.trace.pictures.drawing import Line, Picture, Rectangle, Shape, Text, labelled_box, text_width
 from keepstep.trace.pictures.timescale import Timescale
 from keepstep.trace.targets import replacing, write_whole
 
@@ -119,14 +119,14 @@ def draw(timeline: Timeline, title: str) -> Picture:
     bottom = FIRST_LANE + len(timeline.devices) * LANE_HEIGHT - 6
     for x, label in scale.ticks(timeline.begun_ns / 1e9):
         shapes += [
-            Connection(((x, FIRST_LANE - 4), (x, bottom)), "tick"),
+            Line(((x, FIRST_LANE - 4), (x, bottom)), "tick"),
             Text(x, bottom + 16, label, "small", "middle"),
         ]
     for lane, device in enumerate(timeline.devices):
         shapes.append(Text(20, _middle(lane, 1) + 4, f"device {device}", "name"))
         for row, (stage, name) in enumerate(STAGES.items()):
             y = _middle(lane, row)
-            shapes += [Text(94, y + 4, name, "quiet"), Connection(((LEFT, y), (RIGHT, y)), "rail")]
+            shapes += [Text(94, y + 4, name, "quiet"), Line(((LEFT, y), (RIGHT, y)), "rail")]
             for work in works:
                 if (work.device, work.stage) == (device, stage):
                     begin, end = scale.at(work.begun_ns / 1e9), scale.at(work.ended_ns / 1e9)
