@@ -147,25 +147,20 @@ def test_a_fault_waits_for_a_warm_spare(tmp_path: Path, flags: list[str]) -> Non
     assert is_warm is not bool(flags)
 
 
-def test_a_call_that_gloo_refuses_raises_in_every_step_and_costs_nothing(tmp_path: Path) -> None:
-    """In front of the update and behind it, around a failure in each phase; while one is known it may be echoed."""
-    wrong = (
-        "try:\n"
-        "            torch.distributed.all_reduce(torch.ones(1), op=torch.distributed.ReduceOp.BAND)\n"
-        "            assert session._coordination.interrupted\n"
-        "        except RuntimeError as error:\n"
-        "            assert 'ReduceOp.BAND' in str(error)\n"
-        "        "
-    )
-    script = changed(
-        tmp_path,
-        ("model(data).pow", f"{wrong}model(data).pow"),
-        ("optimizer.zero_grad()", f"{wrong}optimizer.zero_grad()"),
-    )
-    faults, steps = specification([("kill", phase) for phase in IN_A_STEP], 3)
-    code, result, output = drill(tmp_path, "--nproc-per-node", 3, "--faults", faults, script, "--steps", steps)
+def test_what_a_script_switches_off(tmp_path: Path) -> None:
+    """Ranks are interrupted while dropout is off, and replacements come when layers are frozen already."""
+    code, result, output = drill(tmp_path, "--nproc-per-node", 3, SCRIPTS / "modes.py")
     assert code == 0, output
     assert len(result["faults"]) == len(IN_A_STEP)
+
+
+def test_errors_that_a_script_provokes_and_catches(tmp_path: Path) -> None:
+    """A reduction that gloo has not, in every step; and a group's own timeout, while which a rank is killed."""
+    faults = [f"kill@step={2 + 5 * n},phase={phase},rank={n % 3}" for n, phase in enumerate(IN_A_STEP)]
+    faults.append("kill@step=36,phase=backward,rank=2")
+    code, result, output = drill(tmp_path, "--nproc-per-node", 3, "--faults", ";".join(faults), SCRIPTS / "caught.py")
+    assert code == 0, output
+    assert len(result["faults"]) == len(faults)
 
 
 # ---- when it says NO ------------------------------------------------------------------------------------------------

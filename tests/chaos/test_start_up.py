@@ -6,14 +6,15 @@ from pathlib import Path
 
 from tests.support.jobs import SCRIPTS, drill, run
 
-PHASES = ("forward", "backward", "synced", "optimizer")
-KILLS = "; ".join(f"kill@step={5 + 6 * n},phase={phase},rank={n % 3}" for n, phase in enumerate(PHASES))
+from keepstep.drill.faults import IN_A_STEP
+
+KILLS = ";".join(f"kill@step={3 + 4 * n},phase={phase},rank={n % 3}" for n, phase in enumerate(IN_A_STEP))
 
 
 def test_a_replacement_trains_with_what_the_ranks_exchanged(tmp_path: Path) -> None:
     code, result, output = drill(tmp_path, "--nproc-per-node", 3, "--faults", KILLS, SCRIPTS / "exchange.py")
     assert code == 0, output
-    assert len(result["faults"]) == len(PHASES)
+    assert len(result["faults"]) == len(IN_A_STEP)
 
 
 def test_a_replacement_holds_the_very_objects_of_the_process_that_it_replaces() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from keepstep.protocol.messages import Stop
-from keepstep.tagpage import TagWriter, create
-from keepstep.worker.coordination import Coordination
+from keepstep.tagpage import TagReader, TagWriter, create
+from keepstep.worker.coordination import SIGN_OF_LIFE_S, Coordination
 from keepstep.worker.link import Link
 
 DEADLINE_S = 60.0
@@ -17,11 +17,16 @@ STOP = Stop(generation=2, reason="rank 1 was lost", synced_step=None)
 
 
 @pytest.fixture
-def coordination() -> Iterator[Coordination]:
-    ours, theirs = socket.socketpair()
+def page() -> Iterator[int]:
     page = create("test")
-    yield Coordination(Link(ours, worker=5), TagWriter(page), os.getpid(), rank=0)
+    yield page
     os.close(page)
+
+
+@pytest.fixture
+def coordination(page: int) -> Iterator[Coordination]:
+    ours, theirs = socket.socketpair()
+    yield Coordination(Link(ours, worker=5), TagWriter(page), os.getpid(), rank=0)
     ours.close()
     theirs.close()
 
@@ -44,6 +49,15 @@ def test_who_waits_for_a_failure_is_woken_by_it(coordination: Coordination) -> N
     coordination.on_order(STOP)
     waiting.join(DEADLINE_S / 2)
     assert known == [True]
+
+
+def test_who_waits_for_a_failure_has_not_stalled(coordination: Coordination, page: int) -> None:
+    """All other ranks may wait for this one meanwhile."""
+    before = TagReader(page).read()
+    assert not coordination.knows_failure(2.5 * SIGN_OF_LIFE_S)
+    after = TagReader(page).read()
+    assert after.progress >= before.progress + 2
+    assert not after.waiting
 
 
 def test_a_connection_that_ended_is_a_failure_that_is_known(coordination: Coordination) -> None:

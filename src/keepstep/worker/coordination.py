@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -37,6 +38,8 @@ ORDER_DEADLINE_S = 3600.0
 SETTLE_S = 0.25
 """How long a backward may go on whose step a lost rank was synced in. It ends in milliseconds: what it still waits for
 was sent before. Only where another loss comes on top does it wait in vain."""
+SIGN_OF_LIFE_S = 0.1
+"""Between two signs of life of a rank that will go on by itself; less than any deadline of a phase."""
 
 Work: TypeAlias = (
     moves.Build | moves.Undo | moves.Update | moves.Load | moves.Train | moves.Save | moves.End | moves.SaveAndEnd
@@ -170,9 +173,16 @@ class Coordination:
         return self.machine.is_over(generation)
 
     def knows_failure(self, within_s: float) -> bool:
-        """Whether a failure is known by which this rank is interrupted, now or ``within_s`` seconds."""
+        """Whether a failure is known by which this rank is interrupted, now or ``within_s`` seconds.
+
+        Meanwhile it does not count as a rank that waits for others: where all do, past their deadline, the job has
+        stalled, and this one will go on by itself.
+        """
+        until_s = time.monotonic() + within_s
         with self._news:
-            self._news.wait_for(lambda: self.interrupted or self.completed, within_s)
+            while not (self.interrupted or self.completed) and (left_s := until_s - time.monotonic()) > 0.0:
+                self.page.progress()
+                self._news.wait(min(left_s, SIGN_OF_LIFE_S))
         return self.interrupted
 
     def echoed(self, group: str) -> None:

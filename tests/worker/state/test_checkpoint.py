@@ -106,6 +106,19 @@ def test_which_gradients_there_are_comes_back(tmp_path: Path, seed: int) -> None
     assert not weight.grad.any()
 
 
+def test_what_is_switched_off_comes_back(tmp_path: Path, seed: int) -> None:
+    job = Job(seed)
+    job.model[1].eval()
+    job.model[0].weight.requires_grad_(False)
+    modes = job.state.modes()
+    checkpoints = Checkpoints(job.state, tmp_path, every=1)
+    checkpoints.after_step(1, 1)
+    checkpoints.flush()
+    job.model.train().requires_grad_(True)
+    checkpoints.load(1)
+    assert job.state.modes() == modes
+
+
 # ---- which checkpoints there are ------------------------------------------------------------------------------------
 
 

@@ -224,6 +224,28 @@ def gradients_of(rank: int, size: int, path: Path) -> list[list[float] | None]:
     return [None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters]
 
 
+def modes_of(rank: int, size: int, path: Path) -> Any:
+    model = small()
+    state = ProtectedState({"model": model})
+    if rank == 0:
+        model[1].eval()
+        model[3].weight.requires_grad_(False)
+    else:
+        model[0].eval()
+        model[0].requires_grad_(False)
+    group = plain_gloo(path, rank, size)
+    if rank == 0:
+        send(state, 0, 0, Transfer((0,), (1,)), group)
+    else:
+        receive(state, 0, Transfer((0,), (1,)), group)
+    return state.modes().evaluating, state.modes().frozen
+
+
+def test_a_receiver_has_switched_off_what_a_source_has(tmp_path: Path) -> None:
+    """A script that freezes a layer at some step does so in front of that step only."""
+    assert run_ranks(2, modes_of, tmp_path) == [({"model.1"}, {"model.3.weight"})] * 2
+
+
 def test_a_receiver_has_the_gradients_that_a_source_has_as_zeros(tmp_path: Path) -> None:
     answers = run_ranks(2, gradients_of, tmp_path)
     assert answers[0] == answers[1] == [None, [0.0] * 5, None, None, None, None]

@@ -348,3 +348,20 @@ def test_taking_a_snapshot_allocates_once() -> None:
     snapshot.take()
     after = [copied.data_ptr() for buffers in snapshot._buffers for copied in buffers._copies.values()]
     assert after == copies
+
+
+def test_what_was_switched_off_is_on_again() -> None:
+    """An evaluation in the middle of a step that is interrupted in it would leave the rank without dropout."""
+    model = small()
+    state = ProtectedState({"model": model})
+    snapshot = StepSnapshot(state)
+    model[1].eval()
+    model[0].weight.requires_grad_(False)
+    before = state.modes()
+    snapshot.take()
+    model.eval()
+    model.requires_grad_(False)
+    model[0].weight.requires_grad_(True)
+    snapshot.put_back()
+    assert state.modes() == before
+    assert [part.training for part in model] == [True, False, True, True]

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.worker.state import tree
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
-from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.protected import Modes, ProtectedState
 
 # Every rank of a replica group holds the same, so one saves and each loads by itself: nothing to warn about.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -230,6 +230,7 @@ class Checkpoints:
                 self._state.place_optimizer_tensor(name.removeprefix("optimizer/"), tensor)
         self._state.load_host_state(_host_state(aside))
         self._state.place_gradients(tuple(aside["gradients"].tolist()))
+        self._state.place_modes(msgspec.msgpack.decode(aside["modes"].numpy().tobytes(), type=Modes))
 
     def _targets(self, aside: Content, path: Path) -> Content:
         """The tensors to read into: live ones, and optimizer state that is not there yet in its own order of memory."""
@@ -254,6 +255,7 @@ def checkpoint_content(state: ProtectedState) -> Content:
     host, tensors = state.host_bytes()
     content["layout"] = _as_tensor(msgspec.msgpack.encode(layout))
     content["host"] = _as_tensor(host)
+    content["modes"] = _as_tensor(msgspec.msgpack.encode(state.modes()))
     content["gradients"] = torch.tensor(state.gradient_marks(), dtype=torch.int64)
     return content | {f"host/{index}": tensor for index, tensor in enumerate(tensors)}
 

@@ -21,6 +21,18 @@ _SHARDING_MODULES = {"FullyShardedDataParallel", "FSDPModule"}
 """Modules whose parameters are parts of larger ones; by name, because importing FSDP takes long and warns."""
 
 
+class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a script switches on and off in a model, by name.
+
+    Ranks may differ in it for a while, where one of them evaluates alone, so it is no part of what is compared.
+    """
+
+    evaluating: frozenset[str]
+    """Modules with ``training=False``."""
+    frozen: frozenset[str]
+    """Parameters with ``requires_grad=False``."""
+
+
 class ProtectedState:
     """Everything that `Session.protect` was given. It owns none of the tensors, it only knows where they are."""
 
@@ -163,6 +175,24 @@ class ProtectedState:
     def scalers(self) -> list[torch.amp.GradScaler]:
         """The protected gradient scalers: they may skip an update."""
         return [thing for thing in self.others.values() if isinstance(thing, torch.amp.GradScaler)]
+
+    def parts(self) -> list[tuple[str, torch.nn.Module]]:
+        """All modules and what is in them, each once, under its first name."""
+        seen: set[torch.nn.Module] = set()
+        named = ((f"{m}.{n}", part) for m, module in self.modules.items() for n, part in module.named_modules(seen))
+        return list(named)
+
+    def modes(self) -> Modes:
+        """What is switched off now."""
+        evaluating = frozenset(name for name, part in self.parts() if not part.training)
+        return Modes(evaluating, frozenset(name for name, p in self.parameters() if not p.requires_grad))
+
+    def place_modes(self, modes: Modes) -> None:
+        """Switches off what is in ``modes``, and everything else on."""
+        for name, part in self.parts():
+            part.training = name not in modes.evaluating
+        for name, parameter in self.parameters():
+            parameter.requires_grad_(name not in modes.frozen)
 
     def gradient_marks(self) -> tuple[int, ...]:
         """Which parameters have a gradient, by index. Between steps its content does not matter, its presence does."""

@@ -1,11 +1,11 @@
 """Moving a shard from its live holders to a rank that lost it.
 
 The first source sends a header over the new generation's process group: names, dtypes, shapes and strides of all
-tensors, the host state, and which parameters have a gradient. Everything else is the pipeline of `keepstep.weights`: a
-plan that is the same on all sides, each source gathers its share into its H2D buffer, and the receiver copies out of
-all of them, straight into parameters and optimizer state. On one machine it reads in the sources' buffers; over a
-network the buckets are messages of the group. Raw bytes, nothing is unpickled. Until every checksum has been compared
-the receiver counts as holding nothing.
+tensors, the host state, which parameters have a gradient, and what is switched off. Everything else is the pipeline of
+`keepstep.weights`: a plan that is the same on all sides, each source gathers its share into its H2D buffer, and the
+receiver copies out of all of them, straight into parameters and optimizer state. On one machine it reads in the
+sources' buffers; over a network the buckets are messages of the group. Raw bytes, nothing is unpickled. Until every
+checksum has been compared the receiver counts as holding nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from keepstep.weights.spans import Spans
 from keepstep.worker.parallel.layout import Replicated
 from keepstep.worker.state import neighbour, tree
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
-from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.state.protected import Modes, ProtectedState
 
 _CHECKSUM_BYTES = 8
 _HEADER_TAG = 0x4B530
@@ -66,6 +66,7 @@ class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     host_tensors: tuple[TensorHeader, ...]
     host: bytes
     with_gradient: tuple[int, ...]
+    modes: Modes
 
     @property
     def all_tensors(self) -> tuple[TensorHeader, ...]:
@@ -248,7 +249,8 @@ def describe(state: ProtectedState, step: int, limits: Limits) -> tuple[StateHea
         Replicated().blocks(host_named),
     ]
     headers = [headers_of(part) for part in parts]
-    header = StateHeader(step, limits, headers[0], headers[1], headers[2], headers[3], host, state.gradient_marks())
+    marks, modes = state.gradient_marks(), state.modes()
+    header = StateHeader(step, limits, headers[0], headers[1], headers[2], headers[3], host, marks, modes)
     return header, [block for part in parts for block in part]
 
 
@@ -278,6 +280,7 @@ def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Ten
 def _finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
     state.load_host_state(tree.unpack(msgspec.msgpack.decode(header.host), host_tensors))
     state.place_gradients(header.with_gradient)
+    state.place_modes(header.modes)
 
 
 def _transfer_layout(header: StateHeader, route: Transfer) -> Layout:

@@ -38,7 +38,8 @@ class _ModuleBuffers:
 
 
 class StepSnapshot:
-    """What a step can change before its update: module buffers, host state, and gradients.
+    """What a step can change before its update: module buffers, host state, gradients, and what is switched on and
+    off in the model: ``train()`` and ``eval()``, ``requires_grad``.
 
     Parameters and optimizer state are not copied: a step does not write to them before its barrier. The copies are
     allocated once and reused at every step.
@@ -50,9 +51,11 @@ class StepSnapshot:
     def __init__(self, state: ProtectedState) -> None:
         self._state = state
         self._parameters = [tensor for _name, tensor in state.parameters()]
-        self._buffers: list[_ModuleBuffers] = [
-            _ModuleBuffers(part) for module in state.modules.values() for part in module.modules()
-        ]
+        self._parts = [part for _name, part in state.parts()]
+        self._buffers = [_ModuleBuffers(part) for part in self._parts]
+        self._training: list[bool] = []
+        self._trained: list[bool] = []
+        """Of each part, and of each parameter."""
         self._host: dict[str, Any] = {}
         self._with_gradient: list[torch.Tensor] = []
         self._gradients: dict[int, torch.Tensor] = {}
@@ -70,6 +73,8 @@ class StepSnapshot:
         """Remembers the state at the start of a step."""
         for buffers in self._buffers:
             buffers.take()
+        self._training = [part.training for part in self._parts]
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._host = self._state.step_state()
         self._with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
         self._gradients = {}  # before the new ones are allocated
@@ -82,6 +87,13 @@ class StepSnapshot:
         gradients = [(id(parameter), parameter.grad) for parameter in unused]
         return {key: grad.detach().clone() for key, grad in gradients if grad is not None and _has_content(grad)}
 
+    def put_back_modes(self) -> None:
+        """Switches the model back to what it was at `take`."""
+        for part, training in zip(self._parts, self._training, strict=True):
+            part.training = training
+        for parameter, trained in zip(self._parameters, self._trained, strict=True):
+            parameter.requires_grad_(trained)
+
     def put_back(self) -> None:
         """Makes the state what it was at `take`.
 
@@ -89,6 +101,7 @@ class StepSnapshot:
         about to be: it is zeroed, or stays away if it was dropped. One that did not exist is dropped, so that an
         optimizer skips what it would have skipped.
         """
+        self.put_back_modes()
         kept = {id(tensor) for tensor in self._with_gradient}
         with torch.no_grad():
             for buffers in self._buffers:

@@ -60,6 +60,7 @@ class Attempt:
             return
         assert coordination.groups is not None
         coordination.groups.drain()
+        self._snapshot.put_back_modes()  # DDP's reducer counts the parameters that are trained
         self._layout.undo(in_backward=coordination.phase is Phase.BACKWARD)
         self._snapshot.put_back()
         self._declared.undone()
