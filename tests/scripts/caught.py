@@ -37,10 +37,10 @@ def reduce_in_vain(way: str) -> int:
     return 0
 
 
-def meet_in_vain(attempt: int) -> int:
+def meet_in_vain() -> int:
     """Rank 0's error, which it tells to the others; rank 1 stays away until then."""
     store = dist.distributed_c10d._get_default_store()
-    key = f"error/{session.generation}/{attempt}"
+    key = f"error/{session.generation}"
     if session.rank == 0:
         found = "none"
         try:
@@ -56,7 +56,7 @@ for step in session.steps(STEPS):
     with step:
         factor = 1 + reduce_in_vain("later") + reduce_in_vain("by its future")
         if step.index == LATE:
-            caught.timeouts += meet_in_vain(step.attempt)
+            caught.timeouts += meet_in_vain()
         loss = (model(torch.randn(4, 8)) * factor).square().mean()
         loss.backward()
         caught.in_step += reduce_in_vain("at once")

@@ -202,6 +202,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.state.layout:check_same_layout": ("in names, shapes, dtypes or contents",) * 3,
     "worker.state.layout:check_same_start": ("in names, shapes, dtypes or contents",) * 2,
     "worker.state.layout:check_same_objects": ("a checkpoint of another model",) * 2,
+    "worker.state.protected:ProtectedState.refuse_added_parameters": ("parameters that an optimizer got after",),
     "worker.state.protected:ProtectedState.place_optimizer_tensor": ("a checkpoint of another model",),
     "worker.step.update:check_call": ("with a closure", "inside `backward()`"),
     "worker.step.update:check_gradients": ("with gradients that a backward behind another update has reduced",),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, advance, content, small, train
 
+from keepstep.errors import UsageError
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
 
@@ -365,3 +366,14 @@ def test_what_was_switched_off_is_on_again() -> None:
     snapshot.put_back()
     assert state.modes() == before
     assert [part.training for part in model] == [True, False, True, True]
+
+
+def test_a_parameter_group_that_came_later_is_refused() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    snapshot = StepSnapshot(ProtectedState({"model": model, "optimizer": optimizer}))
+    snapshot.take()
+    optimizer.add_param_group({"params": model[0].parameters()})
+    for call in (snapshot.put_back, snapshot.take):
+        with pytest.raises(UsageError, match=r"optimizer 'optimizer' has 4 parameters, and had 2 at protect\(\)"):
+            call()

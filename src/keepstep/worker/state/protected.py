@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.errors import ConfigurationError, StateMismatch
+from keepstep.errors import ConfigurationError, StateMismatch, UsageError
 from keepstep.weights.memory.bytes_of import digest_of, is_dense
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
 from keepstep.worker.state import tree
@@ -47,6 +47,7 @@ class ProtectedState:
         """Which part of each tensor this rank holds; `Session.protect` puts the adapter here."""
         for name, thing in objects.items():
             self._sort(name, thing)
+        self._num_parameters = {name: len(parameters_of(optimizer)) for name, optimizer in self.optimizers.items()}
         if not self.modules:
             raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
         self.check()
@@ -87,6 +88,21 @@ class ProtectedState:
         """
         self._refuse_shards()
         self._refuse_others_parameters()
+
+    def refuse_added_parameters(self) -> None:
+        """Looks for parameters that an optimizer got since `protect`: a replacement's would not have them.
+
+        Raises:
+            UsageError: with the optimizer, and what to do.
+        """
+        for name, optimizer in self.optimizers.items():
+            known, found = self._num_parameters[name], sum(len(group["params"]) for group in optimizer.param_groups)
+            if found != known:
+                raise UsageError(
+                    f"optimizer '{name}' has {found} parameters, and had {known} at protect(): the optimizer of a "
+                    "replacement would not have what add_param_group() has added. Give it all parameters before "
+                    "protect(); those that are to be trained later may have requires_grad_(False) until then"
+                )
 
     def _refuse_others_parameters(self) -> None:
         """A replacement would train on with parameters as its script has made them, and others with trained ones."""

@@ -70,7 +70,12 @@ class StepSnapshot:
         optimizer.register_step_post_hook(lambda _optimizer, _arguments, _keywords: self._used.update(parameters))
 
     def take(self) -> None:
-        """Remembers the state at the start of a step."""
+        """Remembers the state at the start of a step.
+
+        Raises:
+            UsageError: an optimizer has got other parameters than it had.
+        """
+        self._state.refuse_added_parameters()
         for buffers in self._buffers:
             buffers.take()
         self._training = [part.training for part in self._parts]
@@ -100,7 +105,11 @@ class StepSnapshot:
         A gradient that existed then gets its content back if there is a copy, else it had been set to zero, or was
         about to be: it is zeroed, or stays away if it was dropped. One that did not exist is dropped, so that an
         optimizer skips what it would have skipped.
+
+        Raises:
+            UsageError: as for `take`.
         """
+        self._state.refuse_added_parameters()
         self.put_back_modes()
         kept = {id(tensor) for tensor in self._with_gradient}
         with torch.no_grad():
