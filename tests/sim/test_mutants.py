@@ -446,7 +446,7 @@ def every_replacement_is_the_first_of_its_node(patch: pytest.MonkeyPatch) -> Non
 
 
 def eviction_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AgentMachine, "_begin_new_life", lambda self, now_s: None)
+    patch.setattr(AgentMachine, "_join_again_if_empty", lambda self, now_s: None)
 
 
 def a_lost_node_keeps_its_spares(patch: pytest.MonkeyPatch) -> None:

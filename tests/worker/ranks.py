@@ -4,8 +4,10 @@ The processes come from multiprocessing's fork server, which has imported torch 
 within milliseconds and inherits nothing from the test's own process.
 """
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -55,6 +57,12 @@ def run_ranks(
         ends[ours] = rank
     try:
         return _answers(ends, silent)
+    except AssertionError:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # for them to write where their threads are; a rank that is stopped writes nothing
+        raise
     finally:
         for end in ends:
             with suppress(OSError):
@@ -88,6 +96,7 @@ def _answers(ends: dict[Connection, int], silent: frozenset[int]) -> list[Any]:
 
 def _rank(end: Connection, function: Callable[..., Any], rank: int, num_ranks: int, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     try:
         answer = (True, function(rank, num_ranks, *arguments))
     except BaseException:  # whatever it was is shown by the test
