@@ -1,4 +1,4 @@
-"""Many agents without workers, for benchmarks/controller.py: each has the real machine and a real line of its own.
+"""Many agents without workers, for benchmarks/controller.py: each with the real machine and a real connection.
 
     python benchmarks/fleet.py ENDPOINT FIRST COUNT WORLD_SIZE      the job's secret is in KEEPSTEP_JOB_SECRET
 
@@ -25,13 +25,13 @@ from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Spawn
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.phases import Phase
 from keepstep.tagpage import EVENT_BYTES, RING_EVENTS
-from keepstep.transports.lines import Connected
-from keepstep.transports.rpc.client import RpcControllerLine
+from keepstep.transports.interface import Connected
+from keepstep.transports.rpc.client import RpcControllerConnection
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, mint
 
-LOOK_S = 0.01
+POLL_INTERVAL_S = 0.01
 """So often it is looked whether anything is due for one of the agents."""
 STEP_S = 0.2
 """The steps that the workers pretend to make: five phase changes each, as of a job with steps of 200 ms."""
@@ -52,14 +52,14 @@ class Page:
 
 
 class Agent:
-    """One node: a machine, a line, and at most one worker that exists in name only."""
+    """One node: a machine, a connection, and at most one worker that exists in name only."""
 
     def __init__(self, number: int, world_size: int, endpoint: str, credentials: Credentials) -> None:
         self.name = f"node-{number}"
         joined = msg.NodeJoined(self.name, 1, self.name, number, world_size)
         self.machine = AgentMachine(joined, time.time_ns(), LivenessSettings(between_steps_s=1e9))
-        self.line = RpcControllerLine([endpoint], credentials)
-        self.phases = PhaseReporter(self.name, self.line)
+        self.connection = RpcControllerConnection([endpoint], credentials)
+        self.phases = PhaseReporter(self.name, self.connection)
         self.worker: int | None = None
         self.rank: int | None = None
         self.page = Page()
@@ -72,7 +72,7 @@ class Agent:
     async def listen(self) -> None:
         """Hears the controller for ever."""
         while True:
-            message = await self.line.receive()
+            message = await self.connection.receive()
             if isinstance(message, Connected):
                 self.machine.reconnected()
             elif isinstance(message, msg.ClockTold):
@@ -103,7 +103,7 @@ class Agent:
                         pass
         packets = self.machine.packets(now_s)
         for packet in packets:
-            self.line.send(packet)
+            self.connection.send(packet)
         return bool(packets)
 
     def lose(self) -> None:
@@ -163,7 +163,9 @@ async def main() -> None:
         )
         for number in range(first, first + count)
     }
-    tasks = [asyncio.create_task(each) for agent in agents.values() for each in (agent.line.run(), agent.listen())]
+    tasks = [
+        asyncio.create_task(each) for agent in agents.values() for each in (agent.connection.run(), agent.listen())
+    ]
     tasks.append(asyncio.create_task(tick(agents)))
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -183,7 +185,7 @@ async def tick(agents: dict[int, Agent]) -> None:
     loop = asyncio.get_running_loop()
     due_s = loop.time()
     while True:
-        due_s += LOOK_S
+        due_s += POLL_INTERVAL_S
         await asyncio.sleep(max(0.0, due_s - loop.time()))
         now_s = time.monotonic()
         for agent in agents.values():

@@ -26,7 +26,7 @@ from keepstep.launcher.job import Job, run_job
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.records import RecoveryRecord
 
-LOOK_S = 0.005
+POLL_INTERVAL_S = 0.005
 SPREAD_STEPS = 4.0
 """A kill comes this many steps after the job is ready for it at the latest, at an instant drawn evenly."""
 ENDED_BY_US = 128 + signal.SIGTERM
@@ -75,7 +75,7 @@ class Killer:
         while not condition():
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{what}: not within {self._workload.deadline_s:g} s")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def _may_strike(self, job: Job) -> bool:
         machine = job.controller.job

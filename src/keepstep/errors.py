@@ -8,7 +8,7 @@
     │   └── BufferUnavailable   there is not enough shared memory for the buffers of a transfer
     ├── UsageError              a call came at a moment where it has no meaning
     │   └── WeightsNotReady     a consumer has no whole version of the weights to use
-    │       └── WeightsTorn     ... because an update broke off half-way
+    │       └── WeightsPartiallyUpdated   ... because an update broke off half-way
     ├── PeerLost                the world broke: another rank, the agent or the controller is gone
     │   ├── PublisherLost       ... a process that publishes weights, named
     │   └── SubscriberLost      ... a process that consumes them, named
@@ -51,7 +51,7 @@ class WeightsNotReady(UsageError):
     """A consumer's weights are not a whole version at the moment: none has come, or one is just being written."""
 
 
-class WeightsTorn(WeightsNotReady):
+class WeightsPartiallyUpdated(WeightsNotReady):
     """A consumer's weights are half of one version and half of another, until the next whole one has come."""
 
 

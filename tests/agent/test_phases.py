@@ -8,7 +8,7 @@ import pytest
 
 from keepstep.agent.phases import PhaseReporter
 from keepstep.protocol.messages import AnyMessage, ClockAsked, ClockTold
-from keepstep.transports.lines import Connected
+from keepstep.transports.interface import Connected
 
 
 class Line:

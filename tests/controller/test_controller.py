@@ -27,7 +27,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage
 from keepstep.trace.record.recorder import Recorder
-from keepstep.transports.lines import Arrival, Connected
+from keepstep.transports.interface import Arrival, Connected
 from keepstep.transports.memory import OneNode, channel_pair
 
 DEADLINE_S = 20.0

@@ -30,7 +30,7 @@ NODE, INCARNATION = "node-a", 5
 JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0)
 IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
 BETWEEN = Tag(1, 3, Phase.UPDATED)
-LOOK_S = LivenessSettings().blind_s / 2
+POLL_INTERVAL_S = LivenessSettings().blind_s / 2
 EVICTED = msg.NodeEvicted(NODE, INCARNATION, "not heard of", False)
 
 
@@ -72,7 +72,7 @@ class Node:
         """Time goes by, look by look; returns what reaches the controller."""
         end_s, heard = self.now_s + duration_s, []
         while self.now_s < end_s:
-            self.now_s = min(end_s, self.now_s + LOOK_S)
+            self.now_s = min(end_s, self.now_s + POLL_INTERVAL_S)
             self.agent.tick(self.now_s)
             heard += self.heard()
         return heard
@@ -372,7 +372,7 @@ def test_where_ranks_stand_still_is_told_after_a_while_and_taken_back_when_they_
     assert answered(node, COUNT) == [], "nothing has changed"
     for number in (0, 1, 2):
         look(node, number, progress=2)
-    node.wait(LOOK_S)
+    node.wait(POLL_INTERVAL_S)
     assert answered(node) == [msg.RanksStand(NODE, 1, ())]
     node.wait(EXPLAIN_S / 2)
     assert node.agent.take() == []

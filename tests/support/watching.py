@@ -12,7 +12,7 @@ from pathlib import Path
 
 _MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
 """Of <sys/inotify.h>."""
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -22,7 +22,7 @@ def attempts(folder: Path, timeout_s: float) -> Iterator[None]:
     with contextlib.closing(FolderWatch(folder)) as watch:
         while time.monotonic() < deadline_s:
             yield
-            watch.wait(LOOK_S)
+            watch.wait(POLL_INTERVAL_S)
 
 
 def await_journal(path: Path, word: str, count: int) -> None:

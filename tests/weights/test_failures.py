@@ -112,7 +112,7 @@ def test_a_consumer_that_fails_is_named_and_left_out(how: str, tmp_path: Path) -
     whole = [(version, Condition.READY) for version in range(3)]
     assert consumers[:2] == [(whole, [2.0]), (whole, [2.0])]
     if how == "raises":
-        assert consumers[2] == ([whole[0], ("LoadError", Condition.TORN), whole[2]], [2.0])
+        assert consumers[2] == ([whole[0], ("LoadError", Condition.PARTIALLY_UPDATED), whole[2]], [2.0])
 
 
 # ---- a device fails -------------------------------------------------------------------------------------------------
@@ -177,5 +177,5 @@ def test_a_device_that_fails_is_named_and_can_be_replaced(lost: int, how: str, a
     assert survivor[0] == survivor[2] == ()
     assert survivor[1][0].startswith(f"PublisherLost: version 1 was not published: rank {lost}: ")
     assert replacement == [()]
-    condition = "ready" if atomic else "torn"
+    condition = "ready" if atomic else "partially updated"
     assert answers[2:4] == [[0, "PublisherLost", condition, 0, 2, {2.0}]] * 2

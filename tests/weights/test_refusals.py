@@ -23,7 +23,7 @@ from keepstep.errors import (
     StateMismatch,
     UsageError,
     WeightsNotReady,
-    WeightsTorn,
+    WeightsPartiallyUpdated,
 )
 from keepstep.protocol.transfer.consumer import Condition
 from keepstep.protocol.transfer.messages import DeviceCalled, MovementSeen, UpdateOffered
@@ -265,7 +265,7 @@ def test_a_publisher_of_an_old_generation_is_refused(tmp_path: Path) -> None:
 
 
 def unusable(rank: int, size: int, path: Path) -> Any:
-    """What a consumer without a version answers, and how one that comes out of a torn state does."""
+    """What a consumer without a version answers, and how one that comes out of a partial update does."""
     own = {"x": torch.zeros(8)}
     if rank == 0:
         weights = {"x": torch.ones(8)}
@@ -281,7 +281,10 @@ def unusable(rank: int, size: int, path: Path) -> Any:
             pass
         with pytest.raises(ChecksumMismatch):
             consumer.receive(DEADLINE_S)
-        with pytest.raises(WeightsTorn, match=r"version 1 broke off half-way .*wrong checksum"), consumer.using():
+        with (
+            pytest.raises(WeightsPartiallyUpdated, match=r"version 1 broke off half-way .*wrong checksum"),
+            consumer.using(),
+        ):
             pass
         assert consumer.receive(DEADLINE_S) == 2
         with consumer.using() as version:

@@ -7,7 +7,6 @@ within milliseconds and inherits nothing from the test's own process.
 import faulthandler
 import multiprocessing
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -57,12 +56,6 @@ def run_ranks(
         ends[ours] = rank
     try:
         return _answers(ends, silent)
-    except AssertionError:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)  # for them to write where their threads are; a rank that is stopped writes nothing
-        raise
     finally:
         for end in ends:
             with suppress(OSError):
@@ -96,11 +89,12 @@ def _answers(ends: dict[Connection, int], silent: frozenset[int]) -> list[Any]:
 
 def _rank(end: Connection, function: Callable[..., Any], rank: int, num_ranks: int, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.dump_traceback_later(DEADLINE_S - 3.0)  # where a rank hangs
     try:
         answer = (True, function(rank, num_ranks, *arguments))
     except BaseException:  # whatever it was is shown by the test
         answer = (False, traceback.format_exc())
+    faulthandler.cancel_dump_traceback_later()
     with suppress(OSError):
         end.send(answer)
         end.recv()

@@ -40,7 +40,7 @@ from keepstep.protocol.messages import (
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.transports.framing import FrameDecoder, frame
-from keepstep.transports.lines import Connected, ControllerLine
+from keepstep.transports.interface import Connected, ControllerConnection
 from keepstep.transports.spawning import (
     SpawnerReady,
     SpawnerReport,
@@ -69,7 +69,7 @@ class AgentWorker:
     listener: asyncio.Task[None]
     writer: asyncio.StreamWriter | None = None
     unwritten: bytes = b""
-    """Orders that came before the line to it was open."""
+    """Orders that came before the connection to it was open."""
     pid: int | None = None
     resume_step: int = 0
     watched_generation: int | None = None
@@ -83,20 +83,20 @@ class AgentWorker:
 
 
 class Agent:
-    """Serves one node of a job over the line to its controller."""
+    """Serves one node of a job over a connection to its controller."""
 
-    def __init__(self, settings: AgentSettings, line: ControllerLine) -> None:
+    def __init__(self, settings: AgentSettings, connection: ControllerConnection) -> None:
         self.settings = settings
         self.workers: dict[int, AgentWorker] = {}
         self.worker_bytes = 0
         self.step_durations_s: list[float] = []
         """Of every step that a worker which has ended still had in its page."""
-        self._line = line
+        self._connection = connection
         place = settings.place
         joined = NodeJoined(place.node, place.slots, place.domain or place.node, place.position, place.world_size)
         # The time of day: it goes on when the machine is started again, so a later incarnation has a greater number.
         self._machine = AgentMachine(joined, time.time_ns(), settings.liveness)
-        self._phases = PhaseReporter(place.node, line)
+        self._phases = PhaseReporter(place.node, connection)
         self._asked: dict[tuple[int, int], StoreRequested] = {}
         """What workers have asked of the store, and were not answered yet, by worker and number."""
         self._ending = asyncio.Event()
@@ -155,13 +155,13 @@ class Agent:
 
     async def _hear(self) -> None:
         while True:
-            message = await self._line.receive()
+            message = await self._connection.receive()
             match message:
                 case Connected():
                     self._machine.reconnected()
                     self._phases.reconnected()
                     for request in self._asked.values():
-                        self._line.send(request)
+                        self._connection.send(request)
                     self._act()
                 case StoreAnswered():
                     self._asked.pop((message.worker, message.request), None)
@@ -189,7 +189,7 @@ class Agent:
                     self._note(effect)
                     self._hand_over(effect.workers, effect.order)
                 case Depart():
-                    self._line.send(effect.message)
+                    self._connection.send(effect.message)
                 case LookCloser():
                     self._look_closer(effect.workers)
                 case Leave():
@@ -197,7 +197,7 @@ class Agent:
                     self._ending.set()
         packets = self._machine.packets(time.monotonic())
         for packet in packets:
-            self._line.send(packet)
+            self._connection.send(packet)
         return bool(packets)
 
     def _note(self, effect: HandOver) -> None:
@@ -365,9 +365,9 @@ class Agent:
 
     def _worker_said(self, number: int, message: AnyMessage) -> None:
         if isinstance(message, StoreRequested) and message.worker == number:
-            # By no packet, for it is of no use once its generation is over. It is asked again on a new line.
+            # By no packet, for it is of no use once its generation is over. It is asked again on a new connection.
             self._asked[number, message.request] = message
-            self._line.send(message)
+            self._connection.send(message)
             return
         self._machine.said(number, message, time.monotonic())
         if isinstance(message, WorkerJoined):

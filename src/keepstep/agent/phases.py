@@ -13,7 +13,7 @@ from keepstep.protocol.clocks import ASK_EVERY_S, ClockEstimate
 from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
 from keepstep.tagpage import TagReader
 from keepstep.trace.record.phaselog import from_ring
-from keepstep.transports.lines import ControllerLine
+from keepstep.transports.interface import ControllerConnection
 
 NEARLY = 0.9
 """Heartbeats come in their own time: one that comes a tenth too early is taken."""
@@ -33,9 +33,9 @@ class Watched(Protocol):
 class PhaseReporter:
     """Reads what is new in the rings, and sends it."""
 
-    def __init__(self, node: str, line: ControllerLine) -> None:
+    def __init__(self, node: str, connection: ControllerConnection) -> None:
         self._node = node
-        self._line = line
+        self._connection = connection
         self._clock = ClockEstimate()
         self._has_answer = False
         self._ask_s = 0.0
@@ -43,7 +43,7 @@ class PhaseReporter:
         self._every_s = 0.0
 
     def reconnected(self) -> None:
-        """A new line: whoever is at its other end may have another clock, so what was known of the former's is void."""
+        """A new connection, perhaps to another controller: what was known of the former one's clock is void."""
         self._clock, self._has_answer, self._ask_s = ClockEstimate(), False, 0.0
 
     def told(self, answer: ClockTold) -> float:
@@ -66,7 +66,7 @@ class PhaseReporter:
         """
         if now_s >= self._ask_s and (is_sending or not self._has_answer):
             self._ask_s = now_s + (ASK_EVERY_S if self._has_answer else FIRST_ASKS_S)
-            self._line.send(ClockAsked(self._node, time.monotonic_ns()))
+            self._connection.send(ClockAsked(self._node, time.monotonic_ns()))
         rides = self._every_s >= HEARTBEAT_S * NEARLY
         if now_s >= self._gathered_s + self._every_s * (NEARLY if rides else 1.0) and (is_sending or not rides):
             self._gathered_s = now_s
@@ -87,4 +87,4 @@ class PhaseReporter:
             if ring:
                 found.append(from_ring(ring, worker.worker, worker.rank, alignment.offset_ns))
         if found:
-            self._line.send(PhasesObserved(self._node, alignment.error_ns, np.concatenate(found).tobytes()))
+            self._connection.send(PhasesObserved(self._node, alignment.error_ns, np.concatenate(found).tobytes()))

@@ -23,7 +23,7 @@ from keepstep.protocol.messages import (
 from keepstep.protocol.recovery import RecoveryMachine, Stage
 from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
-from keepstep.transports.lines import Arrival, Connected, NodeLines
+from keepstep.transports.interface import Arrival, Connected, NodeConnections
 
 GATHER_S = 0.2
 """Phases are for the eye, which is content with five pictures a second; a ring holds far more than that."""
@@ -43,7 +43,7 @@ class Controller:
     def __init__(
         self,
         machine: ControllerMachine,
-        lines: NodeLines,
+        lines: NodeConnections,
         recorder: Recorder,
         *,
         clock: JobClock | None = None,

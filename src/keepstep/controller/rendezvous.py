@@ -1,7 +1,7 @@
 """The store in which the members of a generation's groups find each other.
 
 Every key belongs to one generation. A request of a generation that is over is answered at once, with nothing. One that
-comes twice, because the line to its node broke, is carried out once.
+comes twice, because the connection to its node broke, is carried out once.
 """
 
 from __future__ import annotations

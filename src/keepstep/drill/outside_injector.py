@@ -15,7 +15,7 @@ from keepstep.launcher import control
 from keepstep.launcher.job import Job
 from keepstep.protocol.recovery import Stage
 
-LOOK_S = 0.01
+POLL_INTERVAL_S = 0.01
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "segv": signal.SIGSEGV}
 
 
@@ -125,7 +125,7 @@ class OutsideInjector:
         while job.controller.job.stage not in (Stage.FINISHED, Stage.RESCUING, Stage.ENDED):
             if condition():
                 return True
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         return False
 
 

@@ -25,7 +25,7 @@ from keepstep.tagpage import TagWriter
 
 SPARE_S = 300.0
 """How long a fault is put off for a spare that starts up but does not come to its first step."""
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 """How often a rank that waits for a spare looks whether another one has failed meanwhile."""
 HOLD_S = 20.0
 """How long ranks wait for one another at a staged moment before the drill goes on without."""
@@ -159,7 +159,7 @@ def await_spare(coordination: Observed, run_dir: Path) -> None:
     coordination.page.set_waiting(True)
     with connection:
         while not coordination.machine.interrupted and time.monotonic() < deadline_s:
-            if select.select([connection], [], [], LOOK_S)[0]:
+            if select.select([connection], [], [], POLL_INTERVAL_S)[0]:
                 break
             coordination.page.progress()
         else:

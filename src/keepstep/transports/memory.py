@@ -7,7 +7,7 @@ import asyncio
 from keepstep.errors import InternalError
 from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.codec import decode, encode
-from keepstep.transports.lines import Arrival
+from keepstep.transports.interface import Arrival
 
 
 class MemoryChannel:

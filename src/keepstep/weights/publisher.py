@@ -99,16 +99,16 @@ class Publisher:
         self._check_sizes(buffers.bucket_bytes)
         self._settings = settings
         self._copies = self._copies_of(self._blocks)
-        self._course: RankPlan | None = None
+        self._plan: RankPlan | None = None
         self._changed = threading.Condition()
         self._is_publishing = False
         self._stop = CancelToken()
-        self._catch_ups = LateSubscribers(settings)
+        self._late_subscribers = LateSubscribers(settings)
         self._device = Device(
             settings,
             generation,
-            lambda attached, version: self._catch_ups.came(self._device, attached, version),
-            lambda connection, called: self._catch_ups.serve(self._device, connection, called),
+            lambda attached, version: self._late_subscribers.came(self._device, attached, version),
+            lambda connection, called: self._late_subscribers.serve(self._device, connection, called),
         )
         self._device.open()
 
@@ -131,7 +131,7 @@ class Publisher:
     @property
     def buffer_bytes(self) -> int:
         """Of all its buffers together."""
-        return self._device.h2d.num_bytes + self._device.ipc.num_bytes + self._catch_ups.buffer_bytes
+        return self._device.h2d.num_bytes + self._device.ipc.num_bytes + self._late_subscribers.buffer_bytes
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ class Publisher:
         self.interrupt()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_publishing)
-        self._catch_ups.close()
+        self._late_subscribers.close()
         self._device.close()
         self._stop.close()
 
@@ -228,7 +228,7 @@ class Publisher:
                 raise UsageError(f"version {version} cannot be published while another version is")
             self._is_publishing = True
         try:
-            self._catch_ups.forget()
+            self._late_subscribers.forget()
             self._look_again()
             if self._has_copies:
                 for block, copy in zip(self._blocks, self._copies, strict=True):
@@ -249,7 +249,7 @@ class Publisher:
         now = fingerprint(self._weights)
         if now == self._fingerprint:
             return
-        self._blocks, self._fingerprint, self._course = named_blocks(self._weights), now, None
+        self._blocks, self._fingerprint, self._plan = named_blocks(self._weights), now, None
         self._check_sizes(self._settings.bucket_bytes)
         self._copies = self._copies_of(self._blocks)
 
@@ -257,10 +257,10 @@ class Publisher:
         """One update; gives the publisher back."""
         try:
             update = WeightUpdate(self._device, version, self._copies, self._stop)
-            self._course = update.run(self._course)
+            self._plan = update.run(self._plan)
             if self._has_copies:
-                self._catch_ups.keep(
-                    self._device, PublishedCopy(version, self._course.layout, self._copies), update.served
+                self._late_subscribers.keep(
+                    self._device, PublishedCopy(version, self._plan.layout, self._copies), update.served
                 )
             return Published(version, tuple(update.failures), update.spans)
         except UpdateFailed as failed:

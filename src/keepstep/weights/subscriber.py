@@ -137,7 +137,7 @@ class Subscriber:
 
         Raises:
             WeightsNotReady: no whole version is there, or one is being written over it.
-            WeightsTorn: an update broke off half-way.
+            WeightsPartiallyUpdated: an update broke off half-way.
         """
         with self._changed:
             patience_s = self._deadline_s if timeout_s is None else timeout_s
@@ -173,7 +173,7 @@ class Subscriber:
             PeerLost: it did not come in time.
             RemoteProtocolError: it refuses this consumer.
         """
-        self._attached_line(time.monotonic() + timeout_s)
+        self._attached_connection(time.monotonic() + timeout_s)
 
     def start(self) -> None:
         """Attends to the publisher in a thread, until `close`."""
@@ -222,7 +222,7 @@ class Subscriber:
         until_s = time.monotonic() + timeout_s
         try:
             while True:
-                connection = self._attached_line(until_s)
+                connection = self._attached_connection(until_s)
                 message = self._next(connection, until_s)
                 if message is not None and (version := self._hear(connection, message)) is not None:
                     return version
@@ -235,7 +235,7 @@ class Subscriber:
             self.last_error = error
             self._changed.notify_all()
 
-    def _attached_line(self, until_s: float) -> Connection:
+    def _attached_connection(self, until_s: float) -> Connection:
         """The connection to the device; opened if there is none."""
         if self._connection is None:
             introduction = msg.SubscriberCalled(self.name, self._target.wants, self._generation, self.version)

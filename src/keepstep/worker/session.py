@@ -27,7 +27,7 @@ from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.jobstore.default import DefaultStore
-from keepstep.worker.jobstore.line import StoreLine
+from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.ddp import DataParallel
@@ -118,7 +118,7 @@ class Session:
             LOOPBACK if settings is None else settings.address,
         )
         coordination.groups = groups
-        store = None if settings is None else DefaultStore(StoreLine(link, coordination))
+        store = None if settings is None else DefaultStore(StoreClient(link, coordination))
         if store is not None:
             self._exchange = StartUpExchange(coordination, groups, store)
         if parked is not None:  # it joins as the spare that it was: its rank and what followed came before the script

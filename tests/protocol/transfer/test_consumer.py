@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.errors import InternalError, WeightsNotReady, WeightsTorn
+from keepstep.errors import InternalError, WeightsNotReady, WeightsPartiallyUpdated
 from keepstep.protocol.transfer.consumer import Condition, ConsumerState
 
 ATOMIC = pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "in place"])
@@ -19,13 +19,13 @@ class Memory:
     Attributes:
         whole: the version of every byte, or None: none yet, or of several versions.
         coming: the version that is on its way.
-        torn: an update broke off half-way since the last whole version.
+        is_partial: an update broke off half-way since the last whole version.
         last: the last version that was whole.
     """
 
     whole: int | None = None
     coming: int | None = None
-    torn: bool = False
+    is_partial: bool = False
     last: int | None = None
 
 
@@ -39,13 +39,13 @@ def begin(memory: Memory, atomic: bool, version: int) -> None:
 
 def fail(memory: Memory, atomic: bool) -> None:
     if memory.coming is not None and not atomic:
-        memory.torn = True
+        memory.is_partial = True
     memory.coming = None
 
 
 def commit(memory: Memory) -> None:
     memory.whole = memory.last = memory.coming
-    memory.torn, memory.coming = False, None
+    memory.is_partial, memory.coming = False, None
 
 
 def usable(state: ConsumerState) -> int | None:
@@ -58,8 +58,8 @@ def usable(state: ConsumerState) -> int | None:
 
 def condition_of(memory: Memory, atomic: bool) -> Condition:
     """What the state has to say of this memory while nothing is being written over it."""
-    if memory.torn:
-        return Condition.TORN
+    if memory.is_partial:
+        return Condition.PARTIALLY_UPDATED
     if memory.coming is not None and not atomic:
         return Condition.UPDATING
     return Condition.EMPTY if memory.whole is None else Condition.READY
@@ -84,10 +84,10 @@ def test_what_is_usable_is_whole_whatever_happens(atomic: bool, actions: list[st
             commit(memory)
         assert usable(state) == memory.whole
         assert (state.version, state.coming) == (memory.last, memory.coming)
-        if memory.coming is None or not memory.torn:
+        if memory.coming is None or not memory.is_partial:
             assert state.condition is condition_of(memory, atomic)
-        if memory.torn and memory.coming is None:
-            with pytest.raises(WeightsTorn):
+        if memory.is_partial and memory.coming is None:
+            with pytest.raises(WeightsPartiallyUpdated):
                 state.check_usable()
 
 
@@ -95,7 +95,7 @@ def test_what_is_usable_is_whole_whatever_happens(atomic: bool, actions: list[st
 def test_nothing_has_come_yet(atomic: bool) -> None:
     with pytest.raises(WeightsNotReady, match="no version has arrived yet") as caught:
         ConsumerState(atomic).check_usable()
-    assert not isinstance(caught.value, WeightsTorn)
+    assert not isinstance(caught.value, WeightsPartiallyUpdated)
 
 
 def test_a_failure_in_place_tears_until_a_whole_version_has_come() -> None:
@@ -107,7 +107,7 @@ def test_a_failure_in_place_tears_until_a_whole_version_has_come() -> None:
         state.check_usable()
     state.fail("rank 3 is gone")
     told = r"version 2 broke off half-way \(rank 3 is gone\); the next whole version makes them usable again"
-    with pytest.raises(WeightsTorn, match=told):
+    with pytest.raises(WeightsPartiallyUpdated, match=told):
         state.check_usable()
     state.begin(3)
     with pytest.raises(WeightsNotReady):
@@ -138,7 +138,7 @@ def test_a_version_that_another_takes_the_place_of_has_failed() -> None:
     state.begin(1)
     state.begin(2)
     state.fail("rank 3 is gone")
-    assert state.condition is Condition.TORN
+    assert state.condition is Condition.PARTIALLY_UPDATED
     with pytest.raises(InternalError):
         state.commit(2)
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 from keepstep.errors import TokenRefused
-from keepstep.transports.rpc.client import RpcControllerLine
+from keepstep.transports.rpc.client import RpcControllerConnection
 from keepstep.transports.rpc.server import RpcNodeLines
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
@@ -38,10 +38,10 @@ class Served:
 
     def line(
         self, credentials: Credentials, patience_s: float = DEADLINE_S, ports: Sequence[int] = ()
-    ) -> RpcControllerLine:
+    ) -> RpcControllerConnection:
         """An agent's line, to this controller or to those at some ports."""
         endpoints = [f"127.0.0.1:{port}" for port in ports or (self.port,)]
-        return RpcControllerLine(endpoints, credentials, patience_s=patience_s)
+        return RpcControllerConnection(endpoints, credentials, patience_s=patience_s)
 
     async def next_refusal(self) -> tuple[str, str]:
         """The next address that is sent away, and why."""
@@ -79,7 +79,7 @@ async def served(
 
 
 @contextlib.asynccontextmanager
-async def connected(line: RpcControllerLine) -> AsyncIterator[asyncio.Task[None]]:
+async def connected(line: RpcControllerConnection) -> AsyncIterator[asyncio.Task[None]]:
     """Keeps an agent's line up; yields the task that does."""
     running = asyncio.create_task(line.run())
     try:

@@ -17,7 +17,7 @@ from keepstep.errors import ConfigurationError, PeerLost
 from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
 from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import frame
-from keepstep.transports.lines import Arrival, Connected
+from keepstep.transports.interface import Arrival, Connected
 from keepstep.transports.rpc import client, gate
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, PATH
 from keepstep.trust import certificates

@@ -12,7 +12,7 @@ from keepstep.protocol.recovery.stages import Stage
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.jobstore.default import DefaultStore
-from keepstep.worker.jobstore.line import StoreLine
+from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
 
 WORKER = 5
@@ -35,7 +35,7 @@ class Rank:
         """A request came that has no answer yet."""
         self.link = Link(ours, WORKER)
         self.coordination = Coordination(self.link, tagpage.TagWriter(tagpage.create("test")), 1, 0)
-        self.store = DefaultStore(StoreLine(self.link, self.coordination))
+        self.store = DefaultStore(StoreClient(self.link, self.coordination))
         self.link.listen(self.coordination.on_order)
         threading.Thread(target=self._serve, daemon=True).start()
 

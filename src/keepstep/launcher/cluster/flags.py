@@ -17,7 +17,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import LEASE_S
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.placement.quarantine import NUM_FAILURES, WINDOW_S
-from keepstep.transports.lines import PATIENCE_S
+from keepstep.transports.interface import PATIENCE_S
 
 DEFAULT_PORT = 29400
 """torchrun's, for a rendezvous endpoint that names none."""

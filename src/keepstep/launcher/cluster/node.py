@@ -18,7 +18,7 @@ from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED
-from keepstep.transports.rpc.client import RpcControllerLine
+from keepstep.transports.rpc.client import RpcControllerConnection
 from keepstep.trust.credentials import Credentials
 
 _T = TypeVar("_T")
@@ -81,10 +81,10 @@ def _only_one(options: NodeOptions) -> Iterator[None]:
 
 
 async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
-    line = RpcControllerLine(options.endpoints, options.credentials, options.host_name, options.patience_s)
-    agent = Agent(options.agent, line)
-    line.on_trouble = lambda trouble: _tell_trouble(trouble) if agent.left is None else None
-    part = _Part(agent, line, hosted, options.grace_s)
+    connection = RpcControllerConnection(options.endpoints, options.credentials, options.host_name, options.patience_s)
+    agent = Agent(options.agent, connection)
+    connection.on_trouble = lambda trouble: _tell_trouble(trouble) if agent.left is None else None
+    part = _Part(agent, connection, hosted, options.grace_s)
     with end_signals() as signals:
         try:
             return await part.run(signals)
@@ -93,11 +93,13 @@ async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
 
 
 class _Part:
-    """What runs on this node: an agent, its line to the controller, and perhaps the controller."""
+    """What runs on this node: an agent, its connection to the controller, and perhaps the controller."""
 
-    def __init__(self, agent: Agent, line: RpcControllerLine, hosted: HostedController | None, grace_s: float) -> None:
+    def __init__(
+        self, agent: Agent, connection: RpcControllerConnection, hosted: HostedController | None, grace_s: float
+    ) -> None:
         self._agent = agent
-        self._line = line
+        self._connection = connection
         self._hosted = hosted
         self._grace_s = grace_s
         self._tasks: list[asyncio.Task[Any]] = []
@@ -110,7 +112,7 @@ class _Part:
         if not starting.done() and (end := signals.ended()) is not None:
             return end
         starting.result()
-        connecting = self._begin(self._line.run())
+        connecting = self._begin(self._connection.run())
         serving = self._begin(self._agent.run())
         await _first_of(connecting, serving, signals.stop, signals.drain, hosting)
         if signals.drain.done() and not (connecting.done() or serving.done() or signals.stop.done()):
@@ -162,7 +164,7 @@ class _Part:
             await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         if serving.done():
             serving.result()
-            self._line.close()
+            self._connection.close()
             await asyncio.wait({connecting}, timeout=LAST_WORDS_S)
         if hosting is not None:
             await asyncio.wait({hosting}, timeout=LAST_WORDS_S)

@@ -1,4 +1,4 @@
-"""What a consumer's weights are: nothing yet, a whole version, in between, or torn.
+"""What a consumer's weights are: nothing yet, a whole version, in between, or partially updated.
 
 ::
 
@@ -6,14 +6,14 @@
     EMPTY ─┬────────► ... ─────────────────► READY
     READY ─┘            │
                         └─ fail ─► what it was (atomic: the new version was put aside),
-                                   TORN (in place), until a whole version has arrived
+                                   PARTIALLY_UPDATED (in place), until a whole version has arrived
 """
 
 from __future__ import annotations
 
 import enum
 
-from keepstep.errors import InternalError, WeightsNotReady, WeightsTorn
+from keepstep.errors import InternalError, WeightsNotReady, WeightsPartiallyUpdated
 
 
 class Condition(enum.StrEnum):
@@ -22,7 +22,7 @@ class Condition(enum.StrEnum):
     EMPTY = "empty"
     READY = "ready"
     UPDATING = "updating"
-    TORN = "torn"
+    PARTIALLY_UPDATED = "partially updated"
 
 
 class ConsumerState:
@@ -35,7 +35,7 @@ class ConsumerState:
         self.atomic = atomic
         self.condition = Condition.EMPTY
         self.version: int | None = None
-        """The last whole version; what is used unless the weights are in between or torn."""
+        """The last whole version; what is used unless the weights are in between or partially updated."""
         self.coming: int | None = None
         """The version that is on its way."""
         self._reason = ""
@@ -45,7 +45,7 @@ class ConsumerState:
         if self.coming is not None:
             self.fail(f"version {version} came instead")
         self.coming = version
-        if not self.atomic and self.condition is not Condition.TORN:
+        if not self.atomic and self.condition is not Condition.PARTIALLY_UPDATED:
             self.condition = Condition.UPDATING
 
     def commit(self, version: int) -> None:
@@ -59,7 +59,7 @@ class ConsumerState:
         if self.coming is None:
             return
         if not self.atomic:
-            self.condition = Condition.TORN
+            self.condition = Condition.PARTIALLY_UPDATED
             self._reason = f"version {self.coming} broke off half-way ({reason})"
         self.coming = None
 
@@ -67,14 +67,14 @@ class ConsumerState:
         """The version that may be used.
 
         Raises:
-            WeightsTorn: an update in place broke off; half of the weights are new.
+            WeightsPartiallyUpdated: an update in place broke off; half of the weights are new.
             WeightsNotReady: there is no version yet, or one is just being written over the old one.
         """
         match self.condition:
             case Condition.READY if self.version is not None:
                 return self.version
-            case Condition.TORN:
-                raise WeightsTorn(f"{self._reason}; the next whole version makes them usable again")
+            case Condition.PARTIALLY_UPDATED:
+                raise WeightsPartiallyUpdated(f"{self._reason}; the next whole version makes them usable again")
             case Condition.UPDATING:
                 raise WeightsNotReady(f"version {self.coming} is being written over version {self.version}")
             case _:

@@ -1,4 +1,4 @@
-"""An agent's end: one line to the controller, made again as often as it takes."""
+"""An agent's end: one connection to the controller, made again as often as it takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import grpc.aio
 from keepstep.errors import ConfigurationError, PeerLost
 from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.framing import frame
-from keepstep.transports.lines import PATIENCE_S, Connected
+from keepstep.transports.interface import PATIENCE_S, Connected
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, OPEN, PATH, SETTINGS, Outbox, messages_in
 from keepstep.trust.certificates import CONTROLLER_NAME
 from keepstep.trust.credentials import Credentials
@@ -29,8 +29,8 @@ MAX_UNSENT_BYTES = 64 << 20
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
-class RpcControllerLine:
-    """Implements `keepstep.transports.lines.ControllerLine`."""
+class RpcControllerConnection:
+    """Implements `keepstep.transports.interface.ControllerConnection`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RpcControllerLine:
         self.on_trouble: Callable[[str], None] = lambda why: None
         """Told why there is no connection, each time that this changes for one of the endpoints."""
 
-    # ---- ControllerLine ---------------------------------------------------------------------------------------------
+    # ---- ControllerConnection ----------------------------------------------------------------------------------------
 
     def send(self, message: AnyMessage) -> None:
         """Sends a message, or loses it while there is no connection."""

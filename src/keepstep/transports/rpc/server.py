@@ -1,4 +1,4 @@
-"""The controller's end: a gRPC server on one address, and a line to each node whose agent has shown its token."""
+"""The controller's end: a gRPC server on one address, and a connection to each node whose agent has shown its token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc.aio
 from keepstep.errors import ConfigurationError, RemoteProtocolError, TokenRefused
 from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.framing import frame
-from keepstep.transports.lines import Arrival, Connected
+from keepstep.transports.interface import Arrival, Connected
 from keepstep.transports.rpc.gate import Gate
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, METHOD, OPEN, SERVICE, SETTINGS, Outbox, messages_in
 from keepstep.trust.certificates import ServerFiles
@@ -50,7 +50,7 @@ class _Visit:
 
 
 class RpcNodeLines:
-    """Implements `keepstep.transports.lines.NodeLines`."""
+    """Implements `keepstep.transports.interface.NodeConnections`."""
 
     def __init__(self, admit: Admit, on_refused: OnRefused, term: int = 0) -> None:
         """Args:
@@ -106,7 +106,7 @@ class RpcNodeLines:
             await self._server.stop(STOP_S)
         await self._gate.ended(STOP_S)
 
-    # ---- NodeLines --------------------------------------------------------------------------------------------------
+    # ---- NodeConnections ---------------------------------------------------------------------------------------------
 
     def send(self, node: str, message: AnyMessage) -> None:
         """Sends a message, or loses it while there is no connection to the node."""

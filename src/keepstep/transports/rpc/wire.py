@@ -24,7 +24,7 @@ OPEN = "keepstep-open"
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES + 4
 """Of a gRPC message; gRPC refuses a larger one by its length, before anything of it is read."""
 PING_S = 2.0
-"""A line on which nothing comes is asked so often whether it is still there, and ends when no answer comes as long."""
+"""A connection over which nothing comes is probed this often, and ends when the probe has no answer as long."""
 
 SETTINGS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_CALL_BYTES),

@@ -21,7 +21,7 @@ from keepstep.weights.channels.connection import Connection, ConnectionStalled, 
 
 INTRODUCTION_S = 2.0
 """For a process that dials to say who it is: it has nothing to wait for before that."""
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 """Between two looks whether a listener that does not answer has been replaced: its process may be stopped."""
 MAX_PATH_BYTES = 96
 """Of a socket's name. Linux' struct sockaddr_un has 107, of which a new listener needs some for its first name."""
@@ -141,7 +141,7 @@ def _dial(
         if not same_user(sock):
             raise RemoteProtocolError(f"{path} belongs to another user's process")
         connection.send(introduction, until_s)
-        while not wait([connection], min(until_s, time.monotonic() + LOOK_S), stop):
+        while not wait([connection], min(until_s, time.monotonic() + POLL_INTERVAL_S), stop):
             if time.monotonic() >= until_s or path.stat().st_ino != listener:
                 raise ConnectionStalled(who, "does not answer")  # or another one has taken its place
         match connection.receive(until_s):

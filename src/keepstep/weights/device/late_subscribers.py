@@ -117,9 +117,9 @@ class LateSubscribers:
     ) -> None:
         rank, deadline_s = self._settings.rank, self._settings.deadline_s
         layout = serve_one(kept.layout, rank, attached.consumer)
-        update, course = device.number_update(), RankPlan(layout, rank)
+        update, plan = device.number_update(), RankPlan(layout, rank)
         sources: dict[int, tuple[Connection, Buffer]] = {}
-        for source in sorted({bucket.source for bucket in course.coming}):
+        for source in sorted({bucket.source for bucket in plan.coming}):
             called = msg.CatchUpCalled(rank, device.generation, update, kept.version, layout)
             sources[source] = self._ask(source, called)
             connections.append(sources[source][0])
@@ -127,12 +127,12 @@ class LateSubscribers:
         place, descriptors = ipc.share()
         attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place), descriptors)
         try:
-            passing = ReceiveStage(update, course, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
-            passing.run()
+            receiving = ReceiveStage(update, plan, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
+            receiving.run()
         finally:
             for _connection, buffer in sources.values():
                 buffer.close()
-        passing.hand_over(kept.version, self._stop)
+        receiving.hand_over(kept.version, self._stop)
 
     def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Connection, Buffer]:
         until_s = time.monotonic() + self._settings.deadline_s
@@ -173,11 +173,11 @@ class LateSubscribers:
     ) -> None:
         deadline_s = self._settings.deadline_s
         h2d = self._buffer("h2d")
-        course = RankPlan(called.layout, self._settings.rank)
-        course.prepare([block.held for block in kept.blocks])
+        plan = RankPlan(called.layout, self._settings.rank)
+        plan.prepare([block.held for block in kept.blocks])
         device.welcome_to(h2d, connection, time.monotonic() + deadline_s)
         outlet = device_outlet(called.update, h2d, {called.rank: connection}, deadline_s, self._stop)
-        SendStage(course, h2d, outlet, Spans()).run()
+        SendStage(plan, h2d, outlet, Spans()).run()
 
     def _buffer(self, which: str) -> Buffer:
         if which not in self._buffers:

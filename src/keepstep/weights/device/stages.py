@@ -112,20 +112,20 @@ class SendStage:
 
     def __init__(
         self,
-        course: RankPlan,
+        plan: RankPlan,
         h2d: Buffer,
         outlet: Announcing,
         spans: Spans,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        course: what this device is the source of.
+        plan: what this device is the source of.
         h2d: where it is gathered.
         outlet: to the ranks that read there.
         spans: where the stage notes when it was busy.
         moved: called after each bucket.
         """
-        self._course, self._h2d, self._outlet, self._spans, self._moved = course, h2d, outlet, spans, moved
+        self._plan, self._h2d, self._outlet, self._spans, self._moved = plan, h2d, outlet, spans, moved
         self.num_moved = 0
 
     def run(self) -> None:
@@ -133,11 +133,11 @@ class SendStage:
         CannotGoOn: another device is gone or stands.
         Cancelled: the update has been aborted.
         """
-        for number, bucket in enumerate(self._course.own):
+        for number, bucket in enumerate(self._plan.own):
             slot = number % self._h2d.num_slots
             self._outlet.wait_until_free(slot)
             with self._spans.of(self.name, bucket.index):
-                seal(self._h2d.view(slot), bucket, self._course.gather(number, self._h2d.view(slot)))
+                seal(self._h2d.view(slot), bucket, self._plan.gather(number, self._h2d.view(slot)))
             self._outlet.announce(bucket.index, slot, bucket.devices)
             self.num_moved += 1
             self._moved()
@@ -168,7 +168,7 @@ class ReceiveStage:
     def __init__(
         self,
         update: int,
-        course: RankPlan,
+        plan: RankPlan,
         sources: Mapping[int, tuple[Connection, Buffer]],
         ipc: Buffer,
         consumers: Mapping[int, Attached],
@@ -178,7 +178,7 @@ class ReceiveStage:
     ) -> None:
         """Args:
         update: its number.
-        course: what comes here.
+        plan: what comes here.
         sources: connection and H2D buffer of each device, by rank.
         ipc: this device's.
         consumers: those here that take part, by index of the reader.
@@ -186,12 +186,12 @@ class ReceiveStage:
         stop: ends all waits.
         spans: where the stage notes when it was busy.
         """
-        self._update, self._course, self._ipc, self._spans = update, course, ipc, spans
+        self._update, self._plan, self._ipc, self._spans = update, plan, ipc, spans
         self._deadline_s = deadline_s
         patience_s = deadline_s + SOURCE_PATIENCE_S
         self._inlets = {
             # This device's own first stage finds out for itself what holds it up.
-            source: Inlet(update, connection, buffer, patience_s if source != course.rank else 2 * patience_s, stop)
+            source: Inlet(update, connection, buffer, patience_s if source != plan.rank else 2 * patience_s, stop)
             for source, (connection, buffer) in sources.items()
         }
         self._consumers = consumers
@@ -207,7 +207,7 @@ class ReceiveStage:
         CannotGoOn: a source is gone or stands.
         Cancelled: the update has been aborted.
         """
-        for number, bucket in enumerate(self._course.coming):
+        for number, bucket in enumerate(self._plan.coming):
             self._pass_on(bucket, number % self._ipc.num_slots)
             self.num_moved += 1
         self._outlet.wait_while(lambda: self._outlet.readers - self._loaded)
@@ -268,17 +268,17 @@ class ReceiveStage:
 class Stages:
     """Both stages at work, each in a thread of its own."""
 
-    def __init__(self, gathering: SendStage | None, passing: ReceiveStage | None, stop: CancelToken) -> None:
+    def __init__(self, sending: SendStage | None, receiving: ReceiveStage | None, stop: CancelToken) -> None:
         """Starts them.
 
         Args:
-            gathering, passing: those that there are.
+            sending, receiving: those that there are.
             stop: the one that they were given; closed by `close`.
         """
         self.changed = CancelToken()
         """Set when one of them has ended."""
         self._stop = stop
-        self._stages = [stage for stage in (gathering, passing) if stage is not None]
+        self._stages = [stage for stage in (sending, receiving) if stage is not None]
         self._num_done = 0
         self._errors: list[Exception] = []
         self._threads = [

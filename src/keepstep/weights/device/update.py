@@ -134,17 +134,17 @@ class WeightUpdate:
 
     def _move(self, listener: CoordinatorConnection, agreed: msg.UpdateAgreed, former: RankPlan | None) -> RankPlan:
         device, settings = self._device, self._settings
-        course = former
-        if course is None or course.layout != agreed.layout:
-            course = RankPlan(agreed.layout, settings.rank)
-            course.prepare([block.held for block in self._blocks])
-        consumers = self._begin(agreed, course)
+        plan = former
+        if plan is None or plan.layout != agreed.layout:
+            plan = RankPlan(agreed.layout, settings.rank)
+            plan.prepare([block.held for block in self._blocks])
+        consumers = self._begin(agreed, plan)
         stop = CancelToken()
         outlet = device_outlet(agreed.update, device.h2d, device.readers.connections(), settings.deadline_s, stop)
-        gathering = SendStage(course, device.h2d, outlet, self.spans)
-        passing = ReceiveStage(
+        sending = SendStage(plan, device.h2d, outlet, self.spans)
+        receiving = ReceiveStage(
             agreed.update,
-            course,
+            plan,
             device.source_connections.sources,
             device.ipc,
             consumers,
@@ -152,7 +152,7 @@ class WeightUpdate:
             stop,
             self.spans,
         )
-        stages = Stages(gathering, passing, stop)
+        stages = Stages(sending, receiving, stop)
         try:
             self._follow(listener, agreed.update, stages, list(consumers.values()))
         except BaseException as error:  # whatever it was, the consumers do not wait for what does not come
@@ -161,15 +161,15 @@ class WeightUpdate:
             raise
         finally:
             stages.close()
-        self.served = passing.loaded
-        passing.hand_over(agreed.version, self._stop)
-        self.failures += passing.failures
-        return course
+        self.served = receiving.loaded
+        receiving.hand_over(agreed.version, self._stop)
+        self.failures += receiving.failures
+        return plan
 
-    def _begin(self, agreed: msg.UpdateAgreed, course: RankPlan) -> Mapping[int, Attached]:
+    def _begin(self, agreed: msg.UpdateAgreed, plan: RankPlan) -> Mapping[int, Attached]:
         """Tells the consumers what comes, and those that cannot take it why; the others, by index of the reader."""
         taking = {}
-        for reader, each in zip(course.readers, self._present, strict=True):
+        for reader, each in zip(plan.readers, self._present, strict=True):
             problem = agreed.layout.problems[reader]
             if problem is None:
                 taking[reader] = each

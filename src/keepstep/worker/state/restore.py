@@ -132,14 +132,14 @@ def send_state(
     if rank == route.sources[0]:
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
-    course = RankPlan(_transfer_layout(header, route), rank)
-    course.prepare([block.held for block in blocks])
+    plan = RankPlan(_transfer_layout(header, route), rank)
+    plan.prepare([block.held for block in blocks])
     connections = {
         receiver: connection for receiver in route.receivers if (connection := _call(receiver, rank, source.h2d, group))
     }
     try:
-        outlet = _Outlets(course, source.h2d, connections, way)
-        SendStage(course, source.h2d, outlet, Spans(), moved).run()
+        outlet = _Outlets(plan, source.h2d, connections, way)
+        SendStage(plan, source.h2d, outlet, Spans(), moved).run()
     finally:
         for connection in connections.values():
             connection.close()
@@ -149,11 +149,11 @@ class _Outlets:
     """To neighbours by their connections, to all others by the group."""
 
     def __init__(
-        self, course: RankPlan, h2d: SlotBuffer, connections: dict[int, Connection], way: StateTransport
+        self, plan: RankPlan, h2d: SlotBuffer, connections: dict[int, Connection], way: StateTransport
     ) -> None:
         self._connections = connections
         self._near = device_outlet(0, h2d, connections, DEADLINE_S, way.stop)
-        self._far = GroupOutlet(way.group, course.own, [h2d.view(slot) for slot in range(h2d.num_slots)])
+        self._far = GroupOutlet(way.group, plan.own, [h2d.view(slot) for slot in range(h2d.num_slots)])
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
         self._near.announce(bucket, slot, readers)
@@ -195,27 +195,27 @@ def receive_state(
     if header.step != step:
         raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
     tensors, host_tensors = _targets(state, header)
-    course = RankPlan(_transfer_layout(header, route), rank)
+    plan = RankPlan(_transfer_layout(header, route), rank)
     with contextlib.ExitStack() as opened:
-        inlets = _inlets(course, header.limits, route, way, opened)
+        inlets = _inlets(plan, header.limits, route, way, opened)
         held = {
             index: [Held(tensor.detach(), entry.box)]
             for index, (tensor, entry) in enumerate(zip(tensors, header.all_tensors, strict=True))
         }
         num_wrong = 0
-        for bucket in course.coming:
+        for bucket in plan.coming:
             slot = inlets[bucket.source].take(bucket)
             num_wrong += copy_of(slot, bucket, held).scatter() != checksum_in(slot, bucket)
             inlets[bucket.source].release()
             moved()
     if num_wrong:
-        raise ChecksumMismatch(f"{num_wrong} of {len(course.coming)} buckets arrived with a wrong checksum")
+        raise ChecksumMismatch(f"{num_wrong} of {len(plan.coming)} buckets arrived with a wrong checksum")
     _finish(state, header, host_tensors)
-    return sum(piece.num_bytes for bucket in course.coming for piece in bucket.pieces)
+    return sum(piece.num_bytes for bucket in plan.coming for piece in bucket.pieces)
 
 
 def _inlets(
-    course: RankPlan, limits: Limits, route: Transfer, way: StateTransport, opened: contextlib.ExitStack
+    plan: RankPlan, limits: Limits, route: Transfer, way: StateTransport, opened: contextlib.ExitStack
 ) -> dict[int, Inlet | GroupInlet]:
     """From each source by its connection where it is a neighbour, else by the group."""
     group = way.group
@@ -234,7 +234,7 @@ def _inlets(
         if source in connections:
             inlets[source] = Inlet(0, *connections[source], DEADLINE_S, way.stop)
         else:
-            buckets = [bucket for bucket in course.coming if bucket.source == source]
+            buckets = [bucket for bucket in plan.coming if bucket.source == source]
             slots = [torch.empty(limits.bucket_bytes + SLOT_EXTRA_BYTES, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
             inlets[source] = GroupInlet(group, source, buckets, slots)
     return inlets

@@ -39,7 +39,7 @@ from keepstep.worker.backends.gloo.work import GlooWork
 
 FREED_S = 0.003
 """Within so much gloo frees what it does not forget, measured on 2 cores; what takes longer is freed a little later."""
-LOOK_S = 0.01
+POLL_INTERVAL_S = 0.01
 """Between two looks at gloo's threads. Longer than the 5 ms in which a thread that waits for Python's lock stirs."""
 
 PEEK_S = 0.001
@@ -147,7 +147,7 @@ class GlooCommunicator:
             return
         self._close_pairs(communicator)
         self._threads.have_rested()  # the first look
-        while not self._is_quiet_within(LOOK_S) and not self._threads.have_rested():
+        while not self._is_quiet_within(POLL_INTERVAL_S) and not self._threads.have_rested():
             pass
         for work in list(self._under_way):
             work.forget(CommunicatorAborted(f"group {self._name} was aborted"), communicator)

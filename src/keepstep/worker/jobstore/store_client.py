@@ -24,7 +24,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.link import Link
 
-LOOK_AGAIN_S = 0.05
+POLL_INTERVAL_S = 0.05
 """In a recovery no deadline of the script runs, and this long after it ended, it may be found to have passed."""
 
 
@@ -49,7 +49,7 @@ class Downtime:
         return self._total_s + (0.0 if since_s is None else now_s - since_s)
 
 
-class StoreLine:
+class StoreClient:
     """Has the operations of one worker carried out by the controller. Implements `default.Asking`."""
 
     def __init__(self, link: Link, coordination: Coordination) -> None:
@@ -122,7 +122,7 @@ class StoreLine:
                 left_s = timeout_s - (now_s - began_s) + self._downtime.until(now_s) - down_s
                 if left_s <= 0:
                     raise
-                left_s = max(left_s, LOOK_AGAIN_S)
+                left_s = max(left_s, POLL_INTERVAL_S)
 
     def _break_off(self) -> NoReturn:
         if self._coordination.phase is Phase.STARTING:

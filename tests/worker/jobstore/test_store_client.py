@@ -13,7 +13,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import WorkerState
 from keepstep.worker import coordination
 from keepstep.worker.coordination import StepInterrupted
-from keepstep.worker.jobstore.line import Downtime
+from keepstep.worker.jobstore.store_client import Downtime
 
 LONG = timedelta(seconds=60)
 IN_STEP = (StepEvent.STEP_ENTERED,)

@@ -1,7 +1,7 @@
-"""What carries messages between the agents of a job and its controller, whatever it is made of.
+"""The interface between agents and controller on one side, and what carries their messages on the other.
 
-Nothing is promised of a line but that what arrives is what was sent, in order, as long as one connection lasts: what
-must arrive is repeated by `keepstep.protocol.reliable_channel`.
+A connection promises one thing: as long as it lasts, what arrives is what was sent, in order. Messages that must
+arrive are repeated by `keepstep.protocol.reliable_channel`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ PATIENCE_S = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connected:
-    """A line is open, for the first time or again: what was sent before may have been lost."""
+    """The connection is open, for the first time or again: what was sent before may have been lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """Something has come from a node, by a line that is known to be that node's."""
+    """A message of a node, over a connection that is known to be that node's."""
 
     node: str
     message: AnyMessage | Connected
 
 
-class ControllerLine(Protocol):
-    """An agent's line to its controller."""
+class ControllerConnection(Protocol):
+    """An agent's connection to its controller."""
 
     def send(self, message: AnyMessage) -> None:
         """Sends a message, or loses it while there is no connection; never blocks."""
@@ -38,8 +38,8 @@ class ControllerLine(Protocol):
         """What comes next."""
 
 
-class NodeLines(Protocol):
-    """A controller's lines to the agents of all nodes."""
+class NodeConnections(Protocol):
+    """A controller's connections to the agents of all nodes."""
 
     def send(self, node: str, message: AnyMessage) -> None:
         """Sends a message, or loses it while there is no connection to the node; never blocks."""
