@@ -16,7 +16,7 @@
     ├── LoadError               a consumer's own code raised while it loaded new weights
     ├── ProtocolError           a message broke the rules
     │   ├── LocalProtocolError  ... and we were about to send it (a bug of ours)
-    │   └── RemoteProtocolError ... and somebody sent it to us
+    │   └── RemoteProtocolError ... and another process sent it to us
     │       ├── ChecksumMismatch    ... with other bytes than were sent
     │       ├── StaleGeneration     ... and its generation is over
     │       └── TokenRefused        ... and could not show that it may
@@ -96,7 +96,7 @@ class StaleGeneration(RemoteProtocolError):
 
 
 class TokenRefused(RemoteProtocolError):
-    """Whoever connected has no token, or one of another job, or one for something else."""
+    """The caller has no token, or one of another job, or one for another role."""
 
 
 class NothingToRecoverFrom(KeepstepError):

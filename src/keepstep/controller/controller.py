@@ -73,7 +73,7 @@ class Controller:
         self._waiting: asyncio.Timeout | None = None
         """For what comes next."""
         self._unsent: list[tuple[str, AnyMessage]] = []
-        # In other stages either a new generation has just begun, or nobody has met in this one yet.
+        # In other stages either a new generation has just begun, or no rank has met the others in this one yet.
         has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
         self._rendezvous = Rendezvous(forgotten=machine.job.generation if has_forgotten else 0)
         self._kept = kept or Kept()
@@ -114,7 +114,7 @@ class Controller:
         return ended
 
     async def _turn(self) -> None:
-        """Lives through whatever comes next: messages, or a deadline. What has come together is settled together."""
+        """Handles the next messages, or the next deadline. Messages that came together are handled together."""
         arrival = await self._next()
         if arrival is None:
             self.machine.tick(self._clock.now_s())
@@ -170,7 +170,7 @@ class Controller:
         except OSError:
             self._confirm()  # where another one serves the run by now, that is why
             raise
-        # Whoever waits in the rendezvous of a generation that is over is told so before the order that ended it.
+        # A rank that waits in the rendezvous of a generation that is over is told so before the order that ended it.
         self._answer(self._rendezvous.begin(self.job.generation))
         self._unsent += ((packet.node, packet) for packet in self.machine.packets(self._clock.now_s()))
         if self._unsent:

@@ -6,11 +6,11 @@ import gc
 
 
 def set_aside() -> None:
-    """Whatever is there from now on is not looked through any more, until this is called again.
+    """The collector no longer looks through the objects that exist now, until this is called again.
 
-    The connections and records of a job's nodes live as long as the job does. With 1,024 of them a full collection
-    takes a tenth of a second in which nobody is answered, and comes when it will: perhaps between the order to stop
-    and its acknowledgements. So whoever knows a quiet moment calls this then.
+    The connections and records of a job's nodes live as long as the job does. With 1,024 nodes a full collection takes
+    a tenth of a second, in which the controller answers no message, and it may come between the order to stop and its
+    acknowledgements. So the controller calls this at a quiet moment.
     """
     gc.unfreeze()
     gc.collect()

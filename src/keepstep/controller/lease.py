@@ -1,11 +1,11 @@
 """The lease of a run as a file in its folder, for controllers on all machines that see the folder.
 
 The lease is one empty file, and its name is all that it says (`keepstep.protocol.lease`): to replace it is to rename
-it. That is atomic also between the machines of a network file system, and fails where somebody else was first. What a
+it. That is atomic also between the machines of a network file system, and fails where another process was first. What a
 machine has cached of the folder can therefore make a controller late, but never let it take what was renewed meanwhile.
 
 Next to it lies a file of each controller that says who it is. It is locked for as long as the process lives, so on one
-machine nobody has to wait for the lease of a process that is gone.
+machine no controller has to wait for the lease of a process that is gone.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RunLease:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         return descriptor
 
-    # ---- while it is somebody else's ------------------------------------------------------------------------------
+    # ---- while another process holds it ------------------------------------------------------------------------------
 
     def take(self) -> bool:
         """One look: takes it if that is allowed. Whether this controller holds it now.
@@ -112,7 +112,7 @@ class RunLease:
 
     @property
     def is_served(self) -> bool:
-        """Whether somebody surely holds it: it was seen to change, or its holder lives on this machine."""
+        """Whether a process surely holds it: it was seen to change, or its holder lives on this machine."""
         seen = self._candidate.seen
         return self._candidate.num_changes > 0 or (seen is not None and self._is_here(seen.holder))
 
@@ -120,7 +120,7 @@ class RunLease:
         """Who holds it, and how long it has not changed."""
         seen = self._candidate.seen
         if seen is None or seen.is_free:
-            return "nobody"
+            return "no process"
         who = self._who(seen.holder) or "an unknown process"
         return f"{who} (lease unchanged for {self._candidate.unchanged_s(_now_s()):.1f} s)"
 
@@ -150,10 +150,10 @@ class RunLease:
                     print(f"keepstep: the run's lease cannot be renewed: {error}", file=sys.stderr, flush=True)
 
     def confirm(self) -> None:
-        """Returns if nobody else can serve the run at this moment.
+        """Returns if no other process can serve the run at this moment.
 
         Raises:
-            LeaseLost: somebody may.
+            LeaseLost: another one may.
         """
         assert self._holder is not None, "it is held"
         if self._holder.may_transmit(_now_s()):
@@ -177,7 +177,7 @@ class RunLease:
         holder.renewed(renewal)
 
     def close(self) -> None:
-        """Gives it back, if it is held; the process is nobody to it any more."""
+        """Gives it back, if it is held; this process has no claim to it any more."""
         holder, self._holder = self._holder, None
         with contextlib.suppress(OSError):
             if holder is not None:
@@ -196,7 +196,7 @@ class RunLease:
     # ---- the folder -------------------------------------------------------------------------------------------------
 
     def _look(self) -> Lease | None:
-        """The newest lease that is there. Opening a folder asks the server, whatever is cached."""
+        """The newest lease that is there. Opening a folder asks the server, past all caches."""
         try:
             found = [Lease.parse(name) for name in os.listdir(self._folder)]
         except OSError as error:
@@ -222,7 +222,7 @@ class RunLease:
             return None
 
     def _is_gone(self, holder: str) -> bool:
-        """Whether its process surely has ended. Of another machine's nobody knows."""
+        """Whether its process surely has ended. Of a process on another machine this is never sure."""
         return self._is_near(holder) and not self._is_locked(holder)
 
     def _is_here(self, holder: str) -> bool:

@@ -68,7 +68,7 @@ def exporting(run_dir: Path, exporter: SpanExporter | None = None) -> Iterator[C
     try:
         yield accompany
     finally:
-        # In a thread that may be left behind: an exporter that gets no answer takes longer than anybody wants to wait.
+        # In a thread that may be left behind: an exporter that gets no answer takes longer than a user wants to wait.
         sending = threading.Thread(target=spans_of.shutdown, name="keepstep-otel", daemon=True)
         sending.start()
         sending.join(FLUSH_S)
@@ -89,7 +89,7 @@ async def _follow(run_dir: Path, tracer: Tracer) -> None:
             run.close()
     except (KeepstepError, OSError) as error:
         _complain(str(error))
-    except Exception as error:  # whatever an exporter's hooks or the SDK raise, the job goes on without it
+    except Exception as error:  # an exporter's hooks and the SDK may raise anything; the job goes on without
         _complain(repr(error))
 
 

@@ -96,7 +96,7 @@ def _reach(address: str) -> None:
     try:
         socket.create_connection(split(endpoint_of("the Ray address", address)), REACH_S).close()
     except OSError as error:
-        raise ConfigurationError(f"the Ray address {address}: nobody is to be reached there ({error})") from error
+        raise ConfigurationError(f"the Ray address {address}: no Ray cluster answers there ({error})") from error
 
 
 # ---- on each node ---------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class NodeAgent:
         for key, _ in self._selector.select(LISTEN_S):
             if key.data is not None and key.data.read() == 0:
                 self._selector.unregister(key.fileobj)
-        # What has ended may have left somebody behind who still holds the pipes: their end is not waited for.
+        # A process that ended may have left a child behind that still holds the pipes: their end is not waited for.
         code = self._process.poll()
         stdout, stderr = (self._output[name].take(is_last=code is not None) for name in ("stdout", "stderr"))
         return stdout, stderr, code
@@ -250,7 +250,7 @@ async def _run(job: RayJob, host: Callable[[], HostedController]) -> int:
             return await _Job(job, group, host()).run(stopped)
         finally:
             with contextlib.suppress(RayError):  # what this driver has started ends with it in any case
-                remove_placement_group(group)  # and whatever is left in it
+                remove_placement_group(group)  # and what is left in it
 
 
 async def _is_placed(job: RayJob, group: PlacementGroup, stopped: StopSignal) -> bool:

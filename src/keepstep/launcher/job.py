@@ -49,7 +49,7 @@ class JobOptions:
 
 @dataclasses.dataclass
 class Job:
-    """A running job, for whoever accompanies it: the drill's injector and its progress display."""
+    """A running job, for the drill's injector and its progress display."""
 
     controller: Controller
     agent: Agent
@@ -93,7 +93,7 @@ def clear_up(options: JobOptions) -> None:
 
 
 def clear_up_folder(run_dir: Path) -> None:
-    """Removes a run folder that nobody has named, unless logs of its workers lie in it."""
+    """Removes a run folder that the user has not named, unless logs of its workers lie in it."""
     if not (run_dir / LOGS).exists():
         shutil.rmtree(run_dir, ignore_errors=True)
 

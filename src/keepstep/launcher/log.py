@@ -1,4 +1,4 @@
-"""What happens in a job as lines of JSON, one for each event, while it happens: for whoever collects logs."""
+"""What happens in a job as lines of JSON, one for each event, while it happens: for log collectors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class OneNode:
         self._channel = channel
 
     def send(self, node: str, message: AnyMessage) -> None:
-        """Queues a message; one for another node is for nobody."""
+        """Queues a message; one for another node is dropped."""
         if node == self._node:
             self._channel.send(message)
 
@@ -47,7 +47,7 @@ class OneNode:
         return None
 
     def refuse(self, node: str, why: str) -> None:
-        """There is nobody to refuse in one's own process: both ends are keepstep's.
+        """There is no connection to refuse in one's own process: both ends are keepstep's.
 
         Raises:
             InternalError: always.

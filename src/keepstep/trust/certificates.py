@@ -1,7 +1,8 @@
-"""A job's own certificate authority, derived from its secret, so that nobody has to carry one about.
+"""A job's own certificate authority, derived from its secret, so that no certificate has to be distributed.
 
-Whoever has the secret makes the same key, and with it a certificate of the authority; these differ in their dates, and
-each verifies what was signed with the key. An agent that has its token only is given the certificate beside it.
+Each process that has the secret makes the same key, and with it a certificate of the authority. These certificates
+differ in their dates, and each verifies what was signed with the key. An agent that has only its token is given the
+certificate beside it.
 Elliptic curve P-256 (FIPS 186-4), which every TLS library speaks.
 """
 
@@ -18,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from keepstep.trust.tokens import Secret
 
 CONTROLLER_NAME = "controller.keepstep"
-"""What the controller's certificate is made out to, whatever address it is reached at: there is one in each job."""
+"""What the controller's certificate is made out to, at every address: there is one in each job."""
 _AUTHORITY_NAME = "keepstep job"
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of P-256's group (SEC 2, section 2.4.2)."""

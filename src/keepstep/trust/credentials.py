@@ -11,14 +11,14 @@ from keepstep.trust.tokens import Claim, Secret, mint, name_in
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """A token, and the certificate (PEM) of the authority that vouches for the controller; None: nobody does."""
+    """A token, and the certificate (PEM) of the authority that vouches for the controller; None: no authority does."""
 
     token: str
     authority: bytes | None
 
     @classmethod
     def of(cls, secret: Secret, claim: Claim) -> Credentials:
-        """Those of somebody in the job that a secret belongs to."""
+        """Those of a member of the job that a secret belongs to."""
         return cls(mint(secret, claim), certificates.authority(secret))
 
     @classmethod

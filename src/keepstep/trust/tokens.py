@@ -1,8 +1,8 @@
-"""A job's secret, and the tokens that say who somebody is.
+"""A job's secret, and the tokens that say who a caller is.
 
-Whoever has the secret can make a token for any role and name, and check one; a token is good for its own role and name
-only. So an agent that was given no more than its token can speak for no node but its own. A token is
-``ks1.ROLE.NAME.MAC``, where the last is HMAC-SHA256 (RFC 2104) of the rest under the secret.
+A process that has the secret can make a token for any role and name, and check one. A token is good for its own role
+and name only, so an agent that was given just its token can speak for no other node. A token is
+``ks1.ROLE.NAME.MAC``, where the last part is HMAC-SHA256 (RFC 2104) of the rest under the secret.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _bare(text: str) -> bytes:
 
 
 def read_private(path: Path, what: str) -> str:
-    """What a file holds that nobody but its owner may read.
+    """The content of a file that only its owner may read.
 
     Raises:
         ConfigurationError: it cannot be read, or others can read it.
@@ -139,7 +139,7 @@ def read_private(path: Path, what: str) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a new file that nobody but its owner may read.
+    """Writes a new file that only its owner may read.
 
     Raises:
         OSError: it cannot be written, or is there already.

@@ -47,7 +47,7 @@ class Published:
 
     Attributes:
         version: the version, committed on every device.
-        failures: consumers here that did not get it, as errors that name them; everybody else uses it now.
+        failures: consumers here that did not get it, as errors that name them; all others use it now.
         spans: when this device's stages were busy.
     """
 
@@ -85,7 +85,7 @@ class Publisher:
         copies: publish copies in host memory, so that the weights may change meanwhile, and consumers that come
             late get what was published last. The copies take as much memory as this device's weights.
         buffers: how large, and where.
-        deadline_s: how long anybody may show nothing before it is taken for lost.
+        deadline_s: how long a device or consumer may show nothing before it is taken for lost.
 
         Raises:
             ConfigurationError: an argument cannot work, or the buffers do not fit into memory.

@@ -340,14 +340,14 @@ class Subscriber:
         return attach_buffer(began.lent, connection)
 
     def _end_update(self) -> None:
-        """The update is over, whatever came of it."""
+        """The update is over, committed or not."""
         update, self._update = self._update, None
         if update is not None and update.buffer is not self._ipc:
             self._layout = None
             update.buffer.close()
 
     def _is_free(self) -> bool:
-        """Waits until nobody uses the weights; newcomers wait meanwhile. Called with ``_changed`` held."""
+        """Waits until the weights are not in use; new users wait meanwhile. Called with ``_changed`` held."""
         self._is_switching = True
         is_free = self._changed.wait_for(lambda: not self._num_users, self._deadline_s)
         self._is_switching = False
@@ -402,7 +402,7 @@ class Subscriber:
             self._state.commit(update.version)
             self.last_error = None
             self._changed.notify_all()
-        with contextlib.suppress(PublisherLost):  # the version is here, whoever wanted to know
+        with contextlib.suppress(PublisherLost):  # the version is here, even if the publisher is gone
             self._tell(connection, msg.VersionTaken(update.number))
 
     def _fail(self, reason: str) -> None:

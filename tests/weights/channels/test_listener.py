@@ -151,7 +151,7 @@ def test_a_folder_others_may_write_in_is_refused(tmp_path: Path, mode: int) -> N
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(ConfigurationError, match=r"must belong to this user, and nobody else may write in it"):
+    with pytest.raises(ConfigurationError, match=r"must belong to this user, and no other user may write in it"):
         make_private(folder)
 
 

@@ -1,1 +1,1 @@
-"""A job on several nodes: each an agent, and one of them, or somebody else, the controller."""
+"""A job on several nodes: each an agent, and one of them, or another machine, the controller."""

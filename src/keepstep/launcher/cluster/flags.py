@@ -1,4 +1,4 @@
-"""The flags of a job on several nodes, and what comes of them: where somebody listens, and how much room there is.
+"""The flags of a job on several nodes, and what comes of them: the controller's address, and the number of nodes.
 
 Nothing here imports torch, for a controller has no use for it and is to be back quickly; nor what certificates take,
 for `keepstep run` on one node has these flags too.
@@ -80,7 +80,7 @@ class Shape:
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of whoever serves as one of several nodes."""
+    """Flags of a process that serves as one of several nodes."""
     own = parser.add_argument_group("keepstep on several nodes")
     own.add_argument("--node-name", help="what no other node is called (default: the host's name, and --node-rank)")
     own.add_argument("--domain", default="", help="what fails together with this node: a rack, a switch")
@@ -110,7 +110,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_controller_flags(parser: argparse._ActionsContainer) -> None:
-    """Flags of whoever runs a controller, itself or as a child."""
+    """Flags of a process that runs a controller, itself or as a child."""
     parser.add_argument(
         "--lease", type=float, default=LEASE_S, metavar="SECONDS",
         help="a node not heard of for so long is given up (default: %(default)s)",
@@ -255,7 +255,7 @@ def split(endpoint: str) -> tuple[str, int]:
 
 
 def owns(endpoint: str) -> bool:
-    """Whether the endpoint is an address of this machine that nobody serves yet."""
+    """Whether the endpoint is an address of this machine where no process listens yet."""
     host, port = split(endpoint)
     for family, kind, _, _, address in _resolved(host, port):
         with socket.socket(family, kind) as probe:

@@ -27,7 +27,7 @@ END_DEADLINE_S = 20.0
 
 
 class HostedController:
-    """A controller that lives as long as its job, whatever becomes of its process."""
+    """A controller that lives as long as its job: when its process dies, another one is started."""
 
     def __init__(self, command: tuple[str, ...], run_dir: Path, secret: str) -> None:
         """Args:
@@ -57,7 +57,7 @@ class HostedController:
                 raise ConfigurationError("the controller of the job did not come up")
             if self._is_ending or self._has_ended():
                 return code
-            is_own = code != -signal.SIGKILL  # whoever kills it from outside says nothing of how it will fare
+            is_own = code != -signal.SIGKILL  # a kill from outside says nothing of how the next one will fare
             num_quick = num_quick + 1 if is_own and time.monotonic() < started_s + QUICK_S else 0
             if num_quick > MAX_QUICK_DEATHS:
                 raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")

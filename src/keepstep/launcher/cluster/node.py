@@ -177,7 +177,7 @@ class _Part:
         return signals.ended() or self._agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
     async def end(self) -> None:
-        """Whatever still runs is ended."""
+        """Ends what still runs."""
         await self._agent.stop()
         if self._hosted is not None:
             await self._hosted.end()

@@ -1,6 +1,6 @@
 """A controller as a program of its own: it serves the agents of a job over the network, and may die and come back.
 
-Whoever serves a run holds its lease, so there is one at a time, and another one can take its place.
+The controller that serves a run holds its lease, so there is one at a time, and another one can take its place.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | N
     """Returns when the lease is this controller's, or how a signal has ended it before.
 
     Raises:
-        ConfigurationError: somebody else serves the run, and this one was not started to wait; or it never could.
+        ConfigurationError: another controller serves the run, and this one was not started to wait; or it never could.
     """
     is_told = False
     with stop_signal() as stopped:
@@ -193,14 +193,14 @@ async def _serve(
 
 
 def _confirmed(entries: list[JournalEntry], lease: RunLease) -> Iterator[JournalEntry]:
-    """A long journal takes long to live through, and nobody shall take that for the end of this controller."""
+    """A long journal takes long to live through, and no standby may take that for the end of this controller."""
     for entry in entries:
         lease.confirm()
         yield entry
 
 
 async def _until_ended(controller: Controller, lease: RunLease) -> None:
-    """Runs the controller until its job has ended, by itself or by a signal, or somebody else serves it."""
+    """Runs the controller until its job has ended, by itself or by a signal, or another controller serves it."""
     with end_signals() as signals:
         deciding = asyncio.create_task(controller.run())
         keeping = asyncio.create_task(lease.keep())
@@ -250,14 +250,14 @@ def _node_of(secret: Secret, token: str) -> str:
 
 
 class Refusals:
-    """Tells who was sent away, but not more often than anybody could read."""
+    """Tells who was sent away, at most as often as a person can read."""
 
     def __init__(self) -> None:
         self._since_s = -math.inf
         self._num = 0
 
     def tell(self, address: str, why: str) -> None:
-        """Somebody was sent away."""
+        """A connection was refused."""
         now_s = time.monotonic()
         if now_s >= self._since_s + REFUSALS_S:
             if self._num > MAX_REFUSALS:

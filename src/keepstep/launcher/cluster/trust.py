@@ -14,7 +14,7 @@ from keepstep.trust.tokens import Claim, Role, Secret, read_private
 
 HOW_TO_SHARE = (
     f"make a secret once with 'keepstep token --new', give it to every node as {config.SECRET_VARIABLE} or as a file "
-    "with --secret-file, and to nobody else"
+    "with --secret-file, and keep it from all others"
 )
 
 

@@ -24,7 +24,7 @@ CONNECT_S = 5.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 0.5
 """Between two attempts: doubled at each, with up to as much again at random, so that not all agents come at once."""
 MAX_UNSENT_BYTES = 64 << 20
-"""While a connection stands still no more is kept than this; whatever is lost is said again on the next one."""
+"""While a connection stands still no more is kept than this; what is lost is sent again on the next one."""
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 

@@ -29,7 +29,7 @@ INNER = "unix-abstract:"
 Admit = Callable[[str], str]
 """The node that the bearer of a token speaks for; raises `TokenRefused`."""
 OnRefused = Callable[[str, str], None]
-"""Told of whoever was sent away: its address, and why."""
+"""Told of each refused connection: its address, and why."""
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -55,7 +55,7 @@ class RpcNodeLines:
     def __init__(self, admit: Admit, on_refused: OnRefused, term: int = 0) -> None:
         """Args:
         admit: says who may speak.
-        on_refused: told of whoever was sent away.
+        on_refused: told of each refused connection.
         term: of this controller's lease.
         """
         self._admit = admit
@@ -72,7 +72,7 @@ class RpcNodeLines:
         Args:
             host: the address, of one interface.
             port: 0 for any free one.
-            tls: key and certificate; None: whatever is said can be read by whoever is on the way.
+            tls: key and certificate; None: every machine on the way can read what is said.
 
         Raises:
             ConfigurationError: the address cannot be had.

@@ -170,7 +170,7 @@ class Connection:
         return any(event & (select.POLLHUP | select.POLLERR) for event in _poll([(self, 0)], 0.0).values())
 
     def hang_up(self) -> None:
-        """Ends the connection for whoever waits on it, here and there; for threads that do not own it."""
+        """Ends the connection for all threads that wait on it, at both ends; for threads that do not own it."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

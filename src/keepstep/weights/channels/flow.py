@@ -1,4 +1,4 @@
-"""Credits between two stages: a slot is written again only when everybody who reads it has let it go.
+"""Credits between two stages: a slot is written again only when all its readers have let it go.
 
 Nothing is synchronised per bucket: a writer waits for the readers of one slot, a reader for its next bucket.
 """
@@ -20,7 +20,7 @@ from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
 
 class Stalled(PeerLost):
-    """Whoever was waited for showed nothing within the deadline."""
+    """The awaited process showed nothing within the deadline."""
 
 
 Lose = Callable[[int, PeerLost | RemoteProtocolError], None]
@@ -75,11 +75,11 @@ class Outlet:
                 self.leave_out(key, error)
 
     def wait_until_free(self, slot: int) -> None:
-        """Waits until nobody reads the slot. Raises Cancelled by the stop."""
+        """Waits until the slot has no reader. Raises Cancelled by the stop."""
         self.wait_while(lambda: self._held[slot])
 
     def wait_until_all_free(self) -> None:
-        """Waits until nobody reads any slot. Raises Cancelled by the stop."""
+        """Waits until no slot has a reader. Raises Cancelled by the stop."""
         self.wait_while(lambda: set[int]().union(*self._held))
 
     def wait_while(self, pending: Callable[[], set[int]]) -> None:

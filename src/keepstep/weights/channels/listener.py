@@ -47,12 +47,12 @@ def make_private(folder: Path) -> None:
     """Makes the folder, for this user alone.
 
     Raises:
-        ConfigurationError: it belongs to somebody else, or others may write in it.
+        ConfigurationError: it belongs to another user, or others may write in it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ConfigurationError(f"{folder} must belong to this user, and nobody else may write in it (chmod 700)")
+        raise ConfigurationError(f"{folder} must belong to this user, and no other user may write in it (chmod 700)")
 
 
 class Listener:

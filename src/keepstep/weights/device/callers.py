@@ -24,7 +24,7 @@ class Callers(Generic[Introduction]):
         """Set when one was added."""
         self._present: dict[int, tuple[Introduction, Connection]] = {}
         self._replaced: list[Connection] = []
-        """Whoever waits on them has been woken."""
+        """The threads that wait on them have been woken."""
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -37,7 +37,7 @@ class Callers(Generic[Introduction]):
             welcome: answers it. Once it knows it is here, and it is told nothing else before.
 
         Raises:
-            PeerLost: from ``welcome``, or because nobody is let in any more; the connection is not here then.
+            PeerLost: from ``welcome``, or because no caller is let in any more; the connection is not here then.
         """
         with self._lock:
             if self._is_closed:
@@ -70,7 +70,7 @@ class Callers(Generic[Introduction]):
             return True
 
     def close(self) -> None:
-        """Closes all of them; nobody is let in any more."""
+        """Closes all of them; no caller is let in any more."""
         with self._lock:
             self._is_closed = True
         for rank, connection in self.connections().items():

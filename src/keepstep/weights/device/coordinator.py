@@ -16,7 +16,7 @@ from keepstep.weights.device.callers import Callers
 class Coordinator:
     """Collects the offers and reports of all devices, and tells each verdict to those that take part.
 
-    It also says that it is there, so that nobody takes a long update for a lost coordinator.
+    It also says that it is there, so that no device takes a long update for a lost coordinator.
     """
 
     def __init__(self, terms: Terms, offers: Callers[UpdateOffered], sign_s: float, former: Agreement | None) -> None:

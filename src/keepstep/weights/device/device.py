@@ -99,7 +99,7 @@ class Device:
         self._door_path = listener_path(settings.folder, settings.rank)
 
     def open(self) -> None:
-        """From now on others find it; whoever is told of them must be ready."""
+        """From now on others find it; the callbacks that are told of them must be ready."""
         self._listener = Listener(self._door_path, self._answer)
 
     @property
@@ -135,7 +135,7 @@ class Device:
             self._welcome(connection, message)
         except PeerLost:
             connection.close()
-        except BaseException:  # whoever it was does not wait for an answer that does not come
+        except BaseException:  # the caller must not wait for an answer that does not come
             connection.close()
             raise
 
@@ -184,6 +184,6 @@ class Device:
         return None
 
     def welcome_to(self, buffer: Buffer, connection: Connection, until_s: float) -> None:
-        """Answers whoever has called to read in a buffer. Raises PeerLost if it is gone."""
+        """Answers a caller that wants to read in a buffer. Raises PeerLost if it is gone."""
         place, descriptors = buffer.share()
         connection.send(msg.Welcomed(self.settings.rank, self.generation, place), until_s, descriptors)

@@ -1,4 +1,4 @@
-"""Serving a consumer that came late, from what was published last, while nobody else notices.
+"""Serving a consumer that came late, from what was published last; the others do not notice.
 
 The device to which it is attached asks every device that the plan makes a source, itself among them. The same stages
 move the buckets, over connections and buffers of their own. It needs copies of the weights: live ones have gone on.
@@ -102,7 +102,7 @@ class LateSubscribers:
             with self._turn:
                 self._bring_now(device, attached, kept, connections)
         except Cancelled:
-            attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "nobody", "a newer version is about to come"))
+            attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "no process", "a newer version is about to come"))
         except ConfigurationError as error:
             attached.tell(msg.UpdateAborted(0, TransferFault.LAYOUT, attached.name, str(error)))
         except CannotGoOn as error:
@@ -162,7 +162,7 @@ class LateSubscribers:
             with self._turn_to_serve:
                 self._serve_now(device, connection, called, kept)
         except (PeerLost, CannotGoOn, Cancelled):
-            pass  # whoever asked sees the end of the connection
+            pass  # the process that asked sees the end of the connection
         finally:
             connection.close()
             if kept is not None:

@@ -26,7 +26,7 @@ class SourceConnections:
         """Opens what is missing.
 
         Raises:
-            ConnectionStalled: somebody's listener stays closed.
+            ConnectionStalled: a device's listener stays closed.
             StaleGeneration: ``generation`` is over.
             Cancelled: by ``stop``.
         """

@@ -97,11 +97,11 @@ class Announcing(Protocol):
         ...
 
     def wait_until_free(self, slot: int) -> None:
-        """Waits until nobody reads the slot."""
+        """Waits until the slot has no reader."""
         ...
 
     def wait_until_all_free(self) -> None:
-        """Waits until nobody reads any slot."""
+        """Waits until no slot has a reader."""
         ...
 
 
@@ -222,7 +222,7 @@ class ReceiveStage:
 
         Args:
             version: its number.
-            stop: ends the wait; whoever has not switched by then does so when it can.
+            stop: ends the wait; a consumer that has not switched by then does so when it can.
         """
         patience_s = self._deadline_s + SWITCH_PATIENCE_S
         connections = {reader: self._consumers[reader].connection for reader in self._loaded & self._outlet.readers}

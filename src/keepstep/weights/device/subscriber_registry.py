@@ -49,7 +49,7 @@ class SubscriberRegistry:
         self._changed = threading.Condition()
         self._present: dict[str, Attached] = {}
         self._replaced: list[Attached] = []
-        """Whoever waits on their connections has been woken; they are closed by the thread that uses them."""
+        """The threads that wait on their connections have been woken; each closes its own connection."""
 
     def add(self, attached: Attached, welcome: Callable[[], None]) -> None:
         """A consumer has come; one of the same name that was there is replaced.
@@ -70,7 +70,7 @@ class SubscriberRegistry:
             self._changed.notify_all()
 
     def present(self) -> list[Attached]:
-        """Those who are there now; whoever has gone is forgotten."""
+        """The consumers that are there now; those that have gone are forgotten."""
         with self._changed:
             return self._forget_gone()
 
@@ -90,7 +90,7 @@ class SubscriberRegistry:
         return list(self._present.values())
 
     def close(self) -> None:
-        """Sends everybody away."""
+        """Ends all connections."""
         with self._changed:
             present, self._present = self._forget_gone(), {}
         for each in present:

@@ -94,7 +94,7 @@ class WeightUpdate:
         thread.start()
         try:
             yield
-        except BaseException as error:  # whatever it was, the others do not wait for it
+        except BaseException as error:  # of any kind: the other devices must not wait
             notice = self._notice_of(error)
             coordinator.break_off(notice.culprit, notice.reason)
             raise
@@ -155,7 +155,7 @@ class WeightUpdate:
         stages = Stages(sending, receiving, stop)
         try:
             self._follow(listener, agreed.update, stages, list(consumers.values()))
-        except BaseException as error:  # whatever it was, the consumers do not wait for what does not come
+        except BaseException as error:  # of any kind: the consumers must not wait for what does not come
             for each in consumers.values():
                 each.tell(self._notice_of(error))
             raise

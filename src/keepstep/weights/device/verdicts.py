@@ -15,9 +15,9 @@ COORDINATOR = 0
 """The rank that coordinates updates."""
 COORDINATOR_PATIENCE_S = 0.65
 """Beyond a consumer's deadline, for a device that shows no movement: more than devices have for each other, so that
-whoever waits for the culprit itself has told it before."""
+the process that waits for the culprit itself has told it before."""
 DEVICE_PATIENCE_S = 0.8
-"""Beyond a consumer's deadline, for a coordinator that says nothing: it may be waiting for somebody itself."""
+"""Beyond a consumer's deadline, for a coordinator that says nothing: it may be waiting for another process itself."""
 VERDICT_S = 0.2
 """For the coordinator to say who is to blame for a stall."""
 _ERRORS: dict[TransferFault, type[KeepstepError]] = {
@@ -33,7 +33,7 @@ def error_of(notice: UpdateAborted, what: str) -> KeepstepError:
 
 
 class UpdateFailed(Exception):
-    """The update did not come about; ``notice`` is what everybody here is told."""
+    """The update did not come about; ``notice`` is what all consumers here are told."""
 
     def __init__(self, fault: TransferFault, culprit: str, reason: str) -> None:
         super().__init__(f"{culprit}: {reason}")

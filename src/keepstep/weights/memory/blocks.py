@@ -81,7 +81,7 @@ class NamedBlock:
 
 
 def named_blocks(weights: Weights) -> list[NamedBlock]:
-    """The entries of some weights in their order, each tensor once, whatever number of names it has.
+    """The entries of some weights in their order, each tensor once, under all its names.
 
     Raises:
         ConfigurationError: something there is no dense tensor, or a DTensor whose place is not one block; or a name

@@ -30,11 +30,11 @@ from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x0010) | fcntl.F_SEAL_SEAL
 MAX_SLOTS = 64
-"""More than anybody uses; what claims more is refused before memory is mapped for it."""
+"""More than any transfer uses; what claims more is refused before memory is mapped for it."""
 
 
 class Buffer(Protocol):
-    """What a stage writes and the next one reads: slots of the same size, in memory of whatever kind."""
+    """What a stage writes and the next one reads: slots of the same size, in memory of any kind."""
 
     num_slots: int
     slot_bytes: int
@@ -142,7 +142,7 @@ class SlotBuffer:
         """Gives the memory back. No view may be used any more. Any number of times."""
         self._close()
         self.descriptor = -1
-        with suppress(BufferError):  # somebody still holds the memory object; it goes with the last of them
+        with suppress(BufferError):  # another object still holds the memory; it goes with the last of them
             self._map.close()
 
 

@@ -23,7 +23,7 @@ def copy_bytes(to: int, source: int, num_bytes: int) -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill one run of memory, in whatever order of dimensions."""
+    """Whether the tensor's elements fill one run of memory, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
     expected = 1

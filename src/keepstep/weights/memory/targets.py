@@ -93,7 +93,7 @@ class TensorTarget:
     def commit(self) -> None:
         """See `Target`. The user's tensors stay the objects they are.
 
-        Those of a module look at other memory. Of other tensors nobody knows who else looks at their memory (a
+        Those of a module look at other memory. Of other tensors it is not known who else looks at their memory (a
         ``state_dict()`` is made of such), so theirs is written.
         """
         if self._exchanges:

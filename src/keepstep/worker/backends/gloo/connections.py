@@ -1,6 +1,6 @@
 """The TCP connections of one communicator, so that they can be broken from another thread.
 
-`abort` and `shutdown` of a gloo group do not free a collective that is already waiting: with a stopped peer everybody
+`abort` and `shutdown` of a gloo group do not free a collective that is already waiting: with a stopped peer all ranks
 would wait for the timeout. `shutdown(2)` on the group's connections frees all of them within milliseconds.
 """
 
