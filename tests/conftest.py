@@ -2,12 +2,16 @@
 
 import os
 import secrets
+from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 SEED_VARIABLE = "KEEPSTEP_TEST_SEED"
 SEED = pytest.StashKey[int]()
+SECONDS = Counter[str]()
+"""How long each test took, by its id."""
 
 # No deadline: time is measured in benchmarks/, never asserted in a test.
 hypothesis.settings.register_profile("keepstep", deadline=None)
@@ -17,6 +21,7 @@ hypothesis.settings.load_profile("keepstep")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Expected stories are files, and reviewed like code."""
     parser.addoption("--regenerate", action="store_true", help="write the stories of tests/scenarios anew")
+    parser.addoption("--record-durations", metavar="FILE", help="write how long each test took, slowest first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,6 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Show the seed at the top, so that any run can be repeated."""
     return f"keepstep seed: {config.stash[SEED]} (repeat with {SEED_VARIABLE}={config.stash[SEED]})"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the setup, call and teardown of each test."""
+    SECONDS[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Record the durations where that was asked for."""
+    path = session.config.getoption("--record-durations")
+    if path and not hasattr(session.config, "workerinput"):  # with xdist, the process that hears of all tests
+        slowest_first = sorted(SECONDS.items(), key=lambda item: -item[1])
+        Path(path).write_text("".join(f"{seconds:.2f} {test}\n" for test, seconds in slowest_first))
 
 
 @pytest.fixture

@@ -200,11 +200,18 @@ class SurvivingGroup(dist.ProcessGroup):
         ranks: list[int],
         *,
         timeout: timedelta,
+        backend: object = None,
         pg_options: object = None,
         group_name: str = "",
         group_desc: str | None = None,
     ) -> SurvivingGroup | None:
         """`torch.distributed.new_group` calls this on the world group for any backend: the new group survives, too.
+
+        Args:
+            ranks: its members.
+            timeout: of its collectives.
+            backend: from torch 2.15 on, the one that was asked for; it makes no difference, as the options do not.
+            pg_options, group_name, group_desc: as torch gives them.
 
         Returns:
             the group; None where this rank is not in it.

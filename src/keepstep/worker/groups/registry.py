@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world as torch_world
 
 from keepstep.errors import InternalError, PeerLost
@@ -74,6 +75,7 @@ class GroupRegistry:
         _leave_out_of_compilation()
         if not hasattr(dist.Backend, BACKEND.upper()):
             dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
+            _leave_out_of_flight_recorder()
         self._default_store = store or HashStore()
         dist.init_process_group(BACKEND, store=self._default_store, rank=rank, world_size=world_size)
         self.world.await_rank = await_rank
@@ -165,3 +167,11 @@ def _leave_out_of_compilation() -> None:
 
     for name in UNTRACED:
         trace_rules.add(name)
+
+
+def _leave_out_of_flight_recorder() -> None:
+    """From torch 2.15 on, torch's flight recorder hooks every group that does not record by itself.
+
+    The hook looks for a backend in C++, which a group in Python has not, and raises.
+    """
+    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
