@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-upstream soak fuzz bench bench-weights lint clean
+.PHONY: help demo test test-full test-upstream soak fuzz bench bench-weights docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ bench: $(STAMP) ## measure how long a recovery takes on this machine
 bench-weights: $(STAMP) ## measure publishing weights and restoring a rank, next to floors of this machine and other ways
 	$(BIN)/python benchmarks/weights.py --failures
 	$(BIN)/python benchmarks/restore.py
+
+docs: $(STAMP) ## the site of docs/, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(STAMP) ## the checks without the tests
 	$(BIN)/ruff check .

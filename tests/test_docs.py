@@ -274,6 +274,21 @@ def test_links_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """Strictly: a link to a page or heading that is not there, or a name of the API page, ends the build."""
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Joins the job" in (tmp_path / "site/api/index.html").read_text("utf-8")
+
+
 def test_own_flags_are_all_described() -> None:
     parser = flags.make_parser("keepstep run")
     (own,) = [group for group in parser._action_groups if group.title == "keepstep"]

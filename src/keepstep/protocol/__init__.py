@@ -30,8 +30,8 @@ machine               decides                                driven by
 
 1. Carry out the effects of ``take()`` in their order, then send ``packets()``.
 2. Report the end of each process it started with ``exited``, exactly once, after the last report of that process.
-3. Report what the tag pages show with ``observe``, several times a second. An agent that did not look for more than half
-   a second blames no worker for that time.
+3. Report what the tag pages show with ``observe``, several times a second. An agent that did not look for more than
+   half a second blames no worker for that time.
 
 **Duties of a worker.**
 
