@@ -164,7 +164,8 @@ def test_pictures_and_report_are_linked(page: Page, ended: str) -> None:
     expect(caught.value.locator("svg")).to_be_visible()
     with page.context.expect_page() as caught:
         page.get_by_role("link", name="Report").click()
-    expect(caught.value.locator("body")).to_contain_text("keepstep")
+    row(caught.value, 1).wait_for()
+    expect(caught.value.locator("#story-recoveries li").first).to_contain_text("Training went on from step")
 
 
 def test_who_has_no_token_is_told_what_to_do(page: Page, ended: str) -> None:

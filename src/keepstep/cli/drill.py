@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.cli.dashboard import showing
+from keepstep.dashboard.report import html_report
 from keepstep.drill import display
 from keepstep.drill.drill import Drill, is_good, run_drill
 from keepstep.drill.faults import default_faults, parse
 from keepstep.drill.workdir import check_patterns
 from keepstep.launcher.flags import job_options, make_parser, parse_flags
 from keepstep.launcher.recording import make_folder
-from keepstep.trace.pictures.page import html_report
 from keepstep.trace.targets import check_target, write_whole
 from keepstep.trace.timeline.describe import as_json
 from keepstep.trace.timeline.run import opened

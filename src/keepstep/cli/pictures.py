@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from keepstep.dashboard.report import html_report
 from keepstep.errors import ConfigurationError
 from keepstep.trace.pictures.chrome import write_trace
-from keepstep.trace.pictures.page import html_report
 from keepstep.trace.pictures.recovery import draw_recovery
 from keepstep.trace.targets import check_target, replacing, write_whole
 from keepstep.trace.timeline.run import opened

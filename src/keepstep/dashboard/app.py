@@ -26,18 +26,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepstep.dashboard import wire
 from keepstep.dashboard.live import Live
 from keepstep.dashboard.metrics import RunCollector
-from keepstep.trace.pictures.page import html_report
+from keepstep.dashboard.report import STATIC, html_report, security_policy
 from keepstep.trace.pictures.recovery import draw_recovery
 from keepstep.trace.timeline.run import Run, opened
 
-STATIC = Path(__file__).with_name("static")
 MAX_CHANGES = 200_000
 """Phase changes in one answer; 4 MB of JSON."""
 SEND_DEADLINE_S = 15.0
 """A page that takes nothing for so long is cut off."""
 OWN_ONLY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 STYLED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""For a picture or a report: a style sheet of its own, and no script at all."""
+"""For a picture: a style sheet of its own, and no script at all."""
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -129,7 +128,7 @@ class Dashboard:
 
     async def _report(self, _request: Request) -> Response:
         report = await self._apart(self._run(), html_report)
-        return Response(report, media_type="text/html", headers={"content-security-policy": STYLED})
+        return Response(report, media_type="text/html", headers={"content-security-policy": security_policy()})
 
     async def _apart(self, run: Run, make: Callable[[Run], Any]) -> Any:
         def read_and_make() -> Any:

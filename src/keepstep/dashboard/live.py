@@ -159,17 +159,8 @@ class Live:
             recent = recent[recent["at_ns"] >= run.history.end_ns - SNAPSHOT_NS]
             begin_ns = int(recent["at_ns"][0]) if len(recent) else run.info.started_ns
             recent = run.history.window(begin_ns, run.history.end_ns + 1)
-            whole = {
-                "run": wire.describe_run(run),
-                "now": wire.micros(run, run.now_s),
-                "job": wire.describe_job(run),
-                "workers": wire.describe_workers(run),
-                "recoveries": [wire.describe_scene(run, scene) for scene in run.scenes],
-                "stragglers": wire.describe_stragglers(run.stragglers.found()),
-                "events": [wire.describe_event(run, event) for event in run.events[-wire.MAX_EVENTS :]],
-                "phases": wire.describe_phases(run, recent),
-                "phases_from": wire.micros(run, begin_ns / 1e9),
-            }
+            whole = wire.describe_state(run, run.events[-wire.MAX_EVENTS :])
+            whole |= {"phases": wire.describe_phases(run, recent), "phases_from": wire.micros(run, begin_ns / 1e9)}
             self._snapshot = _event("snapshot", whole)
         return self._snapshot
 

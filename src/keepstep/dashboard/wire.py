@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,7 @@ def describe_scene(run: Run, scene: Scene) -> dict[str, Any]:
         "steps_recomputed": record.steps_recomputed,
         "actions": {str(rank): action for rank, action in record.actions.items()},
         "received_bytes": record.received_bytes,
+        "sources": sorted({rank for transfer in scene.transfers for rank in transfer.sources}),
         "milliseconds": record.milliseconds(),
         "first_step_ms": None if record.first_step_s is None else round(record.first_step_s * 1000, 3),
         "failures": failures,
@@ -152,6 +154,24 @@ def describe_stragglers(stragglers: list[Straggler]) -> list[dict[str, Any]]:
         }
         for each in stragglers
     ]
+
+
+def describe_state(run: Run, events: Sequence[ControlEvent]) -> dict[str, Any]:
+    """All that a page shows when it opens, except for the phases.
+
+    Args:
+        run: after its `Run.poll`.
+        events: those that the page lists, oldest first.
+    """
+    return {
+        "run": describe_run(run),
+        "now": micros(run, run.now_s),
+        "job": describe_job(run),
+        "workers": describe_workers(run),
+        "recoveries": [describe_scene(run, scene) for scene in run.scenes],
+        "stragglers": describe_stragglers(run.stragglers.found()),
+        "events": [describe_event(run, event) for event in events],
+    }
 
 
 def describe_event(run: Run, event: ControlEvent) -> dict[str, Any]:

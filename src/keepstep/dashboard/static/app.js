@@ -3,13 +3,14 @@
 import { Overview, Tooltip, View, hitTest, listenToTimeline } from "./gestures.js";
 import { Lanes } from "./lanes.js";
 import { Model } from "./model.js";
-import { Panels } from "./panels.js";
+import { $, Panels } from "./panels.js";
+import { source } from "./source.js";
+import { tellStory } from "./story.js";
 import { Timeline } from "./timeline.js";
 
 const SILENT_AFTER = 3000; // milliseconds without any news: the server sends some every second
 const RECONNECT_AFTER = 10000;
 const RETRY = [300, 1000, 2000, 4000];
-const $ = (id) => document.getElementById(id);
 
 /** The connection to the server. It comes back by itself, and what is known stays on the page meanwhile. */
 class Feed {
@@ -24,42 +25,45 @@ class Feed {
       isAsking: false,
     });
     this.connect();
+    if (!source.isLive) return;
     setInterval(() => this.watch(), 500);
     setInterval(() => this.askOverview(), 2000);
   }
 
   connect() {
-    this.source?.close();
     this.heard = performance.now();
-    this.source = new EventSource("api/stream");
-    this.source.addEventListener("snapshot", (event) => {
-      if (this.model.snapshot(this.parse(event))) this.onNewRun();
-      this.askOverview();
+    source.listen({
+      snapshot: (message) => {
+        this.hear(message);
+        if (this.model.snapshot(message)) this.onNewRun();
+        this.askOverview();
+      },
+      update: (message) => {
+        this.hear(message);
+        this.model.update(message);
+      },
+      error: () => this.lose(),
     });
-    this.source.addEventListener("update", (event) => this.model.update(this.parse(event)));
-    this.source.addEventListener("error", () => this.lose());
   }
 
-  parse(event) {
-    const message = JSON.parse(event.data);
+  hear(message) {
     const offset = message.now - performance.now() * 1000;
     // Messages come a little sooner or later. The clock on the page follows their average, so that it does not stutter.
     const isFar = this.state !== "live" || Math.abs(offset - this.offset) > 1e6;
     this.offset = isFar ? offset : this.offset + (offset - this.offset) * 0.1;
     this.heard = performance.now();
     this.tries = 0;
-    this.state = "live";
-    return message;
+    this.state = source.isLive ? "live" : "report";
   }
 
   async lose() {
-    this.source.close();
+    source.close();
     if (this.state !== "denied") this.state = this.model.run ? "reconnecting" : "connecting";
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.connect(), RETRY[Math.min(this.tries++, RETRY.length - 1)]);
     // EventSource does not tell why it failed; another request does.
-    const answer = await fetch("api/overview").catch(() => null);
-    if (answer?.status === 401) this.state = "denied";
+    const { status } = await source.overview();
+    if (status === 401) this.state = "denied";
     else if (this.state === "denied") this.state = "reconnecting";
   }
 
@@ -80,6 +84,7 @@ class Feed {
   now() {
     const { ended } = this.model.run ?? {};
     if (ended) return ended.at;
+    if (!source.isLive) return this.model.now;
     // Without contact time stands still: nobody knows how long the last phases took.
     const most = this.model.now + (this.state === "live" ? 1e6 : 0);
     const ahead = Math.min(most, performance.now() * 1000 + this.offset);
@@ -89,8 +94,8 @@ class Feed {
 
   async askOverview() {
     if (document.hidden || !this.model.run) return;
-    const answer = await fetch("api/overview").catch(() => null);
-    if (answer?.ok) this.model.overview = await answer.json();
+    const { data } = await source.overview();
+    if (data) this.model.overview = data;
   }
 
   /** Asks for phases of older time, one request at a time. */
@@ -101,18 +106,28 @@ class Feed {
     const most = this.model.mostAtOnce;
     const margin = Math.min(Math.max(1e6, (end - begin) / 2), Math.max(0, (most - (end - begin)) / 2));
     const from = Math.floor(Math.max(0, begin - margin, end - most));
-    const answer = await fetch(`api/phases?begin=${from}&end=${Math.ceil(end + margin)}`).catch(() => null);
-    if (answer?.ok && this.model.run.id === run) this.model.addWindow(await answer.json());
+    const { data } = await source.phases(from, Math.ceil(end + margin));
+    if (data && this.model.run.id === run) this.model.addWindow(data);
     // A server that has nothing to give is not asked again at once.
-    setTimeout(() => (this.isAsking = false), answer?.ok ? 100 : 2000);
+    setTimeout(() => (this.isAsking = false), data ? 100 : 2000);
+  }
+}
+
+/** A report may be opened where a browser lets no page store anything. */
+function storage() {
+  try {
+    return window.localStorage;
+  } catch {
+    return null;
   }
 }
 
 /** Light or dark: as the system has it, until the viewer chooses. */
 function setUpTheme(onChange) {
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const apply = () => {
-    const theme = localStorage.getItem("keepstep-theme") ?? (system.matches ? "dark" : "light");
+  let here = null;
+  const chosen = () => here ?? storage()?.getItem("keepstep-theme");
+  const apply = (theme = chosen() ?? (system.matches ? "dark" : "light")) => {
     document.documentElement.dataset.theme = theme;
     const style = getComputedStyle(document.documentElement);
     onChange(
@@ -127,10 +142,13 @@ function setUpTheme(onChange) {
       ),
     );
   };
-  system.addEventListener("change", apply);
+  system.addEventListener("change", () => apply());
+  window.addEventListener("beforeprint", () => apply("light"));
+  window.addEventListener("afterprint", () => apply());
   apply();
   return () => {
-    localStorage.setItem("keepstep-theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+    here = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    storage()?.setItem("keepstep-theme", here);
     apply();
   };
 }
@@ -268,9 +286,19 @@ listenToTimeline($("timeline"), timeline, lanes, view, (hit) => {
 /** Gives the timeline the height it can use, and the panels below it the rest. */
 function resize() {
   lanes.highest = Math.max(54, Math.min(76, Math.round(window.innerHeight * 0.068)));
-  const most = Math.max(240, window.innerHeight - $("timeline").getBoundingClientRect().top - window.scrollY - 250);
+  const most = Math.max(240, window.innerHeight - ($("timeline").getBoundingClientRect().top + window.scrollY) - 250);
   const height = `${Math.round(timeline.wantedHeight(most))}px`;
   if ($("timeline").style.height !== height) $("timeline").style.height = height;
+}
+
+if (!source.isLive) {
+  model.mostWindows = Infinity;
+  source.page.windows.forEach((piece) => model.addWindow(piece));
+  view.tick(feed.now(), model.stepTime);
+  if (model.recoveries.length) jump(model.recoveries.at(-1));
+  else view.whole();
+  tellStory(source, model);
+  $("report-link").hidden = true;
 }
 
 let drawn = 0;

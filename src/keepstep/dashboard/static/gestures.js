@@ -150,12 +150,16 @@ export function listenToTimeline(canvas, timeline, lanes, view, onClick) {
   canvas.addEventListener(
     "wheel",
     (event) => {
-      event.preventDefault();
       const amount = event.deltaMode === 1 ? 30 : 1;
+      const scrolled = lanes.scroll;
       if (event.ctrlKey || event.metaKey) view.zoom(Math.exp(event.deltaY * amount * 0.0022), fraction(event));
       else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
         view.pan((event.deltaX || event.deltaY) * amount * perPixel());
-      } else lanes.scrollBy(event.deltaY * amount);
+      } else {
+        lanes.scrollBy(event.deltaY * amount);
+        if (lanes.scroll === scrolled) return; // what has no more lanes to scroll scrolls the page
+      }
+      event.preventDefault();
     },
     { passive: false },
   );

@@ -189,6 +189,7 @@ export class PhaseStore {
 export class Model {
   constructor() {
     this.changed = { run: 0, job: 0, workers: 0, recoveries: 0, events: 0, stragglers: 0 };
+    this.mostWindows = NUM_WINDOWS;
     this.reset(null);
   }
 
@@ -229,9 +230,10 @@ export class Model {
     if (!isSame) this.reset(message.run);
     const joins = isSame && message.phases_from <= this.now;
     if (!joins) this.live = null;
-    this.events = [];
     this.recoveries = [];
-    const { phases, ...rest } = message;
+    const { phases, events, ...rest } = message;
+    this.events = events;
+    this.changed.events++;
     this.update(rest);
     if (!joins) this.live = this.store(message.phases_from);
     this.live.append(phases, joins);
@@ -331,7 +333,7 @@ export class Model {
     if (truncated) this.mostAtOnce = Math.max(1e5, 0.8 * (end - from));
     this.windows = this.windows.filter((known) => known.begin < from || known.end > end);
     this.windows.push({ begin: from, end, store });
-    if (this.windows.length > NUM_WINDOWS) this.windows.shift();
+    if (this.windows.length > this.mostWindows) this.windows.shift();
   }
 
   /**
@@ -423,6 +425,6 @@ export function duration(time) {
   if (time < 1e6) return `${Math.round(time / 1000)} ms`;
   if (time < 100e6) return `${(time / 1e6).toFixed(2)} s`;
   const seconds = Math.round(time / 1e6);
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min${seconds % 60 ? ` ${seconds % 60} s` : ""}`;
   return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
 }

@@ -2,13 +2,14 @@
 
 import { SPAN_LABELS } from "./bars.js";
 import { clock, duration } from "./model.js";
+import { source } from "./source.js";
+import { PARTS, capital, causeOf, milliseconds, plural, sentenceOf, where, whoWasLost } from "./words.js";
 
-const PARTS = ["detect", "stop", "decide", "reset", "restore", "resume"];
 const LEVELS = { info: 0, warning: 1, error: 2 };
 const SIGNS = { info: "·", warning: "▲", error: "✕" };
 const NUM_ROWS = 300;
 
-const $ = (id) => document.getElementById(id);
+export const $ = (id) => document.getElementById(id);
 
 /** Makes an element; texts are always set as text, never as markup. */
 export function element(tag, attributes = {}, ...children) {
@@ -24,25 +25,6 @@ export function element(tag, attributes = {}, ...children) {
 /** Sets a text only if it is another one, so that screen readers and the layout are left alone. */
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
-}
-
-const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
-const milliseconds = (value) =>
-  value === null || value === undefined
-    ? "–"
-    : value >= 1000
-      ? Math.round(value).toLocaleString("en")
-      : value.toFixed(1);
-
-/** Who was lost, in a few words: "rank 3", "ranks 8 to 15", "ranks 1, 5". */
-export function whoWasLost({ failures, cause }) {
-  const ranks = failures.map(({ rank }) => rank).sort((a, b) => a - b);
-  if (ranks.length === 0) return cause;
-  if (ranks.length === 1) return `rank ${ranks[0]}`;
-  const isRun = ranks.at(-1) - ranks[0] === ranks.length - 1;
-  return isRun
-    ? `ranks ${ranks[0]} to ${ranks.at(-1)}`
-    : `ranks ${ranks.slice(0, 4).join(", ")}${ranks.length > 4 ? " …" : ""}`;
 }
 
 /** All panels. `actions` has: jump(recovery), find(text). */
@@ -158,9 +140,10 @@ export class Panels {
     const { model } = this;
     const last = model.recoveries.at(-1);
     let [kind, sign, text] = ["", "…", "Waiting for the run's state."];
-    if (model.activeRecovery) [kind, sign, text] = ["active", "⚡", this.sentenceOfActive(last, now)];
+    if (!source.isLive && !model.run.ended) [kind, sign, text] = ["", "■", this.sentenceOfReport()];
+    else if (model.activeRecovery) [kind, sign, text] = ["active", "⚡", this.sentenceOfActive(last, now)];
     else if (model.run?.ended) [kind, sign, text] = ["", "■", this.sentenceOfEnd()];
-    else if (last) [kind, sign, text] = ["recovered", "✓", this.sentenceOf(last)];
+    else if (last) [kind, sign, text] = ["recovered", "✓", sentenceOf(last)];
     else if (model.job?.stage === "training") {
       const helper = model.job.spares_ready ? "a warm spare" : "a fresh process (no spare is warm)";
       [kind, sign, text] = [
@@ -188,22 +171,10 @@ export class Panels {
     return `${so} The others keep their weights. Recovering for ${duration(Math.max(0, now - recovery.since))}: ${doing}.`;
   }
 
-  sentenceOf(recovery) {
-    const { replacements, steps_recomputed: again, resume_step: step } = recovery;
-    const verb = recovery.failures.length > 1 ? "were" : "was";
-    const who = `${whoWasLost(recovery)} ${verb} lost${where(recovery)} (${causeOf(recovery)}).`;
-    const took =
-      replacements.length === 0
-        ? "Nobody had to be replaced"
-        : replacements.length === 1
-          ? `Worker ${replacements[0].worker} took over`
-          : `${replacements.length} workers took over`;
-    const after =
-      recovery.milliseconds.gap === null
-        ? duration(recovery.resumed - recovery.since)
-        : `${milliseconds(recovery.milliseconds.gap)} ms`;
-    const cost = `${after}, ${again ? plural(again, "step") : "no step"} again`;
-    return `${who} ${took}; training went on from step ${step}. Cost: ${cost}.`;
+  sentenceOfReport() {
+    const { run, now } = this.model;
+    if (run.is_alive) return `The job still ran when this report was written, after ${duration(now)}.`;
+    return `The job's launcher is gone and has not written how the run ended. The last news came after ${duration(now)}.`;
   }
 
   sentenceOfEnd() {
@@ -329,7 +300,6 @@ export class Panels {
     const least = LEVELS[this.level];
     const shown = this.model.events
       .filter((event) => LEVELS[event.level] >= least)
-      .slice(-200)
       .reverse();
     const rows = shown.map((event) =>
       element(
@@ -379,6 +349,7 @@ export class Panels {
       silent: `no contact for ${silentFor} s`,
       over: "job ended",
       denied: "not allowed",
+      report: this.model.run?.is_alive ? "job still ran" : "launcher is gone",
     };
     setText($("connection"), texts[state]);
     $("connection").className =
@@ -402,23 +373,6 @@ export class Panels {
     clearTimeout(this.noteTimer);
     this.noteTimer = setTimeout(() => ($("note").hidden = true), 4000);
   }
-}
-
-const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
-const causeOf = ({ failures, detail }) => failures[0]?.detail ?? detail;
-
-function where({ failures }) {
-  const [first] = failures;
-  if (!first || first.phase === null || first.phase === undefined) return "";
-  const places = {
-    forward: "in forward",
-    backward: "in backward",
-    synced: "at the gradient barrier",
-    optimizer: "in the optimizer",
-    updated: "after the update",
-    starting: "while starting",
-  };
-  return ` ${places[first.phase] ?? `in ${first.phase}`} of step ${first.step}`;
 }
 
 function stack(parts) {

@@ -2,6 +2,7 @@
 
 import { BOLD, Bars, FONT, drawFailures, eachFoldedPhase, eachPhase, eachState, foldSpans } from "./bars.js";
 import { OPTIMIZER, PHASES, UPDATED, clock, duration } from "./model.js";
+import { source } from "./source.js";
 
 export const GUTTER = 192; // for the lanes' names, at the left
 export const AXIS = 40;
@@ -121,7 +122,7 @@ export class Timeline {
       const [x0, x1] = this.missing.map((time) => this.x(time));
       this.fill(colors.future, x0, AXIS, x1 - x0, bottom - AXIS);
       this.text(
-        "loading older phases …",
+        source.isLive ? "loading older phases …" : "no phases are kept of this time",
         (Math.max(x0, GUTTER) + Math.min(x1, this.width)) / 2,
         AXIS + 14,
         colors.quiet,

@@ -10,27 +10,19 @@ from collections.abc import Sequence
 
 from keepstep.trace.pictures.theme import INKS, LOOKS, PATTERN_LINES, PATTERN_OPACITY, PATTERN_SIZE, STYLE
 
-_WIDTHS = (
-    32, 40, 46, 84, 64, 95, 78, 28, 39, 39, 50, 84, 32, 36, 32, 34, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 34, 34, 84,
-    84, 84, 53, 100, 68, 69, 70, 77, 63, 58, 77, 75, 30, 30, 66, 56, 86, 75, 79, 60, 79, 69, 63, 61, 73, 68, 99, 69, 61,
-    69, 39, 34, 39, 84, 50, 50, 61, 63, 55, 63, 62, 35, 63, 63, 28, 28, 58, 28, 97, 63, 61, 63, 63, 41, 52, 39, 63, 59,
-    82, 59, 59, 52, 64, 34, 64, 84,
-)  # fmt: skip
-"""Of the printable ASCII characters in DejaVu Sans, in hundredths of the font's size.
-
-Which font a reader has is not known; of those that are common this is the widest, so what fits in it fits in any.
-"""
-_MARK_WIDTHS = {"·": 32, "–": 50, "×": 84, "“": 52, "”": 52, "’": 32}
-_OTHER_WIDTH = 100
-_BOLD = 1.12
+CHARACTER_WIDTH = 0.56
+"""Of the font's size: what a character of a label takes on average in DejaVu Sans, the widest of the common fonts."""
+SLACK_WIDTH = 0.3
+"""For the widest character of a short label."""
+BOLD = 1.12
 _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def text_width(content: str, kind: str) -> float:
-    """How wide a text is at most, in pixels."""
+    """About how wide a text is, in pixels: which font a reader has is not known."""
     ink = INKS[kind]
-    hundredths = sum(_WIDTHS[ord(c) - 32] if 32 <= ord(c) < 127 else _MARK_WIDTHS.get(c, _OTHER_WIDTH) for c in content)
-    return hundredths / 100 * ink.size * (_BOLD if ink.is_bold else 1.0)
+    width = (CHARACTER_WIDTH * len(content) + SLACK_WIDTH) * ink.size if content else 0.0
+    return width * (BOLD if ink.is_bold else 1.0)
 
 
 def fitting(labels: Sequence[str], kind: str, width: float) -> str:
@@ -42,9 +34,8 @@ def shortened(content: str, kind: str, width: float) -> str:
     """A text, cut off with an ellipsis where it is wider than ``width``."""
     if text_width(content, kind) <= width:
         return content
-    while content and text_width(content + "…", kind) > width:
-        content = content[:-1]
-    return content.rstrip() + "…" if content else ""
+    kept = next((n for n in range(len(content), 0, -1) if text_width(content[:n] + "…", kind) <= width), 0)
+    return content[:kept].rstrip() + "…" if kept else ""
 
 
 def escaped(content: str) -> str:
@@ -114,12 +105,11 @@ class Picture:
 
     def svg(self) -> str:
         """The picture as a file of its own, in light and in dark."""
-        inside = f"<style>\n{STYLE}\n</style>\n{PATTERNS}\n"
-        return _element(self, inside, ' xmlns="http://www.w3.org/2000/svg"') + "\n"
-
-    def inline_svg(self) -> str:
-        """The picture as part of a page that has `STYLE` and `PATTERNS`."""
-        return _element(self, "", "")
+        inside = "\n".join([f"<style>\n{STYLE}\n</style>", _patterns(), *map(_shape, self.shapes)])
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" class="picture" '
+            f'role="img" aria-label="{escaped(self.what)}">\n{inside}\n</svg>\n'
+        )
 
 
 def arrow(points: Sequence[tuple[float, float]], kind: str, head_kind: str, size: float = 9.0) -> list[Shape]:
@@ -180,6 +170,7 @@ def labelled_box(box: Rectangle, labels: Sequence[str], part: tuple[float, float
 
 
 def _patterns() -> str:
+    """What boxes are covered with."""
     drawn = []
     for pattern, lines in PATTERN_LINES.items():
         path = " ".join(f"M{x0:g} {y0:g}L{x1:g} {y1:g}" for x0, y0, x1, y1 in lines)
@@ -189,19 +180,6 @@ def _patterns() -> str:
             'stroke-width="1.2"/></pattern>'
         )
     return "<defs>" + "".join(drawn) + "</defs>"
-
-
-PATTERNS = _patterns()
-"""What the boxes of all pictures on a page are covered with."""
-
-
-def _element(picture: Picture, inside: str, attributes: str) -> str:
-    body = "\n".join(_shape(shape) for shape in picture.shapes)
-    what = escaped(picture.what)
-    return (
-        f'<svg{attributes} viewBox="0 0 {picture.width:g} {picture.height:g}" class="picture" role="img" '
-        f'aria-label="{what}">\n{inside}{body}\n</svg>'
-    )
 
 
 def _shape(shape: Shape) -> str:

@@ -36,7 +36,7 @@ LEAST = 0.7
 CUT_WIDTH = 10.0
 """What the mark of a cut takes on either side of it."""
 
-_BOX_LABELS: dict[str, tuple[str, ...]] = {
+BOX_LABELS: dict[str, tuple[str, ...]] = {
     "forward": ("forward", "fwd", "F"),
     "backward": ("backward", "bwd", "B"),
     "optimizer": ("optimizer", "opt.", "O"),
@@ -51,6 +51,7 @@ _BOX_LABELS: dict[str, tuple[str, ...]] = {
     "wait": ("waits", "wait"),
     "silent": ("hangs",),
 }
+"""The longest that fits is shown."""
 _WARM = ("warm: has built its model, and waits for a rank", "warm: waits for a rank", "warm")
 _STARTING = ("starts and builds its model; the others wait for it", "starts and builds its model", "starts")
 WAITED_S = 0.002
@@ -159,7 +160,7 @@ class _Drawing:
         lasted = duration_text(stretch.end_s - stretch.begin_s)
         hint = f"rank {self.board.lanes[lane].rank}: {stretch.hint}, {lasted}"
         top = self.middle(lane) - self.bar / 2
-        labels: Sequence[str] = _BOX_LABELS.get(stretch.kind, ())
+        labels: Sequence[str] = BOX_LABELS.get(stretch.kind, ())
         if stretch.kind == "silent":
             hangs = stretch.hint == "hangs"
             labels = (stretch.hint, *([] if hangs else ["not heard of" if stretch.hint.startswith("not") else "lost"]))

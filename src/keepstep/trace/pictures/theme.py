@@ -103,9 +103,6 @@ LOOKS = {
     # The state of the parameters.
     "band": Look(("#ddf4ff", "#0c2d6b"), ("#54aeff", "#388bfd"), ink="under"),
     "between": Look(("#fff1e5", "#5a1e02"), ("#fb8f44", "#db6d28"), pattern=Pattern.CROSSED, ink="under"),
-    # A chart.
-    "rate": Look(("#54aeff", "#1f6feb")),
-    "lost": Look(("#ffcecb", "#67060c")),
     # Moving weights.
     "h2d": Look(("#0969da", "#1f6feb")),
     "broadcast": Look(("#8250df", "#8957e5"), pattern=Pattern.FALLING),
@@ -138,4 +135,4 @@ def _style() -> str:
 
 
 STYLE = _style()
-"""The style sheet of all pictures. It concerns what is inside of an element of the class ``picture``."""
+"""The style sheet of every picture. It concerns what is inside of an element of the class ``picture``."""

@@ -86,6 +86,11 @@ class PhaseHistory:
         """The time of the newest change; 0 while there is none."""
         return max((chunk.end_ns for chunk in self._chunks), default=0)
 
+    @property
+    def num(self) -> int:
+        """How many changes the log still has."""
+        return sum(chunk.num for chunk in self._chunks)
+
     def window(self, begin_ns: int, end_ns: int, lead: bool = True) -> PhaseArray:
         """The changes in a stretch of time, by time.
 
@@ -116,7 +121,7 @@ class PhaseHistory:
         if not chunks:
             return
         begin_ns, end_ns = min(chunk.begin_ns for chunk in chunks), self.end_ns + 1
-        step_ns = -(-(end_ns - begin_ns) * num // max(num, sum(chunk.num for chunk in chunks)))
+        step_ns = -(-(end_ns - begin_ns) * num // max(num, self.num))
         for at_ns in range(begin_ns, end_ns, step_ns):
             yield self.window(at_ns, min(at_ns + step_ns, end_ns), lead=False)
 

@@ -1,0 +1,69 @@
+/** A recovery in words and numbers, for the sentence about the last incident, the list, and the report. */
+
+import { duration } from "./model.js";
+
+export const PARTS = ["detect", "stop", "decide", "reset", "restore", "resume"];
+
+export const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
+export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+export const causeOf = ({ failures, detail }) => failures[0]?.detail ?? detail;
+export const milliseconds = (value) =>
+  value === null || value === undefined
+    ? "–"
+    : value >= 1000
+      ? Math.round(value).toLocaleString("en")
+      : value.toFixed(1);
+
+/** Who was lost, in a few words: "rank 3", "ranks 8 to 15", "ranks 1, 5". */
+export function whoWasLost({ failures, cause }) {
+  const ranks = failures.map(({ rank }) => rank).sort((a, b) => a - b);
+  if (ranks.length === 0) return cause;
+  if (ranks.length === 1) return `rank ${ranks[0]}`;
+  const isRun = ranks.at(-1) - ranks[0] === ranks.length - 1;
+  return isRun
+    ? `ranks ${ranks[0]} to ${ranks.at(-1)}`
+    : `ranks ${ranks.slice(0, 4).join(", ")}${ranks.length > 4 ? " …" : ""}`;
+}
+
+/** Where in a step the first rank was lost. */
+export function where({ failures }) {
+  const [first] = failures;
+  if (!first || first.phase === null || first.phase === undefined) return "";
+  const places = {
+    forward: "in forward",
+    backward: "in backward",
+    synced: "at the gradient barrier",
+    optimizer: "in the optimizer",
+    updated: "after the update",
+    starting: "while starting",
+  };
+  return ` ${places[first.phase] ?? `in ${first.phase}`} of step ${first.step}`;
+}
+
+/** What failed, who took over, and what it cost. */
+export function sentenceOf(recovery) {
+  const verb = recovery.failures.length > 1 ? "were" : "was";
+  const isLoss = recovery.failures.length > 0;
+  const who = isLoss
+    ? `${capital(whoWasLost(recovery))} ${verb} lost${where(recovery)} (${causeOf(recovery)}).`
+    : `${capital(recovery.detail.trim().replace(/\.$/, ""))}. No rank was lost: the groups were connected anew.`;
+  return `${who} ${outcomeOf(recovery)}`;
+}
+
+function outcomeOf({ replacements, sources, received_bytes: bytes, steps_recomputed: again, ...recovery }) {
+  if (recovery.until === null) return "It was not repaired, or not yet.";
+  if (recovery.resumed === null) return "Another failure came before this one was repaired.";
+  const took =
+    replacements.length === 0
+      ? ""
+      : replacements.length < 5
+        ? `${capital(replacements.map(({ rank, worker }) => `worker ${worker} took rank ${rank}`).join(", "))}. `
+        : `${replacements.length} workers took over. `;
+  const from = `rank${sources.length === 1 ? "" : "s"} ${sources.slice(0, 8).join(", ")}`;
+  const size = bytes >= 1e5 ? `${(bytes / 2 ** 20).toFixed(1)} MiB of state` : "The state";
+  const state = replacements.length && sources.length ? `${size} came from ${from}. ` : "";
+  const gap = recovery.milliseconds.gap;
+  const after = gap === null ? duration(recovery.resumed - recovery.since) : `${milliseconds(gap)} ms`;
+  const cost = `${after}, ${again ? plural(again, "step") : "no step"} again`;
+  return `${took}${state}Training went on from step ${recovery.resume_step}. Cost: ${cost}.`;
+}
