@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.support import scenario
 
 import keepstep
 from keepstep.cli import drill, main, simulate
@@ -30,7 +31,6 @@ from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import records
 from keepstep.sim import faults as simulated_faults
-from keepstep.sim import scenario
 from keepstep.sim.oracle import Check
 from keepstep.trace.timeline.describe import describe, describe_recovery
 

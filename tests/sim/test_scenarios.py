@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from tests.support.scenario import parse, play
 
 from keepstep.errors import ConfigurationError
-from keepstep.sim.scenario import parse, play
 
 FOLDER = Path(__file__).resolve().parent.parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))

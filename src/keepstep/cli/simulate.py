@@ -15,7 +15,7 @@ from rich.progress import Progress
 from keepstep.errors import ConfigurationError
 from keepstep.sim import batch
 from keepstep.sim.batch import Tally
-from keepstep.sim.run import Outcome, case_of, run
+from keepstep.sim.run import case_of, run
 from keepstep.sim.shrink import shrink, with_faults
 from keepstep.sim.track_record import append_soak
 
@@ -137,8 +137,3 @@ def summary(total: Tally) -> str:
         f"{total.num_events:,} events, {total.virtual_s / 3600:,.1f} h of virtual time; "
         f"{len(total.failed)} seeds failed"
     )
-
-
-def failing_seed(outcome: Outcome) -> str:
-    """What a test prints of a seed that failed."""
-    return f"{outcome.check}: {outcome.detail}\n  {replay_command(outcome.case.seed)} --shrink"
