@@ -26,7 +26,7 @@ WITHOUT_TERMINAL = (120, 60)
 
 
 def main(arguments: list[str]) -> int:
-    """Shows a run in the terminal until its job has ended, or until whoever looks leaves."""
+    """Shows a run in the terminal until its job has ended or the user presses ``q``."""
     parser = argparse.ArgumentParser(
         prog="keepstep top", description="Shows a run in the terminal, while it goes on: where every rank is, and why."
     )

@@ -59,7 +59,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the job, which is told by Ctrl-C itself
     os.nice(NICENESS)
     with contextlib.suppress(OSError):  # a container may not allow it, and then there is still the niceness
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # who wakes up cuts in on nobody
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it never preempts the job
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerSettings)
     asyncio.run(_serve(settings))
 

@@ -1,4 +1,4 @@
-"""What the dashboard answers, and to whom: everything but ``/healthz`` needs the viewer's token, nothing acts."""
+"""What the dashboard answers: everything but ``/healthz`` needs the viewer's token, and no request acts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Dashboard:
         """The application.
 
         Args:
-            token: of the viewer; only who has it is answered.
+            token: of the viewer; a request without it is refused.
             cookie: name of the cookie that carries it.
         """
 
@@ -181,7 +181,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class Guard:
-    """Lets in who has the token, and only to look."""
+    """Refuses requests without the token, and all but GET and HEAD."""
 
     def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
         self._app = app
@@ -194,7 +194,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # a websocket: nobody speaks it here
+            return  # a websocket: the page needs none
         request = Request(scope, receive)
         refusal = self._refusal(request)
         if refusal is not None:

@@ -79,7 +79,7 @@ class Buckets:
 
 
 class RunCollector(Collector):
-    """What has been counted of one run. Whoever polls the run tells it of the news; it belongs to one thread."""
+    """What has been counted of one run. The caller polls the run and hands over the news; all on one thread."""
 
     def __init__(self, run: Run) -> None:
         """Args:
@@ -139,7 +139,7 @@ class RunCollector(Collector):
         reached = {name: end - begin for name, begin, end in record.parts() if begin is not None and end is not None}
         places = np.array([PARTS.index(name) for name in reached], np.intp)
         self._recovery_s.add(places, np.array(list(reached.values())))
-        # One that was overtaken has computed nothing again: whoever overtook it begins from there.
+        # One that was overtaken has computed nothing again: the one that overtook it begins from there.
         self._recomputed_of_late = max(self._recomputed_of_late, record.steps_recomputed or 0)
         if record.resumed_s is not None:
             self._num_recomputed += self._recomputed_of_late

@@ -103,8 +103,8 @@ def serving(folder: Path, address: str, flag: str) -> Iterator[str]:
         _await_ready(process, f"http://{_reachable(host)}:{port}/healthz")
         if not _is_loopback(host):
             print(
-                f"keepstep: the dashboard listens at {shown}:{port}, beyond this machine and without TLS: who can "
-                "overhear the network can read the link's token and what the page shows",
+                f"keepstep: the dashboard listens at {shown}:{port}, beyond this machine and without TLS: anyone "
+                "who can overhear the network can read the link's token and what the page shows",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""What a dashboard's process is told by whoever starts it."""
+"""What a dashboard's process is told by the process that starts it."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class StateRecorder:
 def read_states(run_dir: Path) -> States:
     """The states of all ranks of a run that is over.
 
-    A step that a rank began more than once counts by the last time, by whichever process that was.
+    A step that a rank began more than once counts by the last time, also if another process began it.
     """
     found: States = {}
     folder = run_dir / FOLDER

@@ -64,7 +64,7 @@ def install(coordination: Observed) -> None:
 
 
 class WorkerInjector:
-    """Watches one rank's moments. `observe` is called from whichever thread lives through the moment."""
+    """Watches one rank's moments. `observe` is called on the thread that lives through the moment."""
 
     def __init__(self, coordination: Observed, run_dir: Path, world_size: int) -> None:
         self._coordination = coordination

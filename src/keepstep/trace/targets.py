@@ -1,4 +1,4 @@
-"""Files that somebody asked for: checked before the work is done, and written whole or not at all."""
+"""Files that a user asked for: checked before the work is done, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with draft.open("wb") as file:
             yield file
         draft.replace(path)
-    except BaseException:  # whatever it was, half a file is of no use
+    except BaseException:  # half a file is of no use, and the error goes on
         draft.unlink(missing_ok=True)
         raise
 

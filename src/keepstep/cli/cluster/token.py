@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
         prog="keepstep token", description="Makes what the nodes of a job need to trust one another."
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--new", action="store_true", help="a secret for a job; whoever has it can speak for any node")
+    what.add_argument("--new", action="store_true", help="a secret for a job; its holder can speak for any node")
     what.add_argument("--node", metavar="NAME", help="credentials for one agent, good for this node's name only")
     parser.add_argument("--out", metavar="FILE", help="write it to a new file that only its owner can read")
     add_secret_flag(parser)

@@ -20,7 +20,7 @@ WORDS = {Phase.UPDATED: "between steps"}
 """Phases that go by another name for people; the others by their own."""
 LOST, DONE = "lost", "done"
 BEHIND_STEPS = 2
-"""Ranks of one job are in the same step or in two that follow each other; who is further behind stands still."""
+"""Ranks of one job are in the same step or in two that follow each other; a rank further behind stands still."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -85,7 +85,7 @@ class Feed {
     const { ended } = this.model.run ?? {};
     if (ended) return ended.at;
     if (!source.isLive) return this.model.now;
-    // Without contact time stands still: nobody knows how long the last phases took.
+    // Without contact time stands still: it is not known how long the last phases took.
     const most = this.model.now + (this.state === "live" ? 1e6 : 0);
     const ahead = Math.min(most, performance.now() * 1000 + this.offset);
     this.last = Math.max(0, ahead - 120e3, Math.min(this.last ?? 0, ahead));

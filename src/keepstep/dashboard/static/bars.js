@@ -1,7 +1,7 @@
 /**
  * What is painted inside the lanes: phases, the parts of a recovery, lightning where a rank was lost, and the arrow from
  * the spare that takes over. No meaning hangs on colour alone: backward is hatched, the optimizer step rounded, waiting a
- * dotted line, and whatever is wide enough carries its name.
+ * dotted line, and each bar that is wide enough carries its name.
  */
 
 import { BACKWARD, FORWARD, OPTIMIZER, STARTING, SYNCED, UPDATED } from "./model.js";
@@ -58,7 +58,7 @@ export class Bars {
     const width = x1 - x0;
     if (width <= 0) return;
     if (phase === UPDATED) {
-      // Between two steps a rank loads data, or whatever the script does there; a long time of it should not look empty.
+      // Between two steps the script loads data or evaluates; a long time of it should not look empty.
       if (width > 8 && !isUndone) this.batch("between").push(x0 + 1, y + h / 2 - 1, width - 3, 2);
       return;
     }
@@ -204,7 +204,7 @@ export class Bars {
     }
   }
 
-  /** The time in which nobody held the rank. */
+  /** The time in which no worker held the rank. */
   vacant(x0, x1, y) {
     const { context } = this;
     if (x1 - x0 < 1) return;
@@ -363,7 +363,7 @@ export function eachState(model, fold, from, to, now, visit) {
   }
 }
 
-/** Over the lanes between top and bottom: who was lost, and which spare took over. */
+/** Over the lanes between top and bottom: which ranks were lost, and which spare took over. */
 export function drawFailures(timeline, top, bottom) {
   const { lanes, bars, seen, now } = timeline;
   const half = lanes.laneHeight / 2;

@@ -1,7 +1,7 @@
 /**
  * Which lanes there are, in which order, how high: a lane per rank and per spare, or, in a large job, a lane per node.
  *
- * Nodes that somebody should look at (a rank failed there a short while ago, or is a straggler) come first and are
+ * Nodes that need attention (a rank failed there a short while ago, or is a straggler) come first and are
  * unfolded. What the viewer folds or unfolds by hand stays as it is.
  */
 

@@ -2,7 +2,7 @@
  * What the page knows of the run: the newest state, and who was in which phase when.
  *
  * All times are microseconds since the run's start. Phases live in rings of typed arrays, so that a page that stays open
- * for days keeps the memory it had after a minute; older time is fetched again when somebody looks at it.
+ * for days keeps the memory it had after a minute; older time is fetched again when a viewer looks at it.
  */
 
 export const PHASES = ["starting", "forward", "backward", "synced", "optimizer", "updated"];

@@ -135,7 +135,7 @@ export class Panels {
     this.setCard("gap", gap === undefined ? "–" : milliseconds(gap), gap === undefined ? "" : "ms");
   }
 
-  /** One sentence that says what happened last, for somebody who has never seen this page. */
+  /** One sentence that says what happened last, for a viewer who has never seen this page. */
   drawIncident(now) {
     const { model } = this;
     const last = model.recoveries.at(-1);

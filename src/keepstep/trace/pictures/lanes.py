@@ -2,7 +2,7 @@
 
 Phases come from the ranks' own pages, spans of the recovery from the controller's journal. Where both say something of
 the same moment, an update that runs counts more than a span, and a span more than a phase: a survivor that was told to
-stop is stopping, whatever the step was at.
+stop is stopping, in every phase of the step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Lane:
     stretches: list[Stretch] = dataclasses.field(default_factory=list)
     failed_s: list[float] = dataclasses.field(default_factory=list)
     gone: tuple[float, float] | None = None
-    """While nobody held it."""
+    """From its failure until a replacement held it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def span_stretches(
 
 
 def lost_stretches(scene: Scene, rank: int) -> Iterator[Stretch]:
-    """The time in which a rank had failed already and nobody knew."""
+    """The time from a rank's failure until the controller learned of it."""
     for failure, at_s in scene.failures():
         if failure.rank == rank and at_s < scene.record.begun_s:
             hangs = failure.cause in (Cause.HANG, Cause.STOPPED)
@@ -181,11 +181,11 @@ def lost_stretches(scene: Scene, rank: int) -> Iterator[Stretch]:
 
 
 def vacancy(scene: Scene, rank: int, spans: Sequence[SceneSpan], until_s: float) -> Stretch | None:
-    """The time in which nobody held a rank; None if it was not lost.
+    """The time in which no worker held a rank; None if it was not lost.
 
     Args:
         scene: the recovery.
-        rank: whichever.
+        rank: its number.
         spans: of the rank in that recovery.
         until_s: the end, if it has none yet.
     """
@@ -195,7 +195,7 @@ def vacancy(scene: Scene, rank: int, spans: Sequence[SceneSpan], until_s: float)
     begin_s = max(scene.record.begun_s, lost[0][1])
     taken_s = [span.begin_s for span in spans if span.kind not in (SpanKind.STOP, SpanKind.DECIDE)]
     end_s = min((at_s for at_s in taken_s if at_s >= begin_s), default=scene.end_s or until_s)
-    hint = f"nobody holds rank {rank}: {lost[0][0].detail}"
+    hint = f"no worker holds rank {rank}: {lost[0][0].detail}"
     return Stretch("gone", begin_s, max(begin_s, end_s), hint, None, scene.record.generation)
 
 

@@ -55,7 +55,7 @@ BOX_LABELS: dict[str, tuple[str, ...]] = {
 _WARM = ("warm: has built its model, and waits for a rank", "warm: waits for a rank", "warm")
 _STARTING = ("starts and builds its model; the others wait for it", "starts and builds its model", "starts")
 WAITED_S = 0.002
-"""If the decision came later than so long after everybody stood still, no spare was ready: it waited for one."""
+"""If the decision came later than so long after all survivors stood still, no spare was ready: it waited for one."""
 _LEGEND = {
     "forward": "forward",
     "backward": "backward",
@@ -75,7 +75,7 @@ _BOLT = ((2, -20), (-9, 3), (-2, 3), (-6, 20), (9, -5), (2, -5), (8, -20))
 
 
 def draw_recovery(run: Run, number: int) -> Picture:
-    """Draws one recovery of a run, whatever is known of it.
+    """Draws one recovery of a run, also one that has not ended.
 
     Args:
         run: after its `Run.poll`.
@@ -237,7 +237,7 @@ class _Drawing:
             yield from row.place(Text(x, BARRIER_Y, "gradient barrier", "small", "middle"))
 
     def moment_label(self) -> Text:
-        return Text(self.scale.at(self.board.zero_s), BARRIER_Y, "nobody is lost", "small", "middle")
+        return Text(self.scale.at(self.board.zero_s), BARRIER_Y, "no rank is lost", "small", "middle")
 
     def moment(self) -> Iterator[Shape]:
         x = self.scale.at(self.board.zero_s)

@@ -1,4 +1,4 @@
-"""The clock of a job: all times of its journal are on it, whichever machine its controller runs on.
+"""The clock of a job: all times of its journal are on it, also after its controller has moved to another machine.
 
 It begins as the monotonic clock of the machine on which the job begins. A controller that goes on elsewhere, or after
 its machine was started again, has another monotonic clock: it adds what makes the job's time go on by as much as the

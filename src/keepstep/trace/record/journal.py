@@ -57,8 +57,8 @@ class Journal:
 def take_over(path: Path) -> list[JournalEntry]:
     """Puts a copy in the place of a journal, and returns its entries, oldest first.
 
-    An earlier writer may only have stood still: whatever it still writes goes into the file that it has open, which
-    nobody reads any more.
+    An earlier writer may only have stood still: what it still writes goes into the file that it has open, and no
+    process reads that file any more.
 
     Raises:
         ConfigurationError: a line cannot be read, or the file cannot; naming file and line.

@@ -37,9 +37,9 @@ PhaseArray = NDArray[np.void]
 
 SEGMENT_BYTES = 8 << 20
 NUM_RECENT = 4
-"""The newest so many segments are kept whatever happens in them."""
+"""The newest so many segments are kept, marked or not."""
 MAX_SEGMENTS = 32
-"""256 MiB: a day of 8 ranks at a step a second, ten minutes of 1,024 ranks at two; and whatever was marked before."""
+"""256 MiB: a day of 8 ranks at a step a second, ten minutes of 1,024 ranks at two; and what was marked before."""
 
 
 def from_ring(ring: bytes, worker: int, rank: int | None, offset_ns: int) -> PhaseArray:
@@ -80,7 +80,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 class PhaseLog:
-    """Writes the log. When it has grown too large, old segments are removed: first those that nobody marked."""
+    """Writes the log. When it has grown too large, old segments are removed: first those without a mark."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -42,7 +42,7 @@ class Recorder:
         if self._listener is not None:
             try:
                 self._listener(entries)
-            except Exception as error:  # who only listens must not end the job, whatever is wrong with him
+            except Exception as error:  # a listener must not end the job, with any error
                 self._listener = None
                 print(f"keepstep: a listener failed and is told no more: {error!r}", file=sys.stderr, flush=True)
 

@@ -108,8 +108,8 @@ def occupied(folder: Path, *, is_displacing: bool = False) -> Iterator[None]:
 
     Args:
         folder: of the run.
-        is_displacing: whoever holds it has lost the run's lease to this process, and may be stopped or on another
-            machine: the lock is replaced together with its file.
+        is_displacing: the process that holds it has lost the run's lease to this one, and may be stopped or on
+            another machine: the lock is replaced together with its file.
 
     Raises:
         ConfigurationError: another job runs there.

@@ -22,7 +22,7 @@ class FinishedScenes:
         """Those whose end has become known since the last call, oldest first. To be asked after each poll.
 
         Args:
-            is_over: whether whoever asks knows that the job is over.
+            is_over: whether the caller knows that the job is over.
         """
         scenes, is_over = self._run.scenes, is_over or self._is_over()
         first = self._num_told

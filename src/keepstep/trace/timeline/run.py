@@ -125,7 +125,7 @@ class Run:
 
     @property
     def now_s(self) -> float:
-        """The present, on the job's clock: that of the last event, where nobody runs any more."""
+        """The present, on the job's clock: that of the last event, where the job has ended."""
         if self.info.ended is not None:
             return self.info.ended.at_ns / 1e9
         if self.is_alive:

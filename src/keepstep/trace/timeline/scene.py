@@ -1,4 +1,4 @@
-"""One recovery as it is drawn: who was lost, who stopped when, who was reset, who received state from whom."""
+"""One recovery as it is drawn: which ranks were lost, when each stopped and was reset, which sent state to which."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ class Scene:
     def _cut_s(self, rank: int, kind: SpanKind, begin_s: float) -> float | None:
         """When a span that never came to its end was cut off: by the rank's own failure, or with the recovery.
 
-        Who fails on the way to a safe point fails after the recovery has begun, whatever its node's clock says; later
-        on the rank may have been started anew after its failure.
+        A rank that fails on the way to a safe point fails after the recovery has begun, even if its node's clock says
+        otherwise; later on the rank may have been started anew after its failure.
         """
         cuts = [self.end_s] if self.end_s is not None else []
         for failure, at_s in self.failures():
