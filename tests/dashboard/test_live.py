@@ -178,7 +178,7 @@ def read_until(line: socket.socket, mark: bytes) -> bytes:
 def test_a_page_that_does_not_read_is_cut_off(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "BACKLOG", 5)
     found = Live(recorded, lambda _run, _news: None)
-    found.look()
+    found.poll()
     slow, quick = found.open_page(), found.open_page()
     for number in range(8):
         quick.get_nowait()
@@ -208,6 +208,6 @@ def test_a_server_whose_page_does_not_read_serves_the_others(growing: Growing) -
 
 def test_the_same_bytes_go_to_all(recorded: Path) -> None:
     found = Live(recorded, lambda _run, _news: None)
-    found.look()
+    found.poll()
     pages = [found.open_page() for _ in range(10)]
     assert len({id(page.get_nowait()) for page in pages}) == 1

@@ -18,8 +18,9 @@ from prometheus_client.samples import Sample
 from tests.support.recorded import NUM_RANKS, NUM_STEPS, Recorded, growing, overtaken_run, recorded_run
 
 from keepstep.dashboard import metrics
-from keepstep.dashboard.metrics import PARTS, PHASE_BOUNDS_S, Buckets, RunCollector
+from keepstep.dashboard.metrics import PHASE_BOUNDS_S, Buckets, RunCollector
 from keepstep.trace.record.phaselog import NO_RANK
+from keepstep.trace.timeline.describe import PARTS
 from keepstep.trace.timeline.pace import DurationArray
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.stragglers import Straggler

@@ -19,7 +19,7 @@ from keepstep.dashboard.settings import ServerSettings
 NICENESS = 19
 """Training comes first: on a machine without any idle time, what is left is a hundredth of a core."""
 MAX_CONNECTIONS = 1000
-LAST_LOOK_S = 0.5
+LAST_SEND_S = 0.5
 """When the job has ended, pages are told so before the process ends."""
 
 
@@ -48,8 +48,8 @@ async def _serve(settings: ServerSettings) -> None:
     waiting = asyncio.create_task(ending.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     loop.remove_reader(sys.stdin.fileno())
-    dashboard.live.look()
-    await asyncio.sleep(LAST_LOOK_S if dashboard.live.num_pages else 0)
+    dashboard.live.poll()
+    await asyncio.sleep(LAST_SEND_S if dashboard.live.num_pages else 0)
     server.should_exit = True
     await serving
 

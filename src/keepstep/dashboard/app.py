@@ -116,7 +116,7 @@ class Dashboard:
         return _json(wire.describe_overview(self._run()))
 
     async def _metrics(self, _request: Request) -> Response:
-        self.live.look()
+        self.live.poll()
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _picture(self, request: Request) -> Response:

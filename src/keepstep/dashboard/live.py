@@ -17,16 +17,16 @@ from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.run import News, Run
 
-LOOK_S = 0.2
-"""While a page is open: as often as agents gather phases. A folder is looked at, not waited for: it may lie on a file
-system that tells of no changes."""
-LOOK_S_PER_PAGE = 0.0025
-MAX_LOOK_S = 0.5
-"""With more than 80 pages, each of which costs about 50 microseconds a look, less often: half a second with 200."""
-IDLE_LOOK_S = 1.0
+POLL_INTERVAL_S = 0.2
+"""While a page is open: as often as agents gather phases. The folder is polled, for it may lie on a file system that
+tells of no changes."""
+POLL_INTERVAL_S_PER_PAGE = 0.0025
+MAX_POLL_INTERVAL_S = 0.5
+"""With more than 80 pages, each of which costs about 50 microseconds a poll, less often: half a second with 200."""
+IDLE_POLL_INTERVAL_S = 1.0
 """While none is."""
 SLOW_S = 1.0
-"""What changes slowly (stragglers, goodput, another run in the folder) is looked at so often."""
+"""What changes slowly (stragglers, goodput, another run in the folder) is polled so often."""
 SNAPSHOT_CHANGES = 40_000
 """Phase changes that a page gets when it is opened; older ones it asks for."""
 SNAPSHOT_NS = 60_000_000_000
@@ -84,19 +84,21 @@ class Live:
     # ---- the folder -------------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Looks at the folder for ever."""
+        """Polls the folder for ever."""
         while True:
-            self.look()
+            self.poll()
             if self._pages:
-                await asyncio.sleep(min(max(LOOK_S, LOOK_S_PER_PAGE * len(self._pages)), MAX_LOOK_S))
+                await asyncio.sleep(
+                    min(max(POLL_INTERVAL_S, POLL_INTERVAL_S_PER_PAGE * len(self._pages)), MAX_POLL_INTERVAL_S)
+                )
                 continue
             self._opened.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_LOOK_S):
+                async with asyncio.timeout(IDLE_POLL_INTERVAL_S):
                     await self._opened.wait()
 
-    def look(self) -> None:
-        """One look: what is new goes to all pages."""
+    def poll(self) -> None:
+        """Reads the folder once, and sends what is new to all pages."""
         now_s = time.monotonic()
         is_slow_due = now_s >= self._slow_s
         if is_slow_due:

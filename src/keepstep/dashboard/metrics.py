@@ -22,6 +22,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
 from keepstep.tagpage import PHASES
 from keepstep.trace.record.phaselog import PhaseArray
+from keepstep.trace.timeline.describe import PARTS
 from keepstep.trace.timeline.finished import FinishedScenes
 from keepstep.trace.timeline.pace import DurationArray
 from keepstep.trace.timeline.run import News, Run
@@ -39,7 +40,6 @@ RECOVERY_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
 
 _NAMES = dict(NAMES) | {Phase.SYNCED: "synced"}
 """A worker that starts is in no step, so its phase is none."""

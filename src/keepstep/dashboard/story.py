@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+from keepstep.dashboard.wire import describe_stragglers
 from keepstep.trace.timeline.describe import describe, describe_recovery
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import Scene
@@ -38,7 +38,7 @@ def story(run: Run) -> dict[str, Any]:
         "num_failures": sum(len(scene.record.failures) for scene in run.scenes),
         "spares_used": spares_used,
         "recoveries": recoveries,
-        "stragglers": [dataclasses.asdict(each) | {"ratio": round(each.ratio, 3)} for each in run.stragglers.found()],
+        "stragglers": describe_stragglers(run.stragglers.found()),
         "steps_per_bucket": run.pace.buckets,
         "bucket_s": run.pace.bucket_ns / 1e9,
         "lost": [[round(begin_s - started_s, 6), round(end_s - started_s, 6)] for begin_s, end_s in _lost(run)],

@@ -9,6 +9,7 @@ import numpy as np
 
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.trace.record.phaselog import PhaseArray
+from keepstep.trace.timeline.describe import describe_recovery
 from keepstep.trace.timeline.events import ControlEvent
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import Scene
@@ -108,23 +109,13 @@ def describe_scene(run: Run, scene: Scene) -> dict[str, Any]:
     replacements = [
         {"rank": rank, "worker": worker, "node": node} for rank, (worker, node) in sorted(scene.replacements.items())
     ]
-    return {
+    return describe_recovery(record) | {
         "number": scene.number,
-        "generation": record.generation,
-        "cause": str(record.cause),
-        "detail": record.detail,
         "since": micros(run, scene.since_s),
         "begun": micros(run, record.begun_s),
         "decided": micros(run, record.decided_s),
         "resumed": micros(run, record.resumed_s if scene.has_resumed else None),
-        "superseded": record.superseded,
-        "resume_step": record.resume_step,
-        "steps_recomputed": record.steps_recomputed,
-        "actions": {str(rank): action for rank, action in record.actions.items()},
-        "received_bytes": record.received_bytes,
         "sources": sorted({rank for transfer in scene.transfers for rank in transfer.sources}),
-        "milliseconds": record.milliseconds(),
-        "first_step_ms": None if record.first_step_s is None else round(record.first_step_s * 1000, 3),
         "failures": failures,
         "replacements": replacements,
         "spans": _describe_spans(run, scene),

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from keepstep.launcher.console import follow as follow_job
 from keepstep.launcher.job import Job
+from keepstep.trace.timeline.describe import PARTS
 
 TABLE_COLUMNS = 116
-PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
 
 
 def introduce(num_faults: int) -> None:

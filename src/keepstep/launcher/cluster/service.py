@@ -43,7 +43,7 @@ from keepstep.trust.tokens import Role, Secret, check
 REFUSALS_S = 10.0
 MAX_REFUSALS = 20
 """So many are told in so long; of the others only how many they were."""
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 """How often one that waits looks at the lease."""
 
 
@@ -110,7 +110,7 @@ async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | N
                     f"--run-dir {options.run_dir}: the run in there is served by {lease.served_by()}; "
                     "--standby waits until it is gone"
                 )
-            await asyncio.wait({stopped}, timeout=LOOK_S)
+            await asyncio.wait({stopped}, timeout=POLL_INTERVAL_S)
             if stopped.done():
                 return ended_by(stopped.result())
     return None

@@ -9,6 +9,9 @@ import msgspec
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.records import RecoveryRecord
 
+PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
+"""Of a recovery, as `describe_recovery` names them; the gap is all of it."""
+
 
 def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = None) -> dict[str, Any]:
     """The report as plain data; the same shape for ``--report``, ``keepstep status`` and the drill."""
