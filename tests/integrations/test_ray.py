@@ -260,7 +260,7 @@ sys.exit(main(["run", *sys.argv[1:], "--no-python", "true"]))
         (["--nproc-per-node", "gpu"], "--nproc-per-node gpu: .* give a number"),
         (["--ray-timeout", "0"], "--ray-timeout 0.0: must be positive"),
         (["--ray-address", "ray://10.0.0.1:10001"], "give the command there"),
-        (["--ray-address", "127.0.0.1:1"], "the Ray address 127.0.0.1:1: nobody is to be reached there"),
+        (["--ray-address", "127.0.0.1:1"], "the Ray address 127.0.0.1:1: no Ray cluster answers there"),
         (["--otel"], "--otel: not supported on several nodes"),
     ],
 )

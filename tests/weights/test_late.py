@@ -78,7 +78,7 @@ def overtaken(rank: int, size: int, path: Path) -> Any:
                 tensor.fill_(2.0)
             thread = threading.Thread(target=publisher.publish, args=[2])
             thread.start()
-            late = publisher._catch_ups
+            late = publisher._late_subscribers
             while late._kept is not None:
                 pass
             with late._changed:  # held until what is under way has been told to break off
