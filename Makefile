@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-upstream soak fuzz bench bench-weights docs lint clean
+.PHONY: help demo test test-full test-nightly test-upstream test-torch durations soak fuzz bench bench-weights docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,14 +14,31 @@ help: ## show this list
 demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the weights came out the same
 	$(BIN)/keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
 
-test: lint ## every check, then every test
-	$(BIN)/python -m pytest
+test: lint ## the checks, and a few tests of every kind: some minutes
+	$(BIN)/python -m pytest -m quick
 
-test-full: $(STAMP) ## every kind of fault in every phase, both examples, two to four ranks
+test-full: $(STAMP) ## the other tests: real jobs with every kind of fault, networks, browsers, benchmarks
 	$(BIN)/python -m pytest -m full
 
+test-nightly: $(STAMP) ## whole matrices, long soaks, torch's own tests: before a release, and after a large change
+	$(BIN)/python -m pytest -m nightly
+
 test-upstream: $(STAMP) ## torch's own tests of process groups, on gloo and on keepstep, compared with the list of exceptions
-	$(BIN)/python -m pytest -m full tests/worker/upstream
+	$(BIN)/python -m pytest -m "" tests/worker/upstream
+
+# The release comes first, and keepstep without its bounds after it: whether they may follow is what the tests say.
+TORCH_VENV = .venv-torch-$(TORCH)
+test-torch: ## the worker's and the chaos tests with another release: make test-torch TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "name a release of torch: make test-torch TORCH=2.15.0" >&2; exit 1; }
+	test -x $(TORCH_VENV)/bin/pip || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet torch==$(TORCH)
+	$(PYTHON) tests/support/requirements.py | $(TORCH_VENV)/bin/python -m pip install \
+		--disable-pip-version-check --quiet --requirement /dev/stdin
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
+	$(TORCH_VENV)/bin/python -m pytest tests/worker tests/chaos
+
+durations: $(STAMP) ## write down how long the tests of make test take, slowest first, in tests/durations.txt
+	$(BIN)/python -m pytest -m quick --record-durations tests/durations.txt
 
 # The first seed is the time of day with room for 10,000 seeds a second, so no soak runs the seeds of another one.
 SECONDS ?= 600

@@ -1,8 +1,11 @@
-"""What every test shares: the seed of a run, and the settings of hypothesis."""
+"""What every test shares: the seed of a run, its tier, how long it took, and the settings of hypothesis."""
 
+import functools
 import os
 import secrets
+import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import hypothesis
@@ -12,10 +15,39 @@ SEED_VARIABLE = "KEEPSTEP_TEST_SEED"
 SEED = pytest.StashKey[int]()
 SECONDS = Counter[str]()
 """How long each test took, by its id."""
+LISTED_S = 1.0
+"""Of a record of durations: a test that takes less is not listed by itself."""
 
 # No deadline: time is measured in benchmarks/, never asserted in a test.
 hypothesis.settings.register_profile("keepstep", deadline=None)
 hypothesis.settings.load_profile("keepstep")
+
+
+TIERS = Path(__file__).parent / "tiers.toml"
+QUICK = "quick"
+
+
+@functools.cache
+def tiers() -> Mapping[str, str]:
+    """The tier of every test that the file names: beginning of a test's id -> tier."""
+    table = tomllib.loads(TIERS.read_text(encoding="utf-8"))
+    return {f"tests/{test}": tier for tier, content in table.items() for test in content["tests"]}
+
+
+def tier_of(test: str) -> str:
+    """What runs a test: the longest beginning of its id that the file names says so; `make test` where none does."""
+    return max((item for item in tiers().items() if test.startswith(item[0])), default=("", QUICK), key=_length)[1]
+
+
+def _length(item: tuple[str, str]) -> int:
+    return len(item[0])
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier."""
+    for item in items:
+        item.add_marker(tier_of(item.nodeid))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,9 +79,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Record the durations where that was asked for."""
     path = session.config.getoption("--record-durations")
-    if path and not hasattr(session.config, "workerinput"):  # with xdist, the process that hears of all tests
+    if path:
         slowest_first = sorted(SECONDS.items(), key=lambda item: -item[1])
-        Path(path).write_text("".join(f"{seconds:.2f} {test}\n" for test, seconds in slowest_first))
+        lines = [f"{seconds:.1f} {test}" for test, seconds in slowest_first if seconds >= LISTED_S]
+        rest = [seconds for seconds in SECONDS.values() if seconds < LISTED_S]
+        Path(path).write_text("\n".join([*lines, f"{sum(rest):.1f} {len(rest)} others", ""]), encoding="utf-8")
 
 
 @pytest.fixture

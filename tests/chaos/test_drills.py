@@ -52,6 +52,25 @@ def check_all(tmp_path: Path, example: str, world_size: int, pairs: list[tuple[s
         assert row["steps_recomputed"] == again, row
 
 
+def test_each_kind_of_fault(tmp_path: Path) -> None:
+    """The smallest script, one fault of each kind, each in another phase."""
+    by_the_rank = [(kind, phase) for kind, phase in zip(BY_THE_RANK, IN_A_STEP, strict=False)]
+    faults, steps = specification(by_the_rank, 2)
+    code, result, output = drill(
+        tmp_path,
+        "--nproc-per-node",
+        2,
+        "--faults",
+        f"{faults};spare-kill@step=2",
+        SCRIPTS / "tiny.py",
+        "--steps",
+        steps,
+    )
+    assert code == 0, output
+    assert result["identical"]
+    assert {row["fault"] for row in result["faults"]} == set(KINDS)
+
+
 @pytest.mark.parametrize(("example", "world_size"), CASES)
 def test_kinds_and_phases(tmp_path: Path, example: str, world_size: int) -> None:
     """A third of all pairs of kind and phase for each job, a different third for the next one."""
@@ -60,7 +79,6 @@ def test_kinds_and_phases(tmp_path: Path, example: str, world_size: int) -> None
     check_all(tmp_path, example, world_size, pairs)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("example", "world_size"), CASES)
 def test_every_kind_in_every_phase(tmp_path: Path, example: str, world_size: int) -> None:
     check_all(tmp_path, example, world_size, PAIRS)

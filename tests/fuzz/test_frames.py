@@ -78,7 +78,7 @@ def test_random_bytes(pieces: list[bytes]) -> None:
 # ---- a million ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_frames", [5_000, pytest.param(NUM_FRAMES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_frames", [5_000, NUM_FRAMES])
 def test_many_frames(num_frames: int, seed: int) -> None:
     random, tally = Random(seed), Tally()
     corpus = inputs.bodies(inputs.MESSAGE_TYPES, 50, random)
@@ -90,7 +90,7 @@ def test_many_frames(num_frames: int, seed: int) -> None:
     assert tally.num_refused > num_frames // 10, "hardly anything was none"
 
 
-@pytest.mark.parametrize("num", [2_000, pytest.param(NUM_FRAMES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [2_000, NUM_FRAMES])
 def test_many_messages_of_transfers(num: int, seed: int) -> None:
     random = Random(seed)
     corpus = inputs.bodies(inputs.TRANSFER_TYPES, 50 if num > 10_000 else 5, random)

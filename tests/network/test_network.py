@@ -213,7 +213,6 @@ def test_the_controller_dies_while_ranks_die(lab: Lab, tmp_path: Path, seed: int
     disturb(lab, tmp_path, seed, num_crashes=4, num_losses=2)
 
 
-@pytest.mark.full
 def test_the_controller_dies_twenty_times(lab: Lab, tmp_path: Path, seed: int) -> None:
     disturb(lab, tmp_path, seed, num_crashes=20, num_losses=10)
 

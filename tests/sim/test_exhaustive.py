@@ -17,7 +17,6 @@ def test_two_ranks_and_a_spare() -> None:
     assert numbers == (2_665, 6_961, 70), "docs/SIMULATION.md cites these, and must change with them"
 
 
-@pytest.mark.full
 def test_three_ranks_and_a_spare() -> None:
     found = Explorer(small_job(3)).explore()
     assert found.violation is None, "\n".join((found.violation, *found.path))

@@ -731,17 +731,43 @@ CASES: dict[Plant, Callable[[int], Case]] = {
 """Where among all seeds too few have what it takes: seeds of a cluster and a fault that have."""
 
 
+QUICKEST_SEED: dict[Plant, int] = {
+    a_synced_rank_takes_the_barrier_for_passed: 1380,
+    an_agent_that_was_held_up_blames_its_workers: 1909,
+    reports_of_old_generations_are_heard: 352,
+    a_barrier_that_was_cut_off_was_passed: 1380,
+    the_last_entry_of_the_journal_is_lost: 47,
+    a_fence_is_not_awaited: 113,
+    only_the_record_of_a_complete_start_up_is_dropped: 47,
+    a_recovered_rank_does_not_wait_for_the_others: 97,
+    a_former_controllers_record_counts_though_its_start_up_was_interrupted: 127,
+    a_half_restored_copy_is_whole: 147,
+    a_value_of_an_earlier_generation_is_kept: 153,
+    eviction_is_ignored: 82,
+    the_preference_of_spares_is_turned_around: 257,
+    spares_are_taken_by_their_number: 257,
+    a_missing_value_does_no_harm: 922,
+    no_lease_ever_ends: 385,
+    the_job_ends_when_one_rank_is_through: 380,
+    a_controller_that_is_cut_off_gives_everybody_up: 934,
+    a_drain_is_not_in_the_journal: 3176,
+    a_drain_sends_the_signal_at_once: 264,
+}
+"""The seed at which the search from 0 on ends, where it takes more than some seconds. It is tried first."""
+
+
 @pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
 def test_a_mutant_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From seed 0 on, some seed fails by the check that the mutant is for. What it does elsewhere is its own."""
+    """Some seed fails by the check that the mutant is for. What it does elsewhere is its own."""
     plant(monkeypatch)
     case = CASES.get(plant, case_of)
-    for outcome in (run(case(seed)) for seed in range(MAX_SEEDS)):
+    first = [QUICKEST_SEED[plant]] if plant in QUICKEST_SEED else []
+    for outcome in (run(case(seed)) for seed in (*first, *range(MAX_SEEDS))):
         if outcome.check is not None:
             print(f"seed {outcome.case.seed}: {outcome.check}: {outcome.detail}")
         if outcome.check is MUTANTS[plant]:
             return
-    raise AssertionError(f"{MAX_SEEDS} seeds, and nobody noticed")
+    raise AssertionError(f"{MAX_SEEDS} seeds, and no check failed")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.__name__)

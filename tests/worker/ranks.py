@@ -5,6 +5,7 @@ within milliseconds and inherits nothing from the test's own process.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import time
@@ -140,16 +141,22 @@ class Watcher:
         self.num_missing += 1
 
 
-def file_store(path: Path, num_ranks: int, generation: int = 1, name: str = "world") -> dist.Store:
-    """A store of one generation and group, in a file that all ranks can reach."""
-    store = dist.FileStore(str(path / "store"), num_ranks)
+@functools.cache
+def _file(path: Path) -> dist.Store:
+    """Kept open: the last process to close the file removes it, even when another one is just about to open it."""
+    store = dist.FileStore(str(path / "store"))
     store.set_timeout(timedelta(seconds=DEADLINE_S))
-    return dist.PrefixStore(f"{generation}/{name}", store)
+    return store
+
+
+def file_store(path: Path, generation: int = 1, name: str = "world") -> dist.Store:
+    """A store of one generation and group, in a file that all ranks can reach."""
+    return dist.PrefixStore(f"{generation}/{name}", _file(path))
 
 
 def meet(path: Path, num_ranks: int, name: str) -> None:
     """Waits until all ranks are here, without a word over their groups."""
-    store = file_store(path, num_ranks, name=f"meet/{name}")
+    store = file_store(path, name=f"meet/{name}")
     if store.add("here", 1) == num_ranks:
         store.set("all", b"")
     store.wait(["all"])
@@ -157,7 +164,7 @@ def meet(path: Path, num_ranks: int, name: str) -> None:
 
 def registry_of(path: Path, num_ranks: int, watcher: Watcher) -> GroupRegistry:
     """A registry whose groups find each other in `file_store`."""
-    return GroupRegistry(lambda generation, name: file_store(path, num_ranks, generation, name), watcher)
+    return GroupRegistry(lambda generation, name: file_store(path, generation, name), watcher)
 
 
 def join(path: Path, rank: int, num_ranks: int, watcher: Watcher | None = None) -> tuple[GroupRegistry, SurvivingGroup]:
@@ -173,4 +180,4 @@ def plain_gloo(path: Path, rank: int, num_ranks: int, generation: int = 1, timeo
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(file_store(path, num_ranks, generation), rank, num_ranks, options)
+    return dist.ProcessGroupGloo(file_store(path, generation), rank, num_ranks, options)

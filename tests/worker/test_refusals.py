@@ -149,7 +149,7 @@ def refused(session: Session, arguments: Objects, *, first: bool = True) -> Rais
 def refuse_everything(rank: int, size: int, path: Path) -> dict[str, list[Raised]]:
     """Tries all rows; returns what became of each of their cases."""
     warnings.simplefilter("ignore")  # torch's own, when it is imported
-    dist.init_process_group("gloo", store=file_store(path, size, 7), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=file_store(path, 7), rank=rank, world_size=size)
     foreign = DistributedDataParallel(torch.nn.Linear(2, 2))
     dist.destroy_process_group()
     session = keepstep.init()

@@ -294,7 +294,7 @@ def cases_of(mesh_shape: tuple[int, ...]) -> list[tuple[str, str]]:
 
 def placed_blocks(rank: int, size: int, path: Path, mesh_shape: tuple[int, ...]) -> list[Placed | str]:
     """Where this rank's part of each tensor is said to be, and what it holds."""
-    dist.init_process_group("gloo", store=file_store(path, size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=file_store(path), rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", mesh_shape)
     found: list[Placed | str] = []
     for how, shape_name in cases_of(mesh_shape):

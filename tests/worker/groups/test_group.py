@@ -28,7 +28,7 @@ OBJECTS = ("broadcast_object_list", "scatter_object_list")
 
 
 def on_gloo(rank: int, size: int, path: Path) -> dict[str, Any]:
-    dist.init_process_group("gloo", store=file_store(path, size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=file_store(path), rank=rank, world_size=size)
     return run_all(rank, size)
 
 
@@ -151,7 +151,7 @@ class Branching(torch.nn.Module):
 
 def train(rank: int, size: int, path: Path, backend: str, settings: dict[str, Any], seed: int) -> list[bytes]:
     if backend == "gloo":
-        dist.init_process_group("gloo", store=file_store(path, size), rank=rank, world_size=size)
+        dist.init_process_group("gloo", store=file_store(path), rank=rank, world_size=size)
     else:
         join(path, rank, size)
     torch.manual_seed(seed)
@@ -262,7 +262,7 @@ def interrupted(rank: int, size: int, path: Path, echoes: bool) -> Any:
     watcher = Watcher(echoes)
     registry = registry_of(path, size, watcher)
     world = registry.join_world(rank, size, lambda: rank)
-    world.connect(file_store(path, size), rank, timedelta(hours=1), lambda: False)
+    world.connect(file_store(path), rank, timedelta(hours=1), lambda: False)
     meet(path, size, "connected")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -457,7 +457,7 @@ def taken_down_before_anything_is_there_to_break(rank: int, size: int, path: Pat
         if group == name:
             watcher.last_over = generation
             registry.take_down()
-        return file_store(path, size, generation, group)
+        return file_store(path, generation, group)
 
     registry = GroupRegistry(store, watcher)
     registry.join_world(rank, size, lambda: rank)

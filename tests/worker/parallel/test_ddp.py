@@ -242,7 +242,7 @@ def test_a_step_computed_again_gives_the_same_weights(mode: str, at: int, tmp_pa
 
 
 def refusals(rank: int, size: int, path: Path) -> list[Any]:
-    dist.init_process_group("gloo", store=file_store(path, size, 7), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=file_store(path, 7), rank=rank, world_size=size)
     foreign = DistributedDataParallel(torch.nn.Linear(2, 2))
     dist.destroy_process_group()
     _registry, _world = join(path, rank, size)

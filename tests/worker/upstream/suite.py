@@ -90,7 +90,7 @@ def outcomes_in(path: Path, size: int, number: int | str = "*") -> dict[str, str
 
 def start_world(backend: str, path: Path, rank: int, size: int) -> None:
     if backend == "gloo":
-        dist.init_process_group("gloo", store=file_store(path, size), rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group("gloo", store=file_store(path), rank=rank, world_size=size, timeout=TIMEOUT)
         return
     registry = registry_of(path, size, Watcher(echoes=False))
     distributed_c10d.Backend._plugins.pop("KEEPSTEP", None)

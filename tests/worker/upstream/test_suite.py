@@ -7,7 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from tests.worker.ranks import run_ranks
 from tests.worker.upstream.suite import SIZE, outcomes_in, run_tests
 
@@ -56,7 +55,6 @@ def outcomes_on(backend: str) -> dict[str, tuple[str, str]]:
     return outcomes
 
 
-@pytest.mark.full
 def test_torchs_own_tests_pass_here_but_for_the_list() -> None:
     gloo, keepstep = outcomes_on("gloo"), outcomes_on("keepstep")
     assert gloo.keys() == keepstep.keys()

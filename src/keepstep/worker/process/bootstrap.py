@@ -15,6 +15,10 @@ from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
 
 EXIT_EXCEPTION = 1
+_left_behind: list[object] = []
+"""What the script left behind. It stays until the process ends, as under plain Python, where it goes when no thread can
+have the interpreter any more. A DDP that goes earlier may hang: its process group waits, with the interpreter's lock
+held, for a thread that waits for that lock (torch 2.13)."""
 
 
 def run_script(command: tuple[str, ...], module: bool) -> int:
@@ -34,13 +38,15 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
     try:
         if module:
             sys.path.insert(0, "")
-            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+            _left_behind.append(runpy.run_module(command[0], run_name="__main__", alter_sys=True))
         else:
             sys.path.insert(0, command[0].rpartition("/")[0] or ".")
-            runpy.run_path(command[0], run_name="__main__")
+            _left_behind.append(runpy.run_path(command[0], run_name="__main__"))
     except SystemExit as ending:
+        _left_behind.append(ending)
         return _exit_code(ending.code)
     except StepInterrupted as interruption:
+        _left_behind.append(interruption)
         error = UsageError(
             "a step was interrupted by a failure, and the interruption left the script instead of ending at its "
             "'with step:'. The code that computes a step must run inside 'with step:'; a framework that runs the loop "
@@ -51,6 +57,7 @@ def run_script(command: tuple[str, ...], module: bool) -> int:
         sys.excepthook(type(error), error, interruption.__traceback__)
         return EXIT_EXCEPTION
     except BaseException as error:  # any error that ends the script is reported, then the process ends
+        _left_behind.append(error)
         _report(error)
         _explain(error)
         sys.excepthook(type(error), error, error.__traceback__)

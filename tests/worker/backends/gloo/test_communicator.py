@@ -26,7 +26,7 @@ LARGE = 1 << 20
 
 def inner(path: Path, rank: int, size: int, generation: int = 1) -> GlooCommunicator:
     group = GlooCommunicator("world", Watcher())
-    group.connect(file_store(path, size, generation), rank, size, timedelta(seconds=DEADLINE_S), NEVER)
+    group.connect(file_store(path, generation), rank, size, timedelta(seconds=DEADLINE_S), NEVER)
     return group
 
 
@@ -147,7 +147,7 @@ def test_nothing_begins_in_a_group_that_was_taken_down(tmp_path: Path) -> None:
 
 def a_time_of_its_own(rank: int, size: int, path: Path, operation: str) -> str:
     group = GlooCommunicator("world", Watcher())
-    group.connect(file_store(path, size), rank, size, timedelta(seconds=DEADLINE_S), timedelta(milliseconds=50))
+    group.connect(file_store(path), rank, size, timedelta(seconds=DEADLINE_S), timedelta(milliseconds=50))
     answer = ""
     if rank == 0:
         answer = outcome(reduce(group, 1) if operation == "all_reduce" else group.recv([torch.ones(1)], 1, 0))
@@ -176,7 +176,7 @@ class LosesOne(dist.Store):
 def lose_one_while_connecting(rank: int, size: int, path: Path, deadline: timedelta, breaks: bool) -> str:
     """Rank 1 is lost. Its address is the greater one, and of two members that one connects to the other."""
     group = GlooCommunicator("world", Watcher(), host=f"127.0.0.{rank + 1}")
-    store = file_store(path, size)
+    store = file_store(path)
     if rank == 1:
         group.connect(LosesOne(store), rank, size, deadline, NEVER)
     store.wait(["lost"])

@@ -30,7 +30,7 @@ def groups(path: Path, rank: int, size: int) -> list[Any]:
     """Torch's own, and keepstep's."""
     kinds: list[Any] = [ProcessGroupGloo, ScatteringGloo]
     timeout = timedelta(seconds=DEADLINE_S)
-    return [kind(file_store(path, size, number), rank, size, timeout) for number, kind in enumerate(kinds)]
+    return [kind(file_store(path, number), rank, size, timeout) for number, kind in enumerate(kinds)]
 
 
 def scatter_by_both(rank: int, size: int, path: Path, seed: int) -> list[str]:

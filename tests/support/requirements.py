@@ -1,0 +1,9 @@
+"""Prints what keepstep and its tests need besides torch, one requirement a line: for `make test-torch`."""
+
+import tomllib
+from pathlib import Path
+
+if __name__ == "__main__":
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["dev"]
+    print("\n".join(each for each in needed if not each.startswith("torch")))
