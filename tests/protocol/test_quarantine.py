@@ -1,4 +1,4 @@
-"""Nodes and devices that fail again and again: the last to be taken, with the reason, until they have been quiet."""
+"""Nodes and devices that fail again and again are used only when no other spare is left, until they have been quiet."""
 
 import pytest
 from tests.protocol.simulated_job import SimulatedJob

@@ -135,7 +135,8 @@ def add_placement_flags(parser: argparse._ActionsContainer) -> None:
     """Flags of every job that say which place a process is given."""
     parser.add_argument(
         "--quarantine", default=f"{NUM_FAILURES}:{WINDOW_S:g}", metavar="N:SECONDS|off",
-        help="a node or device that failed N times within so long is the last to be taken (default: %(default)s)",
+        help="use a node or device that failed N times within SECONDS only when no other spare is left "
+        "(default: %(default)s)",
     )  # fmt: skip
 
 

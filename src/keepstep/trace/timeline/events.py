@@ -157,7 +157,7 @@ class Teller:
 
 def quarantine_text(place: Place, why: str) -> str:
     """What is kept apart, in a sentence."""
-    return f"{place} is in quarantine, and the last to be taken: it {why}"
+    return f"{place} is in quarantine, and used only when no other spare is left: it {why}"
 
 
 def recovery_text(record: RecoveryRecord) -> str:
