@@ -32,7 +32,7 @@ from keepstep.protocol.recovery.placement import quarantine
 from keepstep.trace.record import phaselog, runfolder
 from keepstep.trace.timeline import events, stragglers
 from keepstep.transports import codec
-from keepstep.transports.rpc import gate
+from keepstep.transports.rpc import server
 from keepstep.weights import publisher, subscriber
 from keepstep.weights.device import stages, verdicts
 from keepstep.worker import coordination
@@ -101,7 +101,7 @@ FACTS: list[tuple[Path, str]] = [
     (ARCHITECTURE, f"`controller/jobstore.py`, at most {mib(jobstore.MAX_STORE_BYTES)}"),
     (ARCHITECTURE, f"of two buckets ({mib(restore.NUM_SLOTS * restore.RESTORE_BUCKET_BYTES)})"),
     (SECURITY, f"frames above {mib(codec.MAX_MESSAGE_BYTES)} are refused"),
-    (SECURITY, f"there are {gate.MAX_STRANGERS:,} of them at most"),
+    (SECURITY, f"there are at most {server.MAX_CONNECTIONS:,} connections at a time"),
     (SECURITY, f"{service.MAX_REFUSALS} of them in ten seconds at most"),
     (DEPLOY, f"given up when nothing was heard of it for `--lease` ({controller_machine.LEASE_S:g} s)"),
     (DEPLOY, f"after `--grace` ({GRACE_S:g} s) it leaves in any case"),
@@ -132,8 +132,8 @@ def test_numbers_are_those_of_the_code(page: Path) -> None:
 
 
 def test_numbers_in_words_are_those_of_the_code() -> None:
-    assert (gate.ADMISSION_S, service.REFUSALS_S) == (10.0, 10.0)
-    assert "have not shown a token within ten seconds" in flat(SECURITY)
+    assert (server.ADMISSION_S, service.REFUSALS_S) == (10.0, 10.0)
+    assert "whose handshake is not over within ten seconds, or that have had no call for ten seconds" in flat(SECURITY)
     assert (RECOVERY.start_deadline_s, LIVENESS.blind_s, checkpoint._KEPT) == (1800.0, 0.5, 2)
     assert "half an hour from the first `keepstep.init()`" in flat(USAGE)
     assert "the others wait for half an hour for one that joins" in flat(DEPLOY)

@@ -1,8 +1,7 @@
-"""Whatever else is read that somebody else has written: the first bytes of a connection, tokens, files of a run."""
+"""What else is read that another process has written: tokens, reports of a spawner, files of a run."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from pathlib import Path
 from random import Random
@@ -19,7 +18,6 @@ from keepstep.tagpage import PHASES
 from keepstep.trace.record import journal, runfolder
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseTail, read_segment
 from keepstep.transports.framing import frame
-from keepstep.transports.rpc.gate import HTTP2_PREFACE, TLS_HANDSHAKE, Gate
 from keepstep.transports.spawning import SpawnerReport, decode_report
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, check, mint, name_in
@@ -29,64 +27,6 @@ SECRET = Secret(bytes(range(32)))
 randoms = st.randoms(use_true_random=False)
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example writes it anew
 any_text = st.text(st.characters())  # with lone surrogates: so Python keeps what it cannot decode of a variable
-
-
-# ---- the gate -------------------------------------------------------------------------------------------------------
-
-FIRST = {True: TLS_HANDSHAKE, False: HTTP2_PREFACE}
-
-
-@settings(max_examples=60)
-@given(randoms, st.booleans(), st.binary(max_size=40))
-def test_the_gate_passes_on_what_begins_with_a_handshake_and_nothing_else(
-    random: Random, is_tls: bool, rest: bytes
-) -> None:
-    begun = FIRST[is_tls] if random.random() < 0.5 else inputs.damaged(FIRST[is_tls], random)
-    said = begun + rest
-    arrived, refused = asyncio.run(knock(inputs.split(said, random), is_tls))
-    if said.startswith(FIRST[is_tls]):
-        assert arrived == said
-        assert refused == ["its handshake failed, or it went before it had shown a token"]
-    elif FIRST[is_tls].startswith(said):
-        assert arrived is None
-        assert refused == ["its handshake failed, or it went before it had shown a token"]
-    else:
-        assert arrived is None
-        assert [why[:12] for why in refused] == ["it began wit"]
-
-
-async def knock(pieces: list[bytes], is_tls: bool) -> tuple[bytes | None, list[str]]:
-    """What came through the gate of some bytes, None if nobody did; and why somebody was sent away."""
-    arrived: list[bytes] = []
-    refused: list[str] = []
-    met, over = asyncio.Event(), asyncio.Event()
-
-    async def behind(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        met.set()
-        arrived.append(await reader.read(-1))
-        writer.close()
-        over.set()
-
-    def tell(_address: str, why: str) -> None:
-        refused.append(why)
-        over.set()
-
-    said = b"".join(pieces)
-    gate = Gate(tell)
-    async with asyncio.timeout(DEADLINE_S), await asyncio.start_unix_server(behind, f"\0{gate.inner}"):
-        port = await gate.open("127.0.0.1", 0, is_tls=is_tls)
-        _reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for piece in pieces:
-            writer.write(piece)
-            await asyncio.sleep(0)
-        if said.startswith(FIRST[is_tls]):
-            await met.wait()
-        writer.close()
-        while not refused or (met.is_set() and not arrived):
-            over.clear()
-            await over.wait()
-        gate.close()
-    return (arrived[0] if arrived else None), refused
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
 from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import frame
 from keepstep.transports.interface import Arrival, Connected
-from keepstep.transports.rpc import client, gate
+from keepstep.transports.rpc import client, server
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, PATH
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
@@ -248,9 +249,6 @@ def test_the_controller_of_another_job_is_not_believed() -> None:
         line = controller.line(Credentials.of(other, Claim(Role.AGENT, "a")), patience_s=0.1)
         with pytest.raises(PeerLost):
             await line.run()
-        address, why = await controller.next_refusal()
-        assert address.startswith("127.0.0.1:")
-        assert "handshake failed" in why
         await still_serves(controller)
 
     play(scene)
@@ -259,6 +257,8 @@ def test_the_controller_of_another_job_is_not_believed() -> None:
 # ---- what is no agent -----------------------------------------------------------------------------------------------
 
 HANDSHAKE = bytes.fromhex("160301") + struct.pack(">H", 512)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+"""RFC 9113, section 3.4."""
 
 
 @BOTH
@@ -273,16 +273,9 @@ HANDSHAKE = bytes.fromhex("160301") + struct.pack(">H", 512)
     ],
     ids=["http", "zeros", "ones", "a frame", "1 GiB"],
 )
-def test_rubbish_is_refused_at_once(is_tls: bool, rubbish: bytes) -> None:
+def test_rubbish_is_refused(is_tls: bool, rubbish: bytes) -> None:
     async def scene(controller: Served) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", controller.port)
-        own = "{}:{}".format(*writer.get_extra_info("sockname"))
-        writer.write(rubbish)
-        address, why = await controller.next_refusal()
-        assert address == own
-        assert "which is no handshake" in why
-        await expect_end(reader)
-        writer.close()
+        await expect_end_of(controller, rubbish)
         await still_serves(controller)
 
     play(scene, is_tls=is_tls)
@@ -290,36 +283,67 @@ def test_rubbish_is_refused_at_once(is_tls: bool, rubbish: bytes) -> None:
 
 @BOTH
 @pytest.mark.parametrize("said", ["nothing", "half a handshake", "rubbish in a handshake"])
-def test_who_shows_no_token_has_to_go(is_tls: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "ADMISSION_S", 0.2)
-    first = HANDSHAKE if is_tls else gate.HTTP2_PREFACE
+def test_a_handshake_has_to_end_in_time(is_tls: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ADMISSION_S", 1.0)
+    first = HANDSHAKE if is_tls else HTTP2_PREFACE
     words = {"nothing": b"", "half a handshake": first, "rubbish in a handshake": first + b"\x5a" * 4096}[said]
 
     async def scene(controller: Served) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", controller.port)
-        own = "{}:{}".format(*writer.get_extra_info("sockname"))
-        writer.write(words)
-        address, _why = await controller.next_refusal()
-        assert address == own
-        await expect_end(reader)
-        writer.close()
+        await expect_end_of(controller, words)
         await still_serves(controller)
 
     play(scene, is_tls=is_tls)
 
 
-def test_strangers_do_not_crowd_the_gate_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MAX_STRANGERS", 3)
-    monkeypatch.setattr(gate, "ADMISSION_S", 0.5)
+@BOTH
+def test_a_connection_without_a_call_is_ended(is_tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It speaks HTTP/2, and has no token to show."""
+    monkeypatch.setattr(server, "ADMISSION_S", 1.0)
 
     async def scene(controller: Served) -> None:
-        strangers = [await asyncio.open_connection("127.0.0.1", controller.port) for _ in range(5)]
-        reasons = [(await controller.next_refusal())[1] for _ in range(5)]
-        assert sum("have not shown a token yet" in why for why in reasons) == 2
-        for reader, writer in strangers:
-            await expect_end(reader)
-            writer.close()
+        async with channel_to(controller) as channel:
+            await channel.channel_ready()
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         await still_serves(controller)
+
+    play(scene, is_tls=is_tls)
+
+
+def test_strangers_keep_agents_out_for_a_while_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(server, "ADMISSION_S", 1.0)
+
+    async def scene(controller: Served) -> None:
+        line = controller.line(controller.credentials("a"))
+        async with connected(line):
+            assert await controller.lines.receive() == Arrival("a", Connected())
+            assert await line.receive() == Connected()
+            strangers = [await asyncio.open_connection("127.0.0.1", controller.port) for _ in range(5)]
+            line.send(ClockAsked("a", 7))
+            assert await controller.lines.receive() == Arrival("a", ClockAsked("a", 7))
+            for reader, writer in strangers:
+                await expect_end(reader)
+                writer.close()
+            await still_serves(controller)
+
+    play(scene)
+
+
+def test_connections_leave_open_files_for_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, num in ((1 << 20, server.MAX_CONNECTIONS), (1024, 1024 - server.OTHER_DESCRIPTORS), (64, 1)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _which, limit=limit: (limit, limit))
+        assert server.num_connections() == num
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    async def scene(controller: Served) -> None:
+        with pytest.raises(
+            ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{controller.port}: Address already"
+        ):
+            async with served(port=controller.port):
+                pass
+        with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1:0: Cannot assign"):
+            await server.RpcNodeLines(str, lambda address, why: None).start("192.0.2.1", 0, None)
 
     play(scene)
 
@@ -375,6 +399,14 @@ def channel_to(controller: Served) -> grpc.aio.Channel:
 def bearer(controller: Served, node: str) -> tuple[tuple[str, str], ...]:
     """What an agent shows."""
     return ((AUTHORIZATION, BEARER + mint(controller.secret, Claim(Role.AGENT, node))),)
+
+
+async def expect_end_of(controller: Served, said: bytes) -> None:
+    """A stranger connects and says something, and the controller ends the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", controller.port)
+    writer.write(said)
+    await expect_end(reader)
+    writer.close()
 
 
 async def expect_end(reader: asyncio.StreamReader) -> None:

@@ -166,7 +166,7 @@ async def _serve(
         relived = _confirmed(entries, lease)
         machine = ControllerMachine.from_journal(options.recovery, relived, clock.now_s(), options.lease_s)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection takes three
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
     lines = RpcNodeLines(lambda token: _node_of(options.secret, token), Refusals().tell, lease.term)
     port = await lines.start(*split(options.listen), options.tls)
     print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)

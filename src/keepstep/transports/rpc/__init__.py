@@ -2,5 +2,5 @@
 
 import os
 
-# gRPC writes what it thinks of each failed handshake to the standard error; who was refused is told by `gate`.
+# gRPC writes about failed handshakes to the standard error, without an address.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # environ: gRPC takes this setting in no other way

@@ -1,9 +1,18 @@
-"""The controller's end: a gRPC server on one address, and a connection to each node whose agent has shown its token."""
+"""The controller's end: a gRPC server on one address, and a connection to each node whose agent has shown its token.
+
+gRPC itself ends what never becomes a call. It refuses bytes that begin no handshake at once, ends a handshake after
+`ADMISSION_S` and a connection without a call after as long again, and closes connections beyond `num_connections`
+right after they were accepted. ``benchmarks/strangers.py`` measures what connections of strangers do to the agents that
+are served; its results stand in ``benchmarks/results``. gRPC tells no address of such connections.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
+import socket
+import urllib.parse
 from collections.abc import AsyncIterable, Callable
 from typing import Any
 
@@ -14,7 +23,6 @@ from keepstep.errors import ConfigurationError, RemoteProtocolError, TokenRefuse
 from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.framing import frame
 from keepstep.transports.interface import Arrival, Connected
-from keepstep.transports.rpc.gate import Gate
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, METHOD, OPEN, SERVICE, SETTINGS, Outbox, messages_in
 from keepstep.trust.certificates import ServerFiles
 
@@ -23,8 +31,12 @@ MAX_UNREAD_BYTES = 64 << 20
 MAX_ARRIVED = 4096
 """Messages that wait for the controller; then gRPC's flow control has the agents wait."""
 STOP_S = 0.5
-INNER = "unix-abstract:"
-"""As gRPC writes the address of a Unix socket that is no file."""
+ADMISSION_S = 10.0
+"""How long a handshake may take, over a slow network; and how long a connection may be without a call."""
+MAX_CONNECTIONS = 4096
+"""Those of agents and those that have not shown a token; a silent one takes about 20 KB."""
+OTHER_DESCRIPTORS = 256
+"""What the controller keeps free of its limit on open files for the journal, its stores and its status socket."""
 
 Admit = Callable[[str], str]
 """The node that the bearer of a token speaks for; raises `TokenRefused`."""
@@ -61,7 +73,6 @@ class RpcNodeLines:
         self._admit = admit
         self._term = term
         self._on_refused = on_refused
-        self._gate = Gate(on_refused)
         self._server: grpc.aio.Server | None = None
         self._visits: dict[str, _Visit] = {}
         self._arrived: asyncio.Queue[Arrival] = asyncio.Queue(MAX_ARRIVED)
@@ -77,34 +88,29 @@ class RpcNodeLines:
         Raises:
             ConfigurationError: the address cannot be had.
         """
-        settings = [
-            *SETTINGS,
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-            ("grpc.http2.max_ping_strikes", 0),
-            ("grpc.max_concurrent_streams", 4),
-        ]
-        server = grpc.aio.server(options=settings)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            socket.create_server((host, port), family=_family(host)).close()  # gRPC tells no reason
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        server = grpc.aio.server(options=_settings())
         method: Any = grpc.stream_stream_rpc_method_handler(self._converse)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
-        if tls is None:
-            server.add_insecure_port(INNER + self._gate.inner)
-        else:
-            credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)])
-            server.add_secure_port(INNER + self._gate.inner, credentials)
+        try:
+            if tls is None:
+                bound = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, grpc.ssl_server_credentials([(tls.key, tls.certificate)]))
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
         await server.start()
         self._server = server
-        try:
-            return await self._gate.open(host, port, is_tls=tls is not None)
-        except ConfigurationError:
-            await server.stop(None)
-            raise
+        return int(bound)
 
     async def stop(self) -> None:
         """Ends all connections, each after what waits to be sent, and listens no more."""
-        self._gate.close()
         if self._server is not None:
             await self._server.stop(STOP_S)
-        await self._gate.ended(STOP_S)
 
     # ---- NodeConnections ---------------------------------------------------------------------------------------------
 
@@ -134,9 +140,7 @@ class RpcNodeLines:
     # ---- one connection ---------------------------------------------------------------------------------------------
 
     async def _converse(self, _requests: AsyncIterable[bytes], context: Context) -> None:
-        passage = context.peer().removeprefix(INNER)
-        address = self._gate.address_of(passage)
-        self._gate.admit(passage)
+        address = urllib.parse.unquote(context.peer().partition(":")[2])  # ipv4:10.0.0.1:5000, ipv6:%5B::1%5D:5000
         try:
             node = self._admit(_bearer(context))
         except TokenRefused as error:
@@ -180,6 +184,29 @@ class RpcNodeLines:
                 return
             for message in found:
                 await self._arrived.put(Arrival(visit.node, message))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _settings() -> list[tuple[str, int]]:
+    return [
+        *SETTINGS,
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_concurrent_streams", 4),
+        ("grpc.so_reuseport", 0),  # or two controllers could listen on one port
+        ("grpc.server_handshake_timeout_ms", round(1000 * ADMISSION_S)),
+        ("grpc.max_connection_idle_ms", round(1000 * ADMISSION_S)),
+        ("grpc.max_allowed_incoming_connections", num_connections()),
+    ]
+
+
+def num_connections() -> int:
+    """How many connections the server accepts: as many as the limit on open files leaves room for."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(MAX_CONNECTIONS, soft - OTHER_DESCRIPTORS))
 
 
 async def _write(visit: _Visit, context: Context) -> None:
