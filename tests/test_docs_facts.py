@@ -27,8 +27,8 @@ from keepstep.protocol import controller as controller_machine
 from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import reports
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
-from keepstep.protocol.recovery import startup as record
-from keepstep.protocol.recovery.placement import quarantine
+from keepstep.protocol.recovery.scripts import startup as record
+from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
 from keepstep.trace.record import phaselog, runfolder
 from keepstep.trace.timeline import events, stragglers
 from keepstep.transports import codec
@@ -105,7 +105,7 @@ FACTS: list[tuple[Path, str]] = [
     (SECURITY, f"{service.MAX_REFUSALS} of them in ten seconds at most"),
     (DEPLOY, f"given up when nothing was heard of it for `--lease` ({controller_machine.LEASE_S:g} s)"),
     (DEPLOY, f"after `--grace` ({GRACE_S:g} s) it leaves in any case"),
-    (DEPLOY, f"`--quarantine {quarantine.NUM_FAILURES}:{quarantine.WINDOW_S:g}`"),
+    (DEPLOY, f"`--quarantine {QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}`"),
     (DEPLOY, f"or {RECOVERY.spares_grace_s:g} s later"),
     (DEPLOY, f"node-0.cluster:{DEFAULT_PORT}"),
     (OBSERVE, f"{tagpage.EVENT_BYTES} bytes each"),

@@ -18,9 +18,9 @@ from tests.protocol.positions import (
 from keepstep.protocol.messages import Member, Membership, NodeJoined, SafePointReached, Transfer, WorkerReady
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
-from keepstep.protocol.recovery.decision import MAX_SOURCES, decide, reachable_step
 from keepstep.protocol.recovery.placement.quarantine import Quarantine
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
+from keepstep.protocol.recovery.stages.decision import MAX_SOURCES, decide, reachable_step
 from keepstep.protocol.resume import Action
 
 GENERATION = 4

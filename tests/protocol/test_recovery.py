@@ -20,7 +20,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import TRANSITIONS, Stage
-from keepstep.protocol.recovery.placement.processes import MAX_SPARE_FAILURES
+from keepstep.protocol.recovery.processes import MAX_SPARE_FAILURES
 from keepstep.protocol.resume import Action
 
 IN_A_STEP = [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED]

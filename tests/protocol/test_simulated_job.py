@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
@@ -9,8 +10,10 @@ from tests.protocol.simulated_job import SimulatedJob
 from keepstep.protocol import resume
 from keepstep.protocol.messages import SafePointReached, Transfer, WorkerFenced
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.recovery import RecoveryMachine, Stage, decision
 from keepstep.protocol.recovery.placement.roster import Roster
+from keepstep.protocol.recovery.stages import decision
+from keepstep.protocol.recovery.stages.recovering import Recovering
+from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.resume import Action
 
 
@@ -61,21 +64,23 @@ def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
 
 
 def resumed_before_all_have_recovered(patch: pytest.MonkeyPatch) -> None:
-    right = RecoveryMachine.enter
+    right = Recovering.__init__
 
-    def enter(self: RecoveryMachine, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
-        right(self, stage, set() if stage is Stage.RECOVERING else awaited, deadline_s)
+    def init(self: Recovering, *arguments: Any) -> None:
+        right(self, *arguments)
+        self.awaited.clear()
 
-    patch.setattr(RecoveryMachine, "enter", enter)
+    patch.setattr(Recovering, "__init__", init)
 
 
 def decided_before_all_stand_still(patch: pytest.MonkeyPatch) -> None:
-    right = RecoveryMachine.enter
+    right = Stopping.__init__
 
-    def enter(self: RecoveryMachine, stage: Stage, awaited: set[int], deadline_s: float | None) -> None:
-        right(self, stage, set(list(awaited)[:1]) if stage is Stage.STOPPING else awaited, deadline_s)
+    def init(self: Stopping, *arguments: Any) -> None:
+        right(self, *arguments)
+        self.awaited = set(list(self.awaited)[:1])
 
-    patch.setattr(RecoveryMachine, "enter", enter)
+    patch.setattr(Stopping, "__init__", init)
 
 
 def a_process_that_is_gone_keeps_its_place(patch: pytest.MonkeyPatch) -> None:

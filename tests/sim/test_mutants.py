@@ -17,18 +17,23 @@ from keepstep.protocol.controller import ControllerMachine, DrainAsked, JournalE
 from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
-from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, decision, machine, stages
-from keepstep.protocol.recovery.end import draining
-from keepstep.protocol.recovery.end.draining import Draining
-from keepstep.protocol.recovery.once import Claims
+from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, transitions
+from keepstep.protocol.recovery.end.drain import JobDrain
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement import roster
-from keepstep.protocol.recovery.placement.replacing import Replacing
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
+from keepstep.protocol.recovery.processes import Processes
 from keepstep.protocol.recovery.progress import Progress
+from keepstep.protocol.recovery.scripts.once import Claims
+from keepstep.protocol.recovery.scripts.startup import StartUp
+from keepstep.protocol.recovery.stages import decision, recovering, starting, stopping, training
+from keepstep.protocol.recovery.stages.recovering import Recovering
+from keepstep.protocol.recovery.stages.stage import JobStage, RecoveryStage
+from keepstep.protocol.recovery.stages.starting import Starting
+from keepstep.protocol.recovery.stages.stopping import Stopping
+from keepstep.protocol.recovery.stages.training import Training
 from keepstep.protocol.recovery.standstill import Standstill
-from keepstep.protocol.recovery.startup import StartUp
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
@@ -244,7 +249,7 @@ def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
         ]
         return dataclasses.replace(found, transfers=tuple(msg.Transfer(ranks, to) for ranks, to in groups))
 
-    patch.setattr(machine, "decide", decide)
+    patch.setattr(recovering, "decide", decide)
 
 
 def a_missing_value_does_no_harm(patch: pytest.MonkeyPatch) -> None:
@@ -259,8 +264,9 @@ def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
     def decide(*arguments: Any) -> decision.Decision:
         return dataclasses.replace(decision.decide(*arguments), transfers=())
 
-    patch.setattr(machine, "reachable_step", reachable_step)
-    patch.setattr(machine, "decide", decide)
+    patch.setattr(starting, "reachable_step", reachable_step)
+    patch.setattr(stopping, "reachable_step", reachable_step)
+    patch.setattr(recovering, "decide", decide)
 
 
 def a_half_restored_copy_is_whole(patch: pytest.MonkeyPatch) -> None:
@@ -339,7 +345,7 @@ def a_shard_is_restored_from_another(patch: pytest.MonkeyPatch) -> None:
         same = msgspec.structs.replace(membership, shard_numbers=(0,) * membership.world_size)
         return decision.decide(everybody, same, *arguments)
 
-    patch.setattr(machine, "decide", decide)
+    patch.setattr(recovering, "decide", decide)
 
 
 def a_barrier_that_was_cut_off_was_passed(patch: pytest.MonkeyPatch) -> None:
@@ -462,14 +468,13 @@ def a_lost_node_keeps_its_spares(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_nested_failure_keeps_the_generation(patch: pytest.MonkeyPatch) -> None:
-    right = RecoveryMachine._interrupt
+    right = Recovering.interrupted
 
-    def interrupt(self: RecoveryMachine, *arguments: Any) -> None:
-        if self.stage is Stage.RECOVERING:
-            self.generation -= 1
-        right(self, *arguments)
+    def interrupted(self: Recovering, *arguments: Any) -> Any:
+        self.job.generation -= 1
+        return right(self, *arguments)
 
-    patch.setattr(RecoveryMachine, "_interrupt", interrupt)
+    patch.setattr(Recovering, "interrupted", interrupted)
 
 
 # ---- The choice of a spare ------------------------------------------------------------------------------------------
@@ -498,7 +503,7 @@ def no_deadline_ever_comes(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_survivor_that_does_not_stop_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RecoveryMachine, "_give_up", lambda self, overdue, now_s: None)
+    patch.setattr(Stopping, "overdue", lambda self, now_s: None)
 
 
 def an_agent_that_was_held_up_blames_its_workers(patch: pytest.MonkeyPatch) -> None:
@@ -527,8 +532,8 @@ def nobody_is_ever_hung(patch: pytest.MonkeyPatch) -> None:
 def the_job_ends_when_one_rank_is_through(patch: pytest.MonkeyPatch) -> None:
     right = RecoveryMachine._answered
 
-    def answered(self: RecoveryMachine, node: str, message: msg.GroupAnswer) -> None:
-        right(self, node, message)
+    def answered(self: RecoveryMachine, node: str, message: msg.GroupAnswer, now_s: float) -> None:
+        right(self, node, message, now_s)
         if isinstance(message, msg.StepsFinished):
             self.awaited.clear()
 
@@ -558,31 +563,28 @@ def a_drain_is_not_in_the_journal(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_drain_sends_the_signal_at_once(patch: pytest.MonkeyPatch) -> None:
-    def begin(self: Draining, reason: str, now_s: float, *, has_trained: bool) -> None:
-        self.reason = reason
-        self.terminate("at once")
-
-    patch.setattr(Draining, "begin", begin)
-    patch.setitem(stages.TRANSITIONS, Stage.TRAINING, stages.TRANSITIONS[Stage.TRAINING] | dict.fromkeys(Stage, ""))
+    patch.setattr(JobStage, "drain_asked", lambda self: transitions.ToDraining("at once"))
+    for stage in (Training, Starting, RecoveryStage):
+        patch.delattr(stage, "drain_asked")
 
 
 def a_drain_ends_where_the_first_rank_holds(patch: pytest.MonkeyPatch) -> None:
-    def answered(self: Draining, message: msg.Holding | msg.Drained) -> None:
+    def answered(self: JobDrain, message: msg.Holding | msg.Drained) -> str | None:
         if isinstance(message, msg.Holding) and self._step is None:
-            self._end_at(message.step)
-        else:
-            right(self, message)
+            self._agree(message.step, message.generation)
+            return None
+        return right(self, message)
 
-    right = Draining.answered
-    patch.setattr(Draining, "answered", answered)
+    right = JobDrain.answered
+    patch.setattr(JobDrain, "answered", answered)
 
 
 def a_drain_breaks_the_collectives_off(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(draining, "HOLDING", 0.0)
+    patch.setattr(training, "HOLDING", 0.0)
 
 
 def a_drained_node_keeps_its_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replacing, "close_node", lambda self, name, reason: None)
+    patch.setattr(Processes, "close_node", lambda self, name, reason: None)
 
 
 MUTANTS: dict[Plant, Check] = {

@@ -24,7 +24,7 @@ from keepstep.protocol.messages import (
     StoreAnswered,
     StoreRequested,
 )
-from keepstep.protocol.recovery.stages import Stage
+from keepstep.protocol.recovery.transitions import Stage
 from keepstep.transports.framing import FrameDecoder, frame
 
 PREFIX = "job_"
@@ -32,7 +32,7 @@ PREFIX = "job_"
 between two steps, and 0 for all else."""
 CHANGING = frozenset({"job_set", "job_add", "job_append", "job_compare_set", "job_delete"})
 MAX_STORE_BYTES = 256 << 20
-"""Of all keys and values: as much as `keepstep.protocol.recovery.startup` keeps. It lies in the controller's memory."""
+"""Of all keys and values, in the controller's memory: as much as `keepstep.protocol.recovery.scripts.startup` keeps."""
 MAX_KEY_BYTES = 1 << 16
 KEY_OVERHEAD_BYTES = 200
 """What an entry takes besides its characters (measured: 190 bytes for a short key, CPython 3.11)."""

@@ -8,7 +8,7 @@ from keepstep.controller.jobstore import PREFIX, JobStore
 from keepstep.controller.startup import StartUpRecord
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
 from keepstep.protocol.recovery import RecoveryMachine
-from keepstep.protocol.recovery.startup import OPERATIONS
+from keepstep.protocol.recovery.scripts.startup import OPERATIONS
 from keepstep.trace.record import runfolder
 
 

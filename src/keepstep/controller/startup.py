@@ -1,4 +1,4 @@
-"""The record of the start-up (`keepstep.protocol.recovery.startup`), in memory or in a file."""
+"""The record of the start-up (`keepstep.protocol.recovery.scripts.startup`), in memory or in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
 from keepstep.protocol.recovery import Stage
-from keepstep.protocol.recovery.startup import StartUp
+from keepstep.protocol.recovery.scripts.startup import StartUp
 from keepstep.trace.targets import replacing
 from keepstep.transports.framing import FrameDecoder, frame
 

@@ -102,7 +102,7 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
         case Restarted():
             return job.restarted(now_s)
         case CalledOff():
-            return job.called_off(event.order)
+            return job.called_off(event.order, now_s)
         case DrainAsked():
             return job.drain_asked(event.reason, now_s)
         case _:

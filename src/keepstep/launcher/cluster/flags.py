@@ -16,7 +16,7 @@ from keepstep.agent.settings import NodePlace
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.controller import LEASE_S
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
-from keepstep.protocol.recovery.placement.quarantine import NUM_FAILURES, WINDOW_S
+from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
 from keepstep.transports.interface import PATIENCE_S
 
 DEFAULT_PORT = 29400
@@ -134,7 +134,7 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
 def add_placement_flags(parser: argparse._ActionsContainer) -> None:
     """Flags of every job that say which place a process is given."""
     parser.add_argument(
-        "--quarantine", default=f"{NUM_FAILURES}:{WINDOW_S:g}", metavar="N:SECONDS|off",
+        "--quarantine", default=f"{QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}", metavar="N:SECONDS|off",
         help="use a node or device that failed N times within SECONDS only when no other spare is left "
         "(default: %(default)s)",
     )  # fmt: skip
@@ -195,7 +195,7 @@ def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:
 
 def _quarantine_of(text: str) -> tuple[int, float]:
     if text == "off":
-        return 0, WINDOW_S
+        return 0, QUARANTINE_WINDOW_S
     try:
         times, _, seconds = text.partition(":")
         num_failures, window_s = int(times), float(seconds)

@@ -6,7 +6,16 @@ import dataclasses
 
 from keepstep.protocol.messages import AgentOrder, Assign, FenceWorker, StartWorker
 from keepstep.protocol.recovery.placement.roster import Worker
-from keepstep.protocol.recovery.stages import Effect
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effect:
+    """An order to the agent of one node, and why the machine gives it."""
+
+    node: str | None
+    """None: the same to every node."""
+    order: AgentOrder
+    reason: str
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from keepstep.protocol.messages import RanksStand
 from keepstep.protocol.recovery.placement.roster import Roster
-from keepstep.protocol.recovery.stages import Course, Stage
 from keepstep.protocol.waiting.explanation import RankState, explain, uneven
 from keepstep.protocol.waiting.operations import Standing
 
@@ -21,8 +20,7 @@ REPEAT_S = 290.0
 class Standstill:
     """Of one job, in its present generation."""
 
-    def __init__(self, course: Course, roster: Roster) -> None:
-        self._course = course
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self.text: str | None = None
         """Which ranks wait where, in one sentence; None while none waits for long."""
@@ -64,9 +62,7 @@ class Standstill:
         self._finished_at |= dict.fromkeys(workers, step)
 
     def stands(self, message: RanksStand, now_s: float) -> None:
-        """An agent tells which of its ranks stand still. In a recovery that is no news: all are being stopped."""
-        if self._course.stage not in (Stage.STARTING, Stage.TRAINING, Stage.FINISHED):
-            return
+        """An agent tells which of its ranks stand still."""
         known = self._roster.workers
         found = {each.worker: (each, now_s - each.still_s) for each in message.standing if each.worker in known}
         self._by_node[message.node] = {n: each for n, each in found.items() if known[n].node == message.node}

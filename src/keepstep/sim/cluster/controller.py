@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.recovery import Stage
-from keepstep.protocol.recovery.startup import StartUp
+from keepstep.protocol.recovery.scripts.startup import StartUp
 from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 

@@ -33,7 +33,7 @@ _IGNORED = _KEPT | {
     *("_tag_since_s", "_passed"),  # what phases took
     # Of channels.
     *("_received", "_acknowledged", "_transmitted", "_patient_since_s", "_owes_news", "_owes_answer"),
-    *("records", "_record", "_connected"),  # what a report is made from
+    *("records", "record", "connected"),  # what a report is made from
     *(
         "_by_node",
         "_finished_at",

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import EndJob
-from keepstep.protocol.recovery.end.draining import HOLDING
+from keepstep.protocol.recovery.end.drain import HOLDING
 from keepstep.protocol.worker import WorkerState
 from keepstep.sim.oracle.checks import Check, ViolationError
 

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
-from keepstep.protocol.recovery.stages import EXIT_DRAINED, EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
+from keepstep.protocol.recovery.settings import (
+    EXIT_DRAINED,
+    EXIT_FAILED,
+    EXIT_NOTHING_TO_RECOVER,
+    EXIT_TOO_FEW_RANKS,
+)
 
 NOT_PROTECTED = "no rank has called keepstep.init(), so the job is not protected: a lost rank ends it"
+KILLED_AFTER_GRACE = "what still ran was killed after the grace period"
 
 # ---- The script's own failure ---------------------------------------------------------------------------------------
 
@@ -17,6 +23,13 @@ def failed(worker: Worker, error: str) -> EndJob:
     """An exception that a fresh process would meet again."""
     who = "a spare" if worker.rank is None else f"rank {worker.rank}"
     return EndJob(EXIT_FAILED, f"{who} failed: {error}")
+
+
+def exited_in_start_up(rank: int | None, detail: str, *, is_initialised: bool) -> EndJob:
+    """A rank ended by itself before the job had ever trained, or in any way where its script is not protected."""
+    if is_initialised:
+        return EndJob(EXIT_FAILED, f"rank {rank} ended before its first step: {detail}")
+    return EndJob(EXIT_FAILED, f"rank {rank} ended: {detail}; {NOT_PROTECTED}")
 
 
 def failed_everywhere(detail: str) -> EndJob:
@@ -68,6 +81,11 @@ def scripts_through(roster: Roster, failure: str | None, last_detail: str, *, is
     return EndJob(0, "all ranks are through" if is_complete else left_early(roster))
 
 
+def ended_without_init() -> EndJob:
+    """No script runs any more, and none of them has ever called `keepstep.init()`."""
+    return EndJob(0, f"all scripts have ended; {NOT_PROTECTED}")
+
+
 def left_early(roster: Roster) -> str:
     """All scripts ended, and not all ranks had taken every step that `Session.steps` would have given them."""
     ends = sorted((w.rank, w.completed_steps) for w in roster.workers.values() if w.done and w.rank is not None)
@@ -98,6 +116,11 @@ def no_checkpoint_found(trained_to: int) -> EndJob:
         EXIT_NOTHING_TO_RECOVER,
         f"training had reached step {trained_to}, and the fresh ranks find no checkpoint to go on from",
     )
+
+
+def drained(reason: str | None, how: str) -> EndJob:
+    """The drain of the job is over."""
+    return EndJob(EXIT_DRAINED, f"{reason}: {how}")
 
 
 def drained_in_vain(reason: str, detail: str) -> EndJob:

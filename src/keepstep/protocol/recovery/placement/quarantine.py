@@ -9,12 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-NUM_FAILURES = 2
-WINDOW_S = 3600.0
-"""Twice within an hour, of a node that otherwise fails once in half a year: Meta's research clusters had 2 to 7
-failures in 1,000 node-days (Kokolis et al., *Revisiting Reliability in Large-Scale Machine Learning Research Clusters*,
-2024)."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from keepstep.protocol.messages import Member, Membership, NodeJoined, SafePointReached, WorkerReady
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
 from keepstep.protocol.recovery.placement.topology import Placement, choose_local_rank, choose_spare
-from keepstep.protocol.recovery.stages import RecoverySettings
+from keepstep.protocol.recovery.settings import RecoverySettings
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,10 +1,14 @@
-"""Which processes are started, and on which node: ranks at the start, spares, and fresh ones where no spare is left."""
+"""Which processes the agents start and end: ranks at the start, spares, and fresh ones where no spare is left."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
+from keepstep.protocol.messages import Cause, Membership, WorkerLost
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.roster import Node, Roster, Worker
-from keepstep.protocol.recovery.stages import RecoverySettings
+from keepstep.protocol.recovery.settings import RecoverySettings
 
 MAX_SPARE_FAILURES = 3
 """How many fresh processes lost in a row, none of which came to its first step, are replaced by another."""
@@ -61,9 +65,7 @@ class Processes:
 
     def fence_ranks(self, reason: str) -> None:
         """Ends the process of every rank."""
-        for worker in list(self._roster.holders()):
-            self._roster.mark_lost(worker, gone=False)
-            self._orders.fence(worker, reason)
+        self._fence(list(self._roster.holders()), reason)
 
     def top_up_spares(self, reason: str) -> None:
         """Brings the number of spares back to what was asked for: of sound ones where they can be had.
@@ -93,11 +95,41 @@ class Processes:
                 self._start_spare(node.name, "no spare is left: a fresh process takes the rank")
         return True
 
-    def fence_spares(self) -> None:
-        """All ranks are to start anew. Spares take their room, and know what the former ranks exchanged."""
-        for spare in list(self._roster.spares()):
-            self._roster.mark_lost(spare, gone=False)
-            self._orders.fence(spare, "all ranks start anew, and it started with the former ones")
+    def fence_spares(self, reason: str) -> None:
+        """Ends the process of every spare."""
+        self._fence(list(self._roster.spares()), reason)
+
+    def close_node(self, name: str, reason: str) -> None:
+        """A node is to leave: its ranks are to move, and its spares end."""
+        self._fence(self._roster.close_node(name), reason)
+
+    def _fence(self, workers: Iterable[Worker], reason: str) -> None:
+        for worker in workers:
+            self._roster.mark_lost(worker, gone=False)
+            self._orders.fence(worker, reason)
+
+    def move(self, membership: Membership, now_s: float) -> list[tuple[Worker, WorkerLost]]:
+        """Marks the workers as lost whose ranks go elsewhere now, and says why of each.
+
+        They go as far as warm spares can take their ranks and others hold their shards. None goes while more such
+        spares are still starting: all go in one recovery.
+        """
+        roster = self._roster
+        displaced = roster.displaced()
+        if not displaced or roster.num_ready_spares < min(len(roster.spares()), len(displaced)):
+            return []
+        left = Counter(membership.shard(worker.rank) for worker in roster.holders() if worker.rank is not None)
+        moved: list[tuple[Worker, WorkerLost]] = []
+        for worker in sorted(displaced, key=lambda each: each.worker):
+            assert worker.rank is not None
+            if len(moved) < roster.num_ready_spares and left[membership.shard(worker.rank)] > 1:
+                left[membership.shard(worker.rank)] -= 1
+                is_closed = roster.nodes[worker.node].is_closed
+                why = "its node is to leave" if is_closed else "it shared a device, and another one is free"
+                moved.append((worker, WorkerLost(worker.worker, Cause.MOVED, why, False, None, now_s)))
+        for worker, _ in moved:
+            roster.mark_lost(worker, gone=False)
+        return moved
 
     def lost_before_ready(self) -> None:
         """A fresh process was lost on its way to its first step."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
-from keepstep.protocol.recovery.stages import Stage
+from keepstep.protocol.recovery.transitions import Stage
 
 OPERATIONS = ("keep", "kept")
 """The operations of a `StoreRequested` that are answered here: to keep a value, and to ask for what was kept."""

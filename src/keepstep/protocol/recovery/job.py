@@ -1,0 +1,48 @@
+"""What the machine knows of a job in every stage."""
+
+from __future__ import annotations
+
+from keepstep.protocol.messages import Membership
+from keepstep.protocol.recovery.end.drain import JobDrain
+from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.placement.quarantine import Quarantine
+from keepstep.protocol.recovery.placement.roster import Roster
+from keepstep.protocol.recovery.processes import Processes
+from keepstep.protocol.recovery.progress import Progress
+from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.protocol.recovery.settings import RecoverySettings
+from keepstep.protocol.recovery.standstill import Standstill
+
+
+class JobState:
+    """What outlives a stage. The stages read and change it; it decides nothing by itself."""
+
+    def __init__(self, settings: RecoverySettings) -> None:
+        self.settings = settings
+        self.generation = 1
+        self.quarantine = Quarantine(settings.quarantine_failures, settings.quarantine_window_s)
+        self.roster = Roster(settings, self.quarantine)
+        self.membership: Membership | None = None
+        """Of the last generation in which all ranks stood ready; None while all start."""
+        self.progress = Progress()
+        self.standstill = Standstill(self.roster)
+        self.orders = Orders()
+        self.processes = Processes(settings, self.roster, self.orders)
+        self.drain = JobDrain(self.roster, self.orders, settings.grace_s)
+        self.connected: set[int] = set()
+        """The rank holders whose groups are connected in this generation."""
+        self.writes_checkpoints = False
+        """Whether the scripts write checkpoints, by the last worker that came to its first step."""
+        self.records: list[RecoveryRecord] = []
+        self.record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
+        """What happens in this generation. That of the first is not among ``records``: it recovers from nothing."""
+
+    def begin_generation(self, cause: str, detail: str, now_s: float) -> None:
+        """A failure has interrupted the ranks: what they said in the last generation counts no more."""
+        self.generation += 1
+        self.record = RecoveryRecord(self.generation, cause, detail, now_s)
+        self.connected.clear()
+        self.standstill.clear()
+        self.drain.interrupted()
+        for worker in self.roster.holders():
+            worker.safe = None

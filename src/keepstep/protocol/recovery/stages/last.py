@@ -1,0 +1,107 @@
+"""The last stages of a job: from its last step, or from where it cannot go on, to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.protocol.messages import Abandon, Complete, EndJob, Rescue, Terminate
+from keepstep.protocol.recovery.end import verdicts
+from keepstep.protocol.recovery.end.drain import AGREEING
+from keepstep.protocol.recovery.job import JobState
+from keepstep.protocol.recovery.records import Failure
+from keepstep.protocol.recovery.stages.stage import JobStage
+from keepstep.protocol.recovery.transitions import Next, Stage, ToDraining, ToEnded
+
+
+class Finished(JobStage):
+    """All ranks have completed the last step: what their scripts do after it may take as long as it likes."""
+
+    stage = Stage.FINISHED
+    reports_standstill = True
+
+    def __init__(self, job: JobState) -> None:
+        super().__init__(job)
+        job.orders.to_all(Complete(job.generation), "all ranks completed the last step")
+        job.processes.fence_spares("the last step is complete: it is not needed any more")
+
+    def proceed(self, now_s: float) -> Next:
+        """The job ends with its last script."""
+        return self.script_ended(now_s)
+
+    def ranks_lost(self, failures: Sequence[Failure], now_s: float) -> Next:
+        """No spare takes their place. The others may wait for them in vain, so their collectives end in errors."""
+        first = failures[0]
+        reason = f"rank {first.rank} failed in the code after the last step: {first.detail}"
+        self.failure = self.failure or reason
+        self.job.orders.to_all(Abandon(first.detail), reason)
+        self.deadline_s = now_s + self.job.settings.end_deadline_s
+        return None
+
+    def overdue(self, now_s: float) -> Next:
+        """A rank was lost, and the scripts of the others do not end."""
+        return ToEnded(verdicts.scripts_overdue(self.failure))
+
+    @property
+    def drain_share(self) -> float:
+        """A part, so that there is time left for scripts that handle the signal."""
+        return AGREEING
+
+    def drain_overdue(self, now_s: float) -> Next:
+        """The scripts that still run get the signal."""
+        return ToDraining("all ranks had completed the last step, and their scripts did not end")
+
+
+class Rescuing(JobStage):
+    """The job cannot go on: each rank that holds state saves it."""
+
+    stage = Stage.RESCUING
+
+    def __init__(self, job: JobState, reason: str, now_s: float) -> None:
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.end_deadline_s)
+        self.failure = reason
+        job.orders.to_all(Rescue(reason), reason)
+
+    def proceed(self, now_s: float) -> Next:
+        """The job ends when no rank is left that could save its state."""
+        return None if self.awaited else self.overdue(now_s)
+
+    def overdue(self, now_s: float) -> Next:
+        """The job ends with the state that is saved by now."""
+        return ToEnded(verdicts.rescued(self.job.roster, self.failure))
+
+
+class Draining(JobStage):
+    """Every script has got SIGTERM, wherever it is."""
+
+    stage = Stage.DRAINING
+    blames_places = False
+
+    def __init__(self, job: JobState, how: str) -> None:
+        super().__init__(job)
+        self._how = how
+        job.orders.to_all(Terminate(str(job.drain.reason)), f"{job.drain.reason}: {how}")
+
+    def proceed(self, now_s: float) -> Next:
+        """The job ends with its last script."""
+        return None if self.job.roster.num_holders else self._end(self._how)
+
+    def script_ended(self, now_s: float) -> Next:
+        """As it was asked to."""
+        return None
+
+    def drain_overdue(self, now_s: float) -> Next:
+        """The grace period is over."""
+        return self._end(f"{self._how}; {verdicts.KILLED_AFTER_GRACE}")
+
+    def _end(self, how: str) -> Next:
+        return ToEnded(verdicts.drained(self.job.drain.reason, how))
+
+
+class JobEnded(JobStage):
+    """The job is over."""
+
+    stage = Stage.ENDED
+
+    def __init__(self, job: JobState, order: EndJob) -> None:
+        super().__init__(job)
+        job.orders.to_all(order, order.reason)

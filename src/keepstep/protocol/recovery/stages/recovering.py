@@ -1,0 +1,53 @@
+"""All ranks go to the resume step: their groups connect, and those that need it get their state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.protocol.messages import Cause, Recover, StateRecovered
+from keepstep.protocol.recovery.job import JobState
+from keepstep.protocol.recovery.records import Failure
+from keepstep.protocol.recovery.stages.decision import decide
+from keepstep.protocol.recovery.stages.stage import RecoveryStage
+from keepstep.protocol.recovery.transitions import Next, Stage, ToTraining
+
+
+class Recovering(RecoveryStage):
+    """Until every rank stands at the resume step."""
+
+    stage = Stage.RECOVERING
+    answer = StateRecovered
+    needs_rendezvous = True
+
+    def __init__(self, job: JobState, step: int, now_s: float) -> None:
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.recover_deadline_s)
+        job.membership = job.roster.membership(job.membership)
+        decision = decide(job.roster, job.membership, step, job.generation)
+        record = job.record
+        record.resume_step = step
+        record.decided_s = now_s
+        record.stopped_at_step = max((w.safe.step for w in job.roster.holders() if w.safe), default=None)
+        record.actions |= decision.actions
+        job.progress.resumes(step, job.generation)
+        reason = f"resume at step {step}, where every shard can be"
+        job.orders.to_all(Recover(job.generation, step, decision.transfers, job.membership), reason)
+
+    def proceed(self, now_s: float) -> Next:
+        """All ranks stand at the resume step."""
+        job = self.job
+        if job.record.reset_s is None and len(job.connected) >= job.settings.world_size:
+            job.record.reset_s = now_s
+        if self.awaited:
+            return None
+        job.record.restored_s = now_s
+        return ToTraining()
+
+    def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
+        """Another failure: the recovery begins anew, in a new generation."""
+        self.job.record.superseded = True
+        return super().interrupted(cause, detail, failures, now_s)
+
+    def overdue(self, now_s: float) -> Next:
+        """Ranks that wait for one that hangs are late as well: all stop, and the one that cannot is the one."""
+        late = self.job.roster.ranks_of(self.awaited)
+        return self.interrupted(Cause.HANG, f"ranks {late} did not recover in time", (), now_s)

@@ -1,0 +1,136 @@
+"""After a failure: the survivors stop, the agents kill what is lost, and each missing rank gets a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.protocol.messages import Cause, SafePointReached, Stop, WorkerLost
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.recovery.end import verdicts
+from keepstep.protocol.recovery.job import JobState
+from keepstep.protocol.recovery.records import Failure
+from keepstep.protocol.recovery.stages.decision import begins_again, reachable_step
+from keepstep.protocol.recovery.stages.stage import RecoveryStage
+from keepstep.protocol.recovery.transitions import (
+    GiveUp,
+    Next,
+    Stage,
+    ToEnded,
+    ToRecovering,
+    ToRescuing,
+    ToStarting,
+    ToStopping,
+)
+
+
+class Stopping(RecoveryStage):
+    """Until all survivors are at safe points, all lost processes are gone, and all ranks are held."""
+
+    stage = Stage.STOPPING
+    answer = SafePointReached
+
+    def __init__(self, job: JobState, failure: ToStopping, now_s: float) -> None:
+        job.begin_generation(failure.cause, failure.detail, now_s)
+        super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.stop_deadline_s)
+        self._waits_for_help = False
+        """Whether it has begun to wait for a process to come up or a node to join."""
+        synced_step = next((each.step for each in failure.failures if each.phase == Phase.SYNCED), None)
+        job.orders.to_all(Stop(job.generation, failure.detail, synced_step), failure.detail)
+        self.interrupted(failure.cause, failure.detail, failure.failures, now_s)
+
+    def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
+        """Belongs to the recovery that has just begun."""
+        job = self.job
+        if job.record not in job.records[-1:] and (failures or cause != Cause.DRAIN):
+            job.records.append(job.record)
+        for failure in failures:
+            job.record.add_failure(failure, cause, detail)
+            fenced_s = now_s + job.settings.end_deadline_s  # the fence of the lost process takes time
+            self.deadline_s = max(self.deadline_s or 0.0, fenced_s)
+        return None
+
+    def spare_lost(self, detail: str, now_s: float) -> Next:
+        """It may have been the one for a missing rank."""
+        job = self.job
+        job.processes.top_up_spares(f"a spare was lost: {detail}")
+        if job.processes.keep_failing:
+            return ToRescuing(f"fresh processes are lost one after the other: {detail}")
+        return None
+
+    def overdue(self, now_s: float) -> Next:
+        """A survivor that does not answer in time is itself treated as failed."""
+        roster = self.job.roster
+        if self.awaited:
+            overdue = [roster.workers[number] for number in sorted(self.awaited)]
+            for worker in overdue:
+                roster.mark_lost(worker, gone=False)
+            detail = "it did not come to a safe point in time"
+            lost = [WorkerLost(each.worker, Cause.HANG, detail, False, None, now_s) for each in overdue]
+            return GiveUp(list(zip(overdue, lost, strict=True)))
+        if roster.unfenced():
+            stuck = [worker.pid for worker in roster.unfenced()]
+            return ToRescuing(f"processes {stuck} cannot be killed, so their ranks cannot be given away")
+        return ToRescuing("no replacement came to its first step in time")
+
+    # ---- all stand still --------------------------------------------------------------------------------------------
+
+    def proceed(self, now_s: float) -> Next:
+        """All ranks go to the greatest step that they reach together, as soon as each rank is held."""
+        job = self.job
+        record = job.record
+        if self.awaited or job.roster.unfenced():
+            return None
+        record.stopped_s = record.stopped_s or now_s
+        if (idle := job.generation - job.progress.last_generation) > job.settings.max_recoveries_without_progress:
+            return ToRescuing(f"{idle} failures in a row without a completed step: {record.detail}")
+        if ended_early := verdicts.ended_early(job.roster):
+            return ToEnded(ended_early)
+        if record.num_exceptions == job.settings.world_size:
+            return ToEnded(verdicts.failed_everywhere(record.detail))
+        if (step := reachable_step(job.roster, job.membership, job.generation)) is None:
+            return self._no_step_is_reached(now_s)
+        if begins_again(job.progress, job.roster, step):
+            return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
+        return self._fill_ranks(step, now_s)
+
+    def _fill_ranks(self, step: int, now_s: float) -> Next:
+        """Gives every missing rank a warm spare, or none yet where there are too few."""
+        job = self.job
+        replacements = job.roster.replacements()
+        if replacements is not None:
+            job.roster.give_ranks(replacements)
+            for rank, worker in replacements.items():
+                job.record.replacements[rank] = worker.worker
+                job.orders.assign(worker, job.generation, f"spare {worker.worker} takes rank {rank}")
+            return ToRecovering(step)
+        missing = job.roster.missing_ranks()
+        if job.drain.reason is not None:  # there is no time to wait for spares
+            return ToRescuing(f"{job.drain.reason}, and no spare is warm for ranks {missing}")
+        if not job.processes.start_fresh(missing):
+            return ToRescuing(f"--max-restarts is used up: {job.record.detail}")
+        self._wait_for_help(now_s)
+        return None
+
+    def _no_step_is_reached(self, now_s: float) -> Next:
+        job = self.job
+        if job.progress.trained_to > 0 and not job.writes_checkpoints:
+            return ToEnded(verdicts.nothing_to_recover(job.generation, job.record.detail))
+        if job.drain.reason is not None:
+            return ToEnded(verdicts.drained_in_vain(job.drain.reason, job.record.detail))
+        reason = "no live rank reaches a step: all ranks start anew"
+        job.processes.fence_ranks(reason)
+        job.processes.fence_spares("all ranks start anew, and it started with the former ones")
+        if job.roster.unfenced():
+            return None
+        if not job.roster.may_start(job.settings.world_size):
+            return ToEnded(verdicts.restarts_used_up(job.record.detail))
+        if job.processes.room_for_ranks() < job.settings.world_size:
+            self._wait_for_help(now_s)  # another node has to come
+            return None
+        job.record.decided_s = now_s
+        return ToStarting(reason)
+
+    def _wait_for_help(self, now_s: float) -> None:
+        """Waits for a process to come up or a node to join. Later events must not put the end of the wait off."""
+        if not self._waits_for_help:
+            self._waits_for_help, self.deadline_s = True, now_s + self.job.settings.start_deadline_s

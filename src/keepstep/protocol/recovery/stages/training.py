@@ -1,0 +1,94 @@
+"""All ranks train."""
+
+from __future__ import annotations
+
+from keepstep.protocol.messages import Cause, Drained, Holding, JobStalled, Resume, StepsFinished
+from keepstep.protocol.recovery.end import verdicts
+from keepstep.protocol.recovery.end.drain import HOLDING
+from keepstep.protocol.recovery.job import JobState
+from keepstep.protocol.recovery.placement.roster import Worker
+from keepstep.protocol.recovery.stages.stage import JobStage
+from keepstep.protocol.recovery.transitions import GiveUp, Next, Stage, ToDraining, ToEnded, ToFinished
+
+
+class Training(JobStage):
+    """Until the loop of every rank has ended, or something fails."""
+
+    stage = Stage.TRAINING
+    answer = StepsFinished
+    starts_spares = True
+    reports_standstill = True
+
+    def __init__(self, job: JobState) -> None:
+        super().__init__(job, job.roster.holder_numbers())
+        job.progress.stands()
+        job.standstill.all_move()
+        step = job.progress.resume_at
+        if job.drain.reason is not None:
+            job.drain.end_at(step, job.generation)
+        else:
+            job.orders.to_all(Resume(job.generation), f"all ranks stand at step {step}")
+
+    def proceed(self, now_s: float) -> Next:
+        """All ranks have completed the last step, or can complete none any more."""
+        if not self.awaited and self.job.roster.num_holders:
+            return ToFinished()
+        uneven = self.job.standstill.uneven()
+        return ToEnded(verdicts.uneven_steps(uneven)) if uneven else None
+
+    def overdue(self, now_s: float) -> Next:
+        """A script has ended, and the others train on without it."""
+        ended_early = verdicts.ended_early(self.job.roster)
+        return ToEnded(ended_early) if ended_early else None
+
+    def script_ended(self, now_s: float) -> Next:
+        """The others may end soon as well, and if they do not, the job cannot go on."""
+        if self.job.roster.num_holders:
+            self.deadline_s = self.deadline_s or now_s + self.job.settings.end_deadline_s
+        return super().script_ended(now_s)
+
+    def worker_ready(self, worker: Worker, now_s: float) -> Next:
+        """There is one more spare for a rank that is to move."""
+        return self.spread(now_s)
+
+    def step_observed(self, now_s: float) -> Next:
+        """Training goes on: the machine starts the spares that the recovery has used."""
+        self.job.processes.top_up_spares("a spare took a rank: another is started")
+        return self.spread(now_s)
+
+    def spread(self, now_s: float) -> Next:
+        """A rank that shares a device, or whose node is to leave, goes to a warm spare that has a place of its own."""
+        job = self.job
+        moved = [] if job.membership is None else job.processes.move(job.membership, now_s)
+        return GiveUp(moved) if moved else None
+
+    def job_stalled(self, report: JobStalled, now_s: float) -> Next:
+        """Where all ranks of all nodes wait, none of them is to blame: all stop and go on."""
+        standstill = self.job.standstill
+        if not standstill.stalled(report.node):
+            return None
+        return self.interrupted(Cause.STUCK, standstill.explained(report.detail, now_s), (), now_s)
+
+    # ---- the drain of the job ---------------------------------------------------------------------------------------
+
+    @property
+    def drain_share(self) -> float:
+        """A part in which the ranks may come to one step by themselves; all of it after they were stopped for that."""
+        return HOLDING if self.job.drain.may_hold else 1.0
+
+    def drain_asked(self) -> Next:
+        """The ranks hold before their next steps."""
+        self.job.drain.hold(self.job.generation)
+        return None
+
+    def drain_answered(self, message: Holding | Drained) -> Next:
+        """When all ranks have done their part the scripts get the signal."""
+        how = self.job.drain.answered(message)
+        return ToDraining(how) if how is not None else None
+
+    def drain_overdue(self, now_s: float) -> Next:
+        """The ranks stop as after a failure, and the resume rule chooses the step."""
+        if not self.job.drain.may_hold:
+            return super().drain_overdue(now_s)
+        self.job.drain.may_hold = False
+        return self.interrupted(Cause.DRAIN, "the ranks did not come to one step by themselves", (), now_s)
