@@ -12,7 +12,7 @@ from keepstep.controller import jobstore
 from keepstep.controller.jobstore import JobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
-from keepstep.protocol.recovery.stages import Stage
+from keepstep.protocol.recovery import Stage
 from keepstep.transports.framing import frame
 
 

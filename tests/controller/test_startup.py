@@ -7,7 +7,8 @@ import pytest
 from keepstep.controller.startup import StartUpRecord
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
-from keepstep.protocol.recovery import Stage, startup
+from keepstep.protocol.recovery import Stage
+from keepstep.protocol.recovery.scripts import startup
 
 GENERATION = 1
 
