@@ -39,7 +39,7 @@ from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
-from keepstep.sim.cluster.transfers import LocalValue, Rows
+from keepstep.sim.cluster.values import LocalValue, Rows
 from keepstep.sim.faults import SimulatedFault
 from keepstep.sim.oracle import Check
 from keepstep.sim.run import Case, case_of, run

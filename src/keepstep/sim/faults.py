@@ -13,7 +13,7 @@ from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.cluster.process import SimulatedProcess
     from keepstep.sim.world import World
 
 Pairs = tuple[tuple[str, str], ...]
@@ -99,7 +99,7 @@ class Injector:
         self._armed.append(fault)
         self._world.watch = self._watch
 
-    def _watch(self, worker: SimulatedWorker) -> None:
+    def _watch(self, worker: SimulatedProcess) -> None:
         """A worker shows a new tag."""
         for fault in [fault for fault in self._armed if fault.phase is worker.tag.phase]:
             self._armed.remove(fault)
@@ -123,7 +123,7 @@ class Injector:
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
-    def _victim(self, fault: SimulatedFault) -> SimulatedWorker | None:
+    def _victim(self, fault: SimulatedFault) -> SimulatedProcess | None:
         """A live process that holds a rank and was not hurt before."""
         candidates = [worker for worker in self._world.rank_holders() if not (worker.is_stopped or worker.is_stuck)]
         if not candidates:
@@ -133,7 +133,7 @@ class Injector:
             self._world.story.add(self._world.schedule.now_s, "FAULT", f"{fault.kind} hits {victim}, {victim.where}")
         return victim
 
-    def _hurt(self, fault: SimulatedFault) -> SimulatedWorker | None:
+    def _hurt(self, fault: SimulatedFault) -> SimulatedProcess | None:
         victim = self._victim(fault)
         if victim is not None:
             self._world.oracle.suffers(victim, fault.kind, fault.lasts_s)
@@ -180,7 +180,7 @@ class Injector:
 
     def _blame(self, fault: SimulatedFault) -> None:
         if victim := self._hurt(fault):
-            victim.node.blame(victim.number, "a false alarm")
+            self._world.nodes[victim.node.name].blame(victim.number, "a false alarm")
 
     def _false_hint(self, fault: SimulatedFault) -> None:
         """A collective fails for no reason that anybody can see."""

@@ -18,7 +18,7 @@ from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE
 from keepstep.trace.record.recorder import Recorder
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.cluster.process import SimulatedProcess
 
 GATHER_S = 0.2
 """Of virtual time, as an agent does of its own."""
@@ -53,7 +53,7 @@ class Recording:
         self._gather()
         self._recorder.__exit__(kind, error, trace)
 
-    def shown(self, worker: SimulatedWorker) -> None:
+    def shown(self, worker: SimulatedProcess) -> None:
         """A worker's page shows something, be it new or not."""
         if self._tags.get(worker.process) == worker.tag:
             return

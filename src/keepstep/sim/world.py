@@ -15,11 +15,13 @@ from keepstep.sim.cluster.controller import SimulatedController
 from keepstep.sim.cluster.layout import ClusterLayout
 from keepstep.sim.cluster.network import CONTROLLER, Network
 from keepstep.sim.cluster.node import SimulatedNode
+from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event, Schedule
 from keepstep.sim.cluster.scripts.once import OnceScript
 from keepstep.sim.cluster.scripts.startup import StartUpScript
-from keepstep.sim.cluster.transfers import Rows, Transfers
-from keepstep.sim.cluster.worker import History, SimulatedWorker
+from keepstep.sim.cluster.transfers import Transfers
+from keepstep.sim.cluster.values import History, Rows
+from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.oracle import Oracle
 from keepstep.sim.story import Story
 
@@ -47,7 +49,7 @@ class World:
         self.workers: dict[int, SimulatedWorker] = {}
         """Every process there ever was."""
         self.ended: EndJob | None = None
-        self.watch: Callable[[SimulatedWorker], None] | None = None
+        self.watch: Callable[[SimulatedProcess], None] | None = None
         """Told of each new tag of a worker: a scenario watches, and a plan once a fault waits for its phase."""
         self.recording: Recording | None = None
         self.num_recoveries = 0
@@ -134,18 +136,18 @@ class World:
         self.workers[process] = self._parts[f"worker {process}"] = worker
         return worker
 
-    def process_ended(self, worker: SimulatedWorker) -> None:
+    def process_ended(self, worker: SimulatedProcess) -> None:
         """A process has ended, whatever the reason."""
-        worker.node.ended(worker)
+        self.nodes[worker.node.name].ended(worker)
 
-    def step_completed(self, worker: SimulatedWorker, step: int) -> None:
+    def step_completed(self, worker: SimulatedProcess, step: int) -> None:
         """A rank has completed a step: it may be time for a checkpoint."""
         self.oracle.completed(worker, step)
         if (every := self.layout.checkpoint_every) and (step + 1) % every == 0:
             self.checkpoint(worker, step + 1)
-        worker.node.step_completed(worker, worker.machine.generation, step)
+        self.nodes[worker.node.name].step_completed(worker, worker.machine.generation, step)
 
-    def checkpoint(self, worker: SimulatedWorker, step: int) -> bool:
+    def checkpoint(self, worker: SimulatedProcess, step: int) -> bool:
         """The first rank of each shard writes a checkpoint, in a job that has them. Says whether this one did."""
         rank, shard = worker.machine.rank, self.shard_of(worker.machine.rank)
         if self.layout.checkpoint_every is None or self.layout.shards.index(shard) != rank:
@@ -156,7 +158,7 @@ class World:
             self._whole_s.setdefault(step, self.schedule.now_s)
         return True
 
-    def checkpoints_of(self, worker: SimulatedWorker) -> tuple[int, ...]:
+    def checkpoints_of(self, worker: SimulatedProcess) -> tuple[int, ...]:
         """The steps of the checkpoints that a worker can load."""
         return tuple(self.checkpoints()) if self._checkpoints else ()
 
@@ -174,7 +176,7 @@ class World:
         """What a checkpoint holds of a shard, and the table of the ranks' own values."""
         return self._checkpoints[step][shard]
 
-    def tag_shown(self, worker: SimulatedWorker) -> None:
+    def tag_shown(self, worker: SimulatedProcess) -> None:
         """A worker's page shows something new."""
         if self.watch is not None:
             self.watch(worker)

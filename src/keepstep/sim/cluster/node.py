@@ -9,10 +9,10 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.reliable_channel import ReliableChannel
-from keepstep.sim.cluster.layout import NodeLayout
+from keepstep.sim.cluster.layout import NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.network import CONTROLLER
+from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
-from keepstep.sim.cluster.worker import SimulatedWorker
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
@@ -29,7 +29,7 @@ class SimulatedNode:
         self.layout = layout
         self.name = layout.name
         self.is_up = False
-        self.workers: dict[int, SimulatedWorker] = {}
+        self.workers: dict[int, SimulatedProcess] = {}
         """The processes of the present incarnation of its agent, by worker number."""
         self.clock_jump_s = 0.0
         self._incarnation = 0
@@ -100,7 +100,7 @@ class SimulatedNode:
 
     def worker_says(self, number: int, report: msg.AnyMessage) -> None:
         """A worker has written to its socket."""
-        delay_s = self.world.layout.durations.local_s
+        delay_s = self._durations.local_s
         self.world.schedule.after(delay_s, Event(self.name, "worker_said", (self._machine.incarnation, number, report)))
 
     def worker_said(self, incarnation: int, number: int, report: msg.AnyMessage) -> None:
@@ -132,7 +132,7 @@ class SimulatedNode:
             self._proceed()
 
     def _tick_later(self) -> None:
-        self.world.schedule.after(self.world.layout.durations.tick_s, Event(self.name, "tick", (self._incarnation,)))
+        self.world.schedule.after(self._durations.tick_s, Event(self.name, "tick", (self._incarnation,)))
 
     def _proceed(self) -> None:
         """Carries out what the machine wants, and transmits what it says."""
@@ -140,7 +140,7 @@ class SimulatedNode:
             match effect:
                 case Spawn():
                     event = Event(self.name, "spawn", (self._machine.incarnation, effect))
-                    self.world.schedule.after(self._drawn("spawn_s"), event)
+                    self.world.schedule.after(self.world.draw(self._durations.spawn_s), event)
                 case Kill():
                     self._kill(effect.worker)
                 case HandOver():
@@ -185,7 +185,7 @@ class SimulatedNode:
         self.workers[number] = worker
         self._machine.spawned(number, worker.process)
         self._proceed()
-        worker.world.schedule.after(self._drawn("build_s"), Event(f"worker {worker.process}", "go"))
+        worker.world.schedule.after(self.world.draw(self._durations.build_s), Event(f"worker {worker.process}", "go"))
 
     def _kill(self, number: int) -> None:
         worker = self.workers.get(number)
@@ -203,12 +203,12 @@ class SimulatedNode:
         worker = self.workers.get(number)
         if worker is not None:
             event = Event(f"worker {worker.process}", "order", (order,))
-            self.world.schedule.after(self.world.layout.durations.local_s, event)
+            self.world.schedule.after(self._durations.local_s, event)
 
-    def ended(self, worker: SimulatedWorker) -> None:
+    def ended(self, worker: SimulatedProcess) -> None:
         """A process has ended; the kernel will say so."""
         incarnation = self._machine.incarnation
-        delay_s = self._drawn("exit_s")
+        delay_s = self.world.draw(self._durations.exit_s)
         if self.world.coin():
             event = Event(self.name, "training_thread_died", (incarnation, worker.number))
             self.world.schedule.after(delay_s * 0.05, event)
@@ -228,7 +228,7 @@ class SimulatedNode:
             self._machine.exited(number, cause, detail, worker.tag, self.clock_s)
             self._proceed()
 
-    def step_completed(self, worker: SimulatedWorker, generation: int, step: int) -> None:
+    def step_completed(self, worker: SimulatedProcess, generation: int, step: int) -> None:
         """A worker's page shows that it has completed a step; the first of a generation is told."""
         self._machine.step_completed(worker.number, generation, step, self.clock_s, 0.1)
         self._proceed()
@@ -240,5 +240,6 @@ class SimulatedNode:
             self._machine.broke_protocol(number, detail, worker.tag, self.clock_s)
             self._proceed()
 
-    def _drawn(self, duration: str) -> float:
-        return self.world.draw(getattr(self.world.layout.durations, duration))
+    @property
+    def _durations(self) -> SimulatedDurations:
+        return self.world.layout.durations

@@ -1,26 +1,72 @@
-"""A simulated process as its node and the kernel see it: it lives, is held, and ends."""
+"""A simulated process as its node, the kernel, other ranks and the oracle see it: it lives, shows itself, and ends."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.messages import Cause
+from keepstep.protocol.agent import Spawn
+from keepstep.protocol.liveness import Observation, was_passed
+from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.phases import Phase
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
+from keepstep.protocol.worker import WorkerMachine, WorkerState
+from keepstep.sim.cluster.collectives import Key
+from keepstep.sim.cluster.layout import SimulatedDurations
 from keepstep.sim.cluster.schedule import Event
+from keepstep.sim.cluster.values import History, LocalValue, Rows
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.node import SimulatedNode
     from keepstep.sim.world import World
 
+Arguments = TypeVarTuple("Arguments")
+Self = TypeVar("Self", bound="SimulatedProcess")
 
-class SimulatedProcess:
+
+class Host(Protocol):
+    """What a process knows of the machine it runs on."""
+
+    name: str
+    is_up: bool
+
+    @property
+    def clock_s(self) -> float:
+        """The time that the machine's own clock shows."""
+
+    def worker_says(self, number: int, report: msg.AnyMessage) -> None:
+        """A worker writes to its agent's socket."""
+
+
+def held_while_stopped(method: Callable[[Self, *Arguments], None]) -> Callable[[Self, *Arguments], None]:
+    """Marks what happens to a process: to one that is stopped when it is continued, and to a dead one never."""
+
+    @functools.wraps(method)
+    def happens(self: Self, *arguments: *Arguments) -> None:
+        if self.is_stopped:
+            self.missed.append((happens, arguments))
+        elif self.is_alive:
+            method(self, *arguments)
+
+    return happens
+
+
+class SimulatedProcess(ABC):
     """What a `SimulatedWorker` is as a process, whatever runs in it."""
 
-    def __init__(self, world: World, node: SimulatedNode, process: int, number: int) -> None:
+    def __init__(self, world: World, node: Host, process: int, wanted: Spawn) -> None:
         self.world = world
         self.node = node
         self.process = process
-        self.number = number
+        self.number = wanted.worker
+        self.machine = WorkerMachine(wanted.worker, process, wanted.rank)
+        self.local_rank = wanted.local_rank
+        self.local_world_size = wanted.local_world_size
+        self.is_first_holder = wanted.rank is not None
+        """Its script starts as a rank of the job, together with all others; a replacement's starts alone."""
+        self.spawned_s = world.schedule.now_s
         self.is_alive = True
         self.is_stopped = False
         """Held by SIGSTOP: nothing in it moves."""
@@ -28,40 +74,141 @@ class SimulatedProcess:
         """Its training thread hangs; its listener lives."""
         self.slowness = 1.0
         self.exit: tuple[Cause, str] = (Cause.EXIT, "")
-        self._missed: list[tuple[str, tuple[object, ...]]] = []
+        self.missed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         """What came while it was stopped."""
+        self.parameters: History = ()
+        self.local = LocalValue()
+        self.shard: str | None = None
+        """The shard that the parameters are of; a spare's are of none yet."""
+        self.cohort: int | None = None
+        """The number of the cohort that it has connected with last."""
+        self.tag = Tag(0, -1, Phase.STARTING)
+        self._tag_since_s = 0.0
+        self._passed: list[tuple[Phase, float, float]] = []
+        self.in_collective: Key | None = None
+        self.entered_s = 0.0
+        """When it had last begun a collective; 0: never."""
+        self._progress = 0
+        self._is_waiting = False
+
+    def __str__(self) -> str:
+        rank = "spare" if self.machine.rank is None else f"rank {self.machine.rank}"
+        return f"{rank} (worker {self.number})"
+
+    @property
+    def where(self) -> str:
+        """What it is at, for the story."""
+        state, steps = self.machine.state, self.machine.steps
+        return f"{steps.phase} of step {steps.step}" if state is WorkerState.TRAINING else str(state)
+
+    # ---- what its agent looks at ------------------------------------------------------------------------------------
+
+    def look(self) -> Observation:
+        """What its agent sees of it."""
+        in_collective = self.in_collective is not None
+        return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped)
+
+    def take_passed(self) -> list[tuple[Phase, float, float]]:
+        """The phases that its ring shows to have ended since the last look: when they began, and ended."""
+        passed, self._passed = self._passed, []
+        return passed
+
+    def counts(self) -> tuple[OperationCount, ...]:
+        """What its page shows of its only group, of which the barriers of its steps are counted."""
+        if self.in_collective is None:
+            return ()
+        step = max(0, self.in_collective[1])
+        return (OperationCount("world", Operation.BARRIER, ALL_MEMBERS, step + 1, step),)
+
+    def _show(self) -> None:
+        """Writes where the training thread is into the page."""
+        machine = self.machine
+        self._is_waiting = False
+        before, self.tag = self.tag, Tag(machine.generation, machine.steps.step, machine.steps.phase)
+        if self.tag != before:
+            if was_passed(before, self.tag):
+                self._passed.append((before.phase, self._tag_since_s, self.node.clock_s))
+            self._tag_since_s = self.node.clock_s
+        self.world.tag_shown(self)
+
+    # ---- what happens to it -----------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
         """A stopped process is continued: what came meanwhile comes now."""
         self.is_stopped = False
-        missed, self._missed = self._missed, []
-        for what, arguments in missed:
-            getattr(self, what)(*arguments)
+        missed, self.missed = self.missed, []
+        for happens, arguments in missed:
+            happens(self, *arguments)
 
     def be_fast(self) -> None:
         """It is not slow any more."""
         self.slowness = 1.0
+
+    def die(self, cause: Cause, detail: str) -> None:
+        """The process ends, in whatever it was doing."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.exit = (cause, detail)
+        self._leave_groups()
+        self.world.process_ended(self)
+
+    def raise_error(self, error: str, *, fatal: bool = False) -> None:
+        """Its script raises an exception and does not catch it."""
+        self._say(msg.WorkerFailed(self.number, error, "Traceback ...", fatal))
+        self.die(Cause.EXIT, "exit code 1")
 
     def say_anew(self, report: msg.WorkerReport) -> None:
         """Something the process says by mistake, or a second time."""
         if self.is_alive and not self.is_stopped:
             self._say(report)
 
+    @held_while_stopped
     def is_answered(self, answer: msg.StoreAnswered) -> None:
         """An answer of the controller's record of the start-up comes."""
-        if self._can_move("is_answered", answer) and not self.is_stuck:
+        if not self.is_stuck:
             self.world.start_up.heard(self.process, answer)
 
-    def _can_move(self, what: str, *arguments: object) -> bool:
-        if self.is_stopped:
-            self._missed.append((what, arguments))
-        return self.is_alive and not self.is_stopped
+    # ---- what other parts tell the script ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def order(self, order: msg.WorkerOrder) -> None:
+        """An order of the controller comes out of its socket."""
+
+    @abstractmethod
+    def has_exchanged(self) -> None:
+        """It has exchanged with the other ranks what a start-up exchanges."""
+
+    @abstractmethod
+    def collective_ended(self, key: Key, rows: Rows) -> None:
+        """Every rank's part of a collective has arrived."""
+
+    @abstractmethod
+    def received(self, parameters: History, shard: str | None, rows: Rows) -> None:
+        """The last bucket of a transfer has arrived."""
+
+    @abstractmethod
+    def lose_connection(self) -> None:
+        """A connection to a peer ends for no reason."""
+
+    @abstractmethod
+    def sent(self) -> None:
+        """The last bucket of this source is with its receivers."""
+
+    # ---- for what runs in it ----------------------------------------------------------------------------------------
+
+    def _leave_groups(self) -> None:
+        """Ends all connections to other ranks."""
+        self.world.collectives.leave(self.process)
+        self.world.rendezvous.leave(self.process)
+        self.world.transfers.leave(self.process)
 
     def _after(self, delay_s: float, what: str, *arguments: object) -> None:
         self.world.schedule.after(delay_s, Event(f"worker {self.process}", what, arguments))
 
-    def _drawn(self, duration: str) -> float:
-        return self.world.draw(getattr(self.world.layout.durations, duration))
+    @property
+    def _durations(self) -> SimulatedDurations:
+        return self.world.layout.durations
 
     def _say(self, report: msg.WorkerReport) -> None:
         self.node.worker_says(self.number, report)

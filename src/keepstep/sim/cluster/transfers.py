@@ -1,8 +1,4 @@
-"""State on its way from the ranks that hold it to those that need it, each rank's own value included.
-
-Every rank gives its own to all others with its gradients, and keeps what it gets as a table, together with its
-parameters. A replacement begins with its rank's row.
-"""
+"""State on its way from the ranks that hold it to those that need it."""
 
 from __future__ import annotations
 
@@ -10,65 +6,18 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import Transfer
+from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
-
-INCOMPLETE = -1
-"""Stands in a history of updates for what is not what it should be: here for parts that do not fit together."""
+from keepstep.sim.cluster.values import INCOMPLETE
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
     from keepstep.sim.world import World
-
-
-Rows = tuple[int, ...]
-"""Of each rank, by rank."""
-
-_RANK = 1 << 32
-"""More than any job has steps, so that a value tells whose it is."""
-
-
-def right_value(rank: int, step: int) -> int:
-    """What a rank has when it stands at a step."""
-    return rank * _RANK + step
-
-
-class LocalValue:
-    """One process's own value, and the table of all ranks' that belongs to its parameters."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self.rows: Rows = ()
-        self._value_before = 0
-        self._rows_before: Rows = ()
-
-    def start(self, rank: int | None) -> None:
-        """The script has come to its first step, together with those of the other ranks."""
-        assert rank is not None
-        self.value = right_value(rank, 0)
-
-    def begin_step(self) -> None:
-        """An attempt at a step begins: it changes the value before its gradient barrier."""
-        self._value_before, self._rows_before = self.value, self.rows
-        self.value += 1
-
-    def gathered(self, rows: Rows) -> None:
-        """Every rank's has come, before the barrier."""
-        self.rows = rows
-
-    def undo(self) -> None:
-        """The attempt is undone."""
-        self.value, self.rows = self._value_before, self._rows_before
-
-    def restored(self, rank: int | None, rows: Rows) -> None:
-        """The state of another rank, or of a checkpoint, has come, with its table."""
-        assert rank is not None
-        self.value, self.rows = rows[rank], rows
 
 
 @dataclasses.dataclass(slots=True)
 class _UnderWay:
     transfer: Transfer
-    there: dict[int, SimulatedWorker] = dataclasses.field(default_factory=dict)
+    there: dict[int, SimulatedProcess] = dataclasses.field(default_factory=dict)
     """rank -> its process."""
 
 
@@ -79,7 +28,7 @@ class Transfers:
         self._world = world
         self._open: dict[tuple[int, Transfer], _UnderWay] = {}
 
-    def come(self, worker: SimulatedWorker, generation: int, transfer: Transfer) -> None:
+    def come(self, worker: SimulatedProcess, generation: int, transfer: Transfer) -> None:
         """A source or a receiver is ready; the bytes move when all are."""
         under_way = self._open.setdefault((generation, transfer), _UnderWay(transfer))
         assert worker.machine.rank is not None
@@ -107,7 +56,7 @@ class Transfers:
         worker.received(parameters if len(copies) == 1 else (*parameters, INCOMPLETE), shard, rows)
 
     def leave(self, process: int) -> None:
-        """A process ends, or breaks its connections: whoever still waits for it waits in vain."""
+        """A process ends, or breaks its connections: the processes that still wait for it wait in vain."""
         for key, under_way in list(self._open.items()):
             ranks = [rank for rank, worker in under_way.there.items() if worker.process == process]
             if ranks:

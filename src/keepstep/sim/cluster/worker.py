@@ -1,4 +1,4 @@
-"""One simulated process of the job: the real `WorkerMachine`, and a model of training around it.
+"""One simulated rank of the job: the real `WorkerMachine`, and a model of training around it.
 
 Its parameters are the history of the updates that were applied to them. What a rank computes depends on nothing else:
 an update whose gradients were not complete, or of another step, leaves a mark that never goes away.
@@ -6,105 +6,72 @@ an update whose gradients were not complete, or of another step, leaves a mark t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import enum
+from typing import TYPE_CHECKING, assert_never
 
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import moves
 from keepstep.protocol.agent import Spawn
-from keepstep.protocol.liveness import Observation, was_passed
-from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.resume import Action
-from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
-from keepstep.protocol.worker import Urgency, WorkerMachine
+from keepstep.protocol.worker import Urgency
 from keepstep.protocol.worker import WorkerState as State
 from keepstep.sim.cluster.collectives import Key
-from keepstep.sim.cluster.process import SimulatedProcess
-from keepstep.sim.cluster.transfers import INCOMPLETE, LocalValue, Rows
+from keepstep.sim.cluster.node import SimulatedNode
+from keepstep.sim.cluster.process import SimulatedProcess, held_while_stopped
+from keepstep.sim.cluster.values import INCOMPLETE, History, Rows
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.node import SimulatedNode
-    from keepstep.sim.oracle import Cohort
     from keepstep.sim.world import World
 
 SETTLE_S = 0.25
 MAX_MOVES = 50
 """In one go, without any time passing: more is a circle."""
 CONNECT_DEADLINE_S = 12.0
-History = tuple[int, ...]
+
+
+class Activity(enum.StrEnum):
+    """What the training thread does when it has been busy for a while; `SimulatedWorker.perform` says how."""
+
+    BUILD = "build"
+    WAIT_FOR_RANK = "wait for a rank"
+    BUILD_IN_ECHO = "build in echo"
+    FALL_OUT = "fall out"
+    LOADED = "loaded"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REACH_STOP_POINT = "reach a stop point"
+    CUT_OFF = "cut off"
+    REDUCE = "reduce"
+    COMPLETE = "complete"
+    SAVE = "save"
+    END = "end"
 
 
 class SimulatedWorker(SimulatedProcess):
-    """A process: alive until it exits, is killed, or its node is lost."""
+    """A process with a script: alive until it exits, is killed, or its node is lost."""
+
+    node: SimulatedNode
 
     def __init__(self, world: World, node: SimulatedNode, process: int, wanted: Spawn) -> None:
-        super().__init__(world, node, process, wanted.worker)
-        self.machine = WorkerMachine(wanted.worker, process, wanted.rank)
-        self.local_rank = wanted.local_rank
-        self.local_world_size = wanted.local_world_size
-        self.is_first_holder = wanted.rank is not None
-        """Its script starts as a rank of the job, together with all others; a replacement's starts alone."""
-        self.spawned_s = world.schedule.now_s
-        self.parameters: History = ()
-        self.local = LocalValue()
-        self.shard: str | None = None
-        """The shard that the parameters are of; a spare's are of none yet."""
-        self.cohort: Cohort | None = None
-        """The processes it has connected with last."""
-        self.tag = Tag(0, -1, Phase.STARTING)
-        self._tag_since_s = 0.0
-        self._passed: list[tuple[Phase, float, float]] = []
-        self.in_collective: Key | None = None
-        self.entered_s = 0.0
-        """When it had last begun a collective; 0: never."""
+        super().__init__(world, node, process, wanted)
         self._connecting = 0
         """The generation in which it connects, or did last."""
         self._loading_step = 0
         self._gradients: int | None = None
         """The step whose complete gradients it holds."""
-        self._progress = 0
-        self._is_waiting = False
         self._activity = 0
         """Number of what the training thread is at; an event of an earlier activity is stale."""
         self.is_idle = True
 
-    def __str__(self) -> str:
-        rank = "spare" if self.machine.rank is None else f"rank {self.machine.rank}"
-        return f"{rank} (worker {self.number})"
+    # ---- the listener -----------------------------------------------------------------------------------------------
 
-    @property
-    def where(self) -> str:
-        """What it is at, for the story."""
-        steps = self.machine.steps
-        return (
-            f"{steps.phase} of step {steps.step}" if self.machine.state is State.TRAINING else str(self.machine.state)
-        )
-
-    # ---- what the world and the agent call --------------------------------------------------------------------------
-
-    def look(self) -> Observation:
-        """What its agent sees of it."""
-        in_collective = self.in_collective is not None
-        return Observation(self.tag, self._progress, self._is_waiting, in_collective, self.is_stopped)
-
-    def take_passed(self) -> list[tuple[Phase, float, float]]:
-        """The phases that its ring shows to have ended since the last look: when they began, and ended."""
-        passed, self._passed = self._passed, []
-        return passed
-
-    def counts(self) -> tuple[OperationCount, ...]:
-        """What its page shows of its only group, of which the barriers of its steps are counted."""
-        if self.in_collective is None:
-            return ()
-        step = max(0, self.in_collective[1])
-        return (OperationCount("world", Operation.BARRIER, ALL_MEMBERS, step + 1, step),)
-
+    @held_while_stopped
     def order(self, order: msg.WorkerOrder) -> None:
         """An order of the controller comes out of its socket."""
-        if not self._can_move("order", order):
-            return
         if isinstance(order, msg.OnceAnswered):
             return self.world.once.answered(self, order)
         if isinstance(order, msg.Assign):
@@ -116,53 +83,32 @@ class SimulatedWorker(SimulatedProcess):
             self.is_idle = False
             self.go()
 
-    def die(self, cause: Cause, detail: str) -> None:
-        """The process ends, in whatever it was doing."""
-        if not self.is_alive:
-            return
-        self.is_alive = False
-        self.exit = (cause, detail)
-        self._break()
-        self.world.process_ended(self)
-
-    def raise_error(self, error: str, *, fatal: bool = False) -> None:
-        """An exception that nobody catches."""
-        self._say(msg.WorkerFailed(self.number, error, "Traceback ...", fatal))
-        self.die(Cause.EXIT, "exit code 1")
-
     def lose_connection(self) -> None:
         """A connection to a peer ends for no reason."""
         if self.in_collective is not None:
             self.peer_reset(self.in_collective)
 
-    # ---- the listener -----------------------------------------------------------------------------------------------
-
     def _heed(self, urgency: Urgency, generation: int) -> None:
         if urgency is Urgency.BREAK:
-            self._break()
+            self._leave_groups()
             self._interrupt()
         elif urgency is Urgency.SETTLE:
             self._after(SETTLE_S, "settle_timed_out", generation)
 
+    @held_while_stopped
     def settle_timed_out(self, generation: int) -> None:
         """The backward that a lost rank was synced in has had its time."""
-        if self._can_move("settle_timed_out", generation):
-            self._heed(self.machine.settled(generation), generation)
-
-    def _break(self) -> None:
-        self.world.collectives.leave(self.process)
-        self.world.rendezvous.leave(self.process)
-        self.world.transfers.leave(self.process)
+        self._heed(self.machine.settled(generation), generation)
 
     def _interrupt(self) -> None:
         """The flag is raised: what the training thread is in the middle of ends soon, or at once."""
         if self.in_collective is not None:
             self.in_collective = None
-            self._begin(self.world.layout.durations.local_s, "cut_off")
+            self._begin(self._durations.local_s, Activity.CUT_OFF)
         elif self.machine.state in (State.CONNECTING, State.LOADING) and not self.is_idle:
-            self._begin(self.world.layout.durations.local_s, "fall_out", "the group was taken down")
+            self._begin(self._durations.local_s, Activity.FALL_OUT, "the group was taken down")
         elif self.machine.steps.phase in (Phase.FORWARD, Phase.BACKWARD) and self.machine.state is State.TRAINING:
-            self._begin(self.world.layout.durations.stop_s, "reach_stop_point")
+            self._begin(self._durations.stop_s, Activity.REACH_STOP_POINT)
 
     # ---- the training thread ----------------------------------------------------------------------------------------
 
@@ -187,7 +133,7 @@ class SimulatedWorker(SimulatedProcess):
                 case moves.Train():
                     return self._train()
                 case moves.Build():
-                    return self._begin(self._drawn("build_s"), "build")
+                    return self._begin(self.world.draw(self._durations.build_s), Activity.BUILD)
                 case moves.Connect():
                     return self._connect(move.generation)
                 case moves.Update():
@@ -196,9 +142,9 @@ class SimulatedWorker(SimulatedProcess):
                     return self._load(move)
                 case moves.Save():
                     self.world.oracle.drains_at(self, move.step)
-                    return self._begin(self._drawn("optimizer_s"), "save")
+                    return self._begin(self.world.draw(self._durations.optimizer_s), Activity.SAVE)
                 case moves.End():
-                    return self._begin(self._drawn("optimizer_s"), "end")
+                    return self._begin(self.world.draw(self._durations.optimizer_s), Activity.END)
                 case moves.SaveAndEnd():
                     return self._save_and_end()
         raise InternalError(f"{self} goes round in circles: {machine.state}, {machine.steps}")
@@ -207,20 +153,50 @@ class SimulatedWorker(SimulatedProcess):
         """Whether the training thread is still at what it began with that number."""
         return self.is_alive and activity == self._activity
 
-    def perform(self, activity: int, what: str, *arguments: object) -> None:
-        """What the training thread was at is done."""
-        if activity != self._activity or not self.is_alive or self.is_stuck:
-            return
-        if self._can_move("perform", activity, what, *arguments):
-            getattr(self, "_" + what)(*arguments)
+    @held_while_stopped
+    def perform(self, number: int, activity: Activity, why: str) -> None:
+        """What the training thread was busy with is over, and it does what follows; ``why`` it falls out."""
+        if number == self._activity and not self.is_stuck:
+            self._perform(activity, why)
             self._progress += 1
 
-    def _begin(self, duration_s: float, what: str, *arguments: object) -> None:
-        """The training thread is busy for a while, and then does ``what``."""
+    def _perform(self, activity: Activity, why: str) -> None:
+        match activity:
+            case Activity.BUILD:
+                self._build()
+            case Activity.WAIT_FOR_RANK:
+                self._wait_for_rank()
+            case Activity.BUILD_IN_ECHO:
+                self._build_in_echo()
+            case Activity.FALL_OUT:
+                self._fall_out(why)
+            case Activity.LOADED:
+                self._loaded(0)
+            case Activity.FORWARD:
+                self._forward()
+            case Activity.BACKWARD:
+                self._backward()
+            case Activity.REACH_STOP_POINT:
+                self.go()
+            case Activity.CUT_OFF:
+                self._cut_off()
+            case Activity.REDUCE:
+                self._reduce()
+            case Activity.COMPLETE:
+                self._complete()
+            case Activity.SAVE:
+                self._save()
+            case Activity.END:
+                self.die(Cause.EXIT, "")
+            case _:
+                assert_never(activity)
+
+    def _begin(self, duration_s: float, activity: Activity, why: str = "") -> None:
+        """The training thread is busy for a while, and then does what ``activity`` says."""
         self.is_idle = False
         self._activity += 1
         self._progress += 1
-        self._after(duration_s * self.slowness, "perform", self._activity, what, *arguments)
+        self._after(duration_s * self.slowness, "perform", self._activity, activity, why)
 
     # ---- start-up ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +208,7 @@ class SimulatedWorker(SimulatedProcess):
             assert report is not None
             self._say(report)
             self._is_waiting = True
-            self._begin(world.layout.durations.tick_s, "wait_for_rank")
+            self._begin(self._durations.tick_s, Activity.WAIT_FOR_RANK)
         elif machine.generation > 0 and not machine.used_echo and not machine.interrupted:
             self.local.start(machine.rank)
             world.oracle.start_up.begins(self)
@@ -243,11 +219,14 @@ class SimulatedWorker(SimulatedProcess):
 
     def _wait_for_rank(self) -> None:
         if self.machine.rank is None:
-            self._begin(self.world.layout.durations.tick_s, "wait_for_rank")
+            self._begin(self._durations.tick_s, Activity.WAIT_FOR_RANK)
             self._progress -= 1
         else:
             self._is_waiting = False
-            self._begin(self._drawn("build_s") if self.world.layout.parks_spares else 0.0, "build_in_echo")
+            self._begin(
+                self.world.draw(self._durations.build_s) if self.world.layout.parks_spares else 0.0,
+                Activity.BUILD_IN_ECHO,
+            )
 
     def _build_in_echo(self) -> None:
         self.machine.echoed()
@@ -275,16 +254,17 @@ class SimulatedWorker(SimulatedProcess):
         assert self.machine.rank is not None
         self._is_waiting = True
         self._connecting = generation
-        self._begin(CONNECT_DEADLINE_S, "fall_out", "another rank did not come")
+        self._begin(CONNECT_DEADLINE_S, Activity.FALL_OUT, "another rank did not come")
         self.world.rendezvous.come(generation, self.machine.rank, self.process)
 
+    @held_while_stopped
     def groups_connected(self, generation: int, cohort: int) -> None:
         """All members of the generation came, and this one is connected with them."""
-        if not self._can_move("groups_connected", generation, cohort) or self.is_stuck:
+        if self.is_stuck:
             return
         if self.machine.state is State.CONNECTING and generation == self._connecting and not self.is_idle:
             self._activity += 1
-            self.cohort = self.world.oracle.cohorts[cohort - 1]
+            self.cohort = cohort
             self.machine.connected()
             self.go()
 
@@ -303,17 +283,18 @@ class SimulatedWorker(SimulatedProcess):
             self.parameters, rows = self.world.read_checkpoint(self.shard, step)
             self._take_over(rows)
         if move.transfer is None:
-            self._begin(self._drawn("restore_s") if move.action is Action.REWIND else 0.0, "loaded", 0)
+            self._begin(
+                self.world.draw(self._durations.restore_s) if move.action is Action.REWIND else 0.0, Activity.LOADED
+            )
         else:
             self._is_waiting = True
-            self._begin(CONNECT_DEADLINE_S, "fall_out", "the transfer did not end")
+            self._begin(CONNECT_DEADLINE_S, Activity.FALL_OUT, "the transfer did not end")
             self.world.transfers.come(self, move.order.generation, move.transfer)
 
+    @held_while_stopped
     def received(self, parameters: History, shard: str | None, rows: Rows) -> None:
         """The last bucket has arrived."""
-        if not self._can_move("received", parameters, shard, rows) or self.is_stuck:
-            return
-        if self.machine.state is State.LOADING:
+        if self.machine.state is State.LOADING and not self.is_stuck:
             self.parameters, self.shard = parameters, shard
             self._take_over(rows)
             self._loaded(1)
@@ -323,15 +304,16 @@ class SimulatedWorker(SimulatedProcess):
         self.local.restored(self.machine.rank, rows)
         self.world.oracle.restored(self, self._loading_step)
 
+    @held_while_stopped
     def transfer_broke(self) -> None:
         """The connection to the other side of a transfer has ended."""
-        if self._can_move("transfer_broke") and self.machine.state is State.LOADING and not self.is_idle:
-            self._begin(0.0, "fall_out", "connection reset by peer")
+        if self.machine.state is State.LOADING and not self.is_idle:
+            self._begin(0.0, Activity.FALL_OUT, "connection reset by peer")
 
+    @held_while_stopped
     def sent(self) -> None:
         """The last bucket of this source is with its receivers."""
-        if self._can_move("sent"):
-            self._loaded(0)
+        self._loaded(0)
 
     def _loaded(self, received_bytes: int) -> None:
         if self.machine.state is State.LOADING and not self.is_stuck and self.is_alive:
@@ -368,29 +350,25 @@ class SimulatedWorker(SimulatedProcess):
         self.local.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)
         self._show()
-        self._begin(self._drawn("forward_s"), "forward")
+        self._begin(self.world.draw(self._durations.forward_s), Activity.FORWARD)
 
     def _forward(self) -> None:
         if self.machine.interrupted:
-            self._reach_stop_point()
+            self.go()
             return
         self.machine.steps.advance(StepEvent.BACKWARD_BEGUN)
         self._show()
-        self._begin(self._drawn("backward_s"), "backward")
+        self._begin(self.world.draw(self._durations.backward_s), Activity.BACKWARD)
 
     def _backward(self) -> None:
         if self.machine.interrupted:
-            self._reach_stop_point()
+            self.go()
         else:
             self._enter(self.machine.steps.step, "gradients")
 
-    def _reach_stop_point(self) -> None:
-        """The step is left early."""
-        self.go()
-
     def _enter(self, step: int, what: str) -> None:
         assert self.cohort is not None
-        self.in_collective = key = (self.cohort.number, step, what)
+        self.in_collective = key = (self.cohort, step, what)
         self.entered_s = self.world.schedule.now_s
         self._activity += 1
         self._progress += 1
@@ -398,9 +376,10 @@ class SimulatedWorker(SimulatedProcess):
         assert self.machine.rank is not None
         self.world.collectives.enter(key, self.process, self.machine.rank, self.node.name, self.local.value)
 
+    @held_while_stopped
     def collective_ended(self, key: Key, rows: Rows) -> None:
         """Every rank's part has arrived."""
-        if self.in_collective != key or self.is_stuck or not self._can_move("collective_ended", key, rows):
+        if self.in_collective != key or self.is_stuck:
             return
         machine, (_, step, what) = self.machine, key
         self.in_collective = None
@@ -413,7 +392,7 @@ class SimulatedWorker(SimulatedProcess):
         elif what == "reduce":
             self._complete()
         elif machine.interrupted or machine.used_echo:
-            self._reach_stop_point()
+            self.go()
         else:
             self._gradients = step
             self.local.gathered(rows)
@@ -443,15 +422,16 @@ class SimulatedWorker(SimulatedProcess):
         else:
             self.go()
 
+    @held_while_stopped
     def peer_reset(self, key: Key) -> None:
         """The connection to a peer ends in the middle of a collective."""
-        if self.in_collective != key or not self._can_move("peer_reset", key):
+        if self.in_collective != key:
             return
         self._heed(self.machine.settled(), 0)
         report = self.machine.collective_failed("world", "connection reset by peer")
         if report is not None:
             self._say(report)
-        self._break()
+        self._leave_groups()
         if self.in_collective is not None:
             self._interrupt()
 
@@ -460,7 +440,8 @@ class SimulatedWorker(SimulatedProcess):
         self.world.oracle.commits(self, self.machine.steps.step)
         self.machine.steps.advance(StepEvent.BARRIER_LEFT)
         self._show()
-        self._begin(self._drawn("optimizer_s"), "reduce" if self.world.layout.reduces_after_update else "complete")
+        follows = Activity.REDUCE if self.world.layout.reduces_after_update else Activity.COMPLETE
+        self._begin(self.world.draw(self._durations.optimizer_s), follows)
 
     def _reduce(self) -> None:
         """A collective behind the update, for a log line or for the state: which of the two, the seed decides."""
@@ -483,18 +464,3 @@ class SimulatedWorker(SimulatedProcess):
             machine.found_whole()
             self.world.step_completed(self, step)
         self.go()
-
-    def _end(self) -> None:
-        self.die(Cause.EXIT, "")
-
-    # ---- small things -----------------------------------------------------------------------------------------------
-
-    def _show(self) -> None:
-        machine = self.machine
-        self._is_waiting = False
-        before, self.tag = self.tag, Tag(machine.generation, machine.steps.step, machine.steps.phase)
-        if self.tag != before:
-            if was_passed(before, self.tag):
-                self._passed.append((before.phase, self._tag_since_s, self.node.clock_s))
-            self._tag_since_s = self.node.clock_s
-        self.world.tag_shown(self)

@@ -7,13 +7,14 @@ A world is a graph of plain objects: lists, dicts, sets, dataclasses, a few clas
 from __future__ import annotations
 
 import enum
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-_SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type)
+_SHARED_KINDS = (int, str, float, type(None), bytes, enum.Enum, type, types.FunctionType)
 _KEPT = frozenset({"story", "rng", "journal", "layout", "_layout", "settings", "_settings", "_liveness_settings"})
 """Fields that all copies share: they are not read, or not changed, while copies are made."""
 _IGNORED = _KEPT | {

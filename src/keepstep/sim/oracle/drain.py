@@ -12,7 +12,7 @@ from keepstep.protocol.worker import WorkerState
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.cluster.process import SimulatedProcess
     from keepstep.sim.world import World
 
 LATE_S = 1.0
@@ -81,7 +81,7 @@ class DrainWatch:
                 Check.DRAIN, f"{node} leaves with ranks {sorted(map(str, there))}, and spares are warm"
             )
 
-    def begins_step(self, worker: SimulatedWorker, step: int) -> None:
+    def begins_step(self, worker: SimulatedProcess, step: int) -> None:
         """A rank begins a step.
 
         Raises:
@@ -106,7 +106,7 @@ class DrainWatch:
         """Whether the job is to end."""
         return self._asked_s < math.inf
 
-    def stands(self, worker: SimulatedWorker, step: int) -> None:
+    def stands(self, worker: SimulatedProcess, step: int) -> None:
         """A rank stands at the step at which the job ends."""
         assert worker.machine.rank is not None
         self._stood[worker.machine.rank] = step

@@ -24,7 +24,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
-from keepstep.sim.cluster.transfers import INCOMPLETE, right_value
+from keepstep.sim.cluster.values import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.drain import DrainWatch
@@ -32,7 +32,8 @@ from keepstep.sim.oracle.placement import Loss, MembershipWatch, SpareChoice, ch
 from keepstep.sim.oracle.startup import StartUpWatch
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import History, SimulatedWorker
+    from keepstep.sim.cluster.process import SimulatedProcess
+    from keepstep.sim.cluster.values import History
     from keepstep.sim.world import World
 
 LEASE_S = 3.0 - 1e-6
@@ -50,7 +51,7 @@ class Cohort:
     """Processes that have connected with each other."""
 
     number: int
-    members: dict[int, SimulatedWorker]
+    members: dict[int, SimulatedProcess]
     """rank -> its process."""
     began: set[int] = dataclasses.field(default_factory=set)
     """Processes that have begun a step in it."""
@@ -107,11 +108,11 @@ class Oracle:
         self._recoveries_at_last_step = 0
         self._log_of: int | None = None
         """The process that has opened the job's log."""
-        self._fetching: SimulatedWorker | None = None
+        self._fetching: SimulatedProcess | None = None
 
     # ---- what the world tells ---------------------------------------------------------------------------------------
 
-    def connected(self, members: dict[int, SimulatedWorker]) -> Cohort:
+    def connected(self, members: dict[int, SimulatedProcess]) -> Cohort:
         """Processes have found each other, and are about to be connected."""
         for rank, worker in members.items():
             before = next((c.members[rank] for c in reversed(self.cohorts) if rank in c.members), worker)
@@ -128,10 +129,9 @@ class Oracle:
         """Two live processes come to the same rendezvous as the same rank."""
         raise ViolationError(Check.TWO_HOLDERS, f"processes {other} and {process} both connect as rank {rank}")
 
-    def stands_at(self, worker: SimulatedWorker, step: int) -> None:
+    def stands_at(self, worker: SimulatedProcess, step: int) -> None:
         """A process begins a step, or has none left to begin."""
-        cohort, rank = worker.cohort, worker.machine.rank
-        assert cohort is not None
+        cohort, rank = self._cohort_of(worker), worker.machine.rank
         assert rank is not None
         if cohort.members.get(rank) is not worker:
             raise ViolationError(Check.TWO_HOLDERS, f"process {worker.process} trains as rank {rank}, which it is not")
@@ -144,7 +144,11 @@ class Oracle:
         else:
             self.furthest = max(self.furthest, step)
 
-    def _resumes(self, worker: SimulatedWorker, cohort: Cohort, step: int) -> None:
+    def _cohort_of(self, worker: SimulatedProcess) -> Cohort:
+        assert worker.cohort is not None
+        return self.cohorts[worker.cohort - 1]
+
+    def _resumes(self, worker: SimulatedProcess, cohort: Cohort, step: int) -> None:
         if cohort.resumed_at is None:
             self._check_resume_step(cohort, step)
             cohort.resumed_at = self.furthest = step
@@ -157,10 +161,9 @@ class Oracle:
         if self._trained is None or cohort.number > self._trained.number:
             self._trained = cohort
 
-    def commits(self, worker: SimulatedWorker, step: int) -> None:
+    def commits(self, worker: SimulatedProcess, step: int) -> None:
         """A process leaves the gradient barrier and begins to change its parameters."""
-        cohort = worker.cohort
-        assert cohort is not None
+        cohort = self._cohort_of(worker)
         for newer in self.cohorts[cohort.number :]:
             if newer.resumed_at is None or newer.resumed_at > step:
                 continue
@@ -173,34 +176,33 @@ class Oracle:
                     f"{worker} commits step {step}, and {both[0]}, which was in it, has resumed at {newer.resumed_at}",
                 )
 
-    def completed(self, worker: SimulatedWorker, step: int) -> None:
+    def completed(self, worker: SimulatedProcess, step: int) -> None:
         """A process has completed a step."""
         self._check_history(worker, step + 1)
-        cohort = worker.cohort
-        assert cohort is not None
+        cohort = self._cohort_of(worker)
         cohort.completed[step] = 1 + cohort.completed.get(step, 0)
         if cohort is self._trained and cohort.completed[step] == len(cohort.members):
             self._recoveries_at_last_step = self._world.num_recoveries
 
-    def opens_log(self, worker: SimulatedWorker) -> None:
+    def opens_log(self, worker: SimulatedProcess) -> None:
         """A process does what is done once in the job's life, whatever becomes of it."""
         if self._log_of is not None:
             raise ViolationError(Check.ONCE, f"processes {self._log_of} and {worker.process} both open the log afresh")
         self._log_of = worker.process
 
-    def fetches(self, worker: SimulatedWorker) -> None:
+    def fetches(self, worker: SimulatedProcess) -> None:
         """A process does what is done by one at a time until it is done."""
         other = self._fetching
         if other is not None and other.is_alive and not self._is_unreachable(other):
             raise ViolationError(Check.ONCE, f"process {worker.process} is at what process {other.process} has begun")
         self._fetching = worker
 
-    def has_fetched(self, worker: SimulatedWorker) -> None:
+    def has_fetched(self, worker: SimulatedProcess) -> None:
         """It is done, unless nobody hears of it."""
         if self._fetching is worker:
             self._fetching = None
 
-    def harmed(self, worker: SimulatedWorker) -> None:
+    def harmed(self, worker: SimulatedProcess) -> None:
         """A missing value has got into the copy of a process, which is of no use any more.
 
         Where it was advancing in a recovery it has to be restored in another one. From then on it knows that its
@@ -209,7 +211,7 @@ class Oracle:
         self._harmed.add(worker.process)
         self.causes.add(f"a missing value in process {worker.process}")
 
-    def restored(self, worker: SimulatedWorker, step: int) -> None:
+    def restored(self, worker: SimulatedProcess, step: int) -> None:
         """A process has received the state of the resume step, or read it."""
         shard = self._world.shard_of(worker.machine.rank)
         if worker.parameters != tuple(range(step)) or worker.shard != shard:
@@ -219,7 +221,7 @@ class Oracle:
             )
         self._check_local(worker, step)
 
-    def is_fenced(self, worker: SimulatedWorker) -> None:
+    def is_fenced(self, worker: SimulatedProcess) -> None:
         """A live process is killed by its agent."""
         if (
             worker.machine.rank is None  # a spare costs nothing but itself
@@ -288,7 +290,7 @@ class Oracle:
 
     # ---- what the injector and the network tell ---------------------------------------------------------------------
 
-    def suffers(self, worker: SimulatedWorker, fault: str, lasts_s: float = 0.0) -> None:
+    def suffers(self, worker: SimulatedProcess, fault: str, lasts_s: float = 0.0) -> None:
         """A process is hurt, or accused by an injected false alarm."""
         self.num_failures += 1
         self.drain.troubled(lasts_s)
@@ -317,7 +319,7 @@ class Oracle:
         trains = are_well and len(self._finished) < len(ranks)
         return trains and self._world.num_recoveries == self._recoveries_at_last_step
 
-    def drains_at(self, worker: SimulatedWorker, step: int) -> None:
+    def drains_at(self, worker: SimulatedProcess, step: int) -> None:
         """A rank stands at the step at which the job ends."""
         self.stands_at(worker, step)
         self.drain.stands(worker, step)
@@ -400,7 +402,7 @@ class Oracle:
 
     # ---- its own idea -----------------------------------------------------------------------------------------------
 
-    def _is_unreachable(self, worker: SimulatedWorker) -> bool:
+    def _is_unreachable(self, worker: SimulatedProcess) -> bool:
         """Whether the node of a process could rightly be given up."""
         node = worker.node.name
         return worker.spawned_s <= self._given_up_s.get(node, -1.0) or self._is_silent(node)
@@ -428,7 +430,7 @@ class Oracle:
             self._state_lost = held != set(self._world.layout.shards)
         return self._state_lost
 
-    def _check_history(self, worker: SimulatedWorker, step: int) -> None:
+    def _check_history(self, worker: SimulatedProcess, step: int) -> None:
         rank = worker.machine.rank
         if worker.parameters != tuple(range(step)) or worker.shard != self._world.shard_of(rank):
             raise ViolationError(
@@ -437,7 +439,7 @@ class Oracle:
 
         self._check_local(worker, step)
 
-    def _check_local(self, worker: SimulatedWorker, step: int) -> None:
+    def _check_local(self, worker: SimulatedProcess, step: int) -> None:
         rank = worker.machine.rank
         assert rank is not None
         if worker.local.value != right_value(rank, step):

@@ -16,7 +16,7 @@ from keepstep.protocol.messages import AnyMessage, Assign, Member, Membership, W
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.cluster.process import SimulatedProcess
     from keepstep.sim.world import World
 
 
@@ -45,7 +45,7 @@ class SpareChoice:
         if ready:
             self._warm |= {spare.number for spare in self._world.spares() if spare.number in ready - self._given}
 
-    def given(self, entry: JournalEntry) -> list[SimulatedWorker]:
+    def given(self, entry: JournalEntry) -> list[SimulatedProcess]:
         """The warm spares that the controller gives ranks with this decision."""
         given = {order.worker for _, order, _ in entry.orders if isinstance(order, Assign)}
         was_warm = given & self._warm
@@ -53,7 +53,7 @@ class SpareChoice:
         self._warm -= given
         return [worker for worker in self._world.workers.values() if worker.number in was_warm] if was_warm else []
 
-    def check(self, given: Iterable[SimulatedWorker], loss: Loss | None) -> None:
+    def check(self, given: Iterable[SimulatedProcess], loss: Loss | None) -> None:
         """No warm spare that is left over is at a better place than one that was given a rank.
 
         Args:
@@ -77,7 +77,7 @@ class SpareChoice:
                         f"worker {spare.number} on {spare.node.name} was free",
                     )
 
-    def _near(self, worker: SimulatedWorker, lost_on: str) -> int:
+    def _near(self, worker: SimulatedProcess, lost_on: str) -> int:
         name = worker.node.name
         return (name == lost_on) + (self._domains[name] == self._domains[lost_on])
 
@@ -90,7 +90,7 @@ class MembershipWatch:
         self._told: dict[int, Membership] = {}
         """By generation: what the first rank was told that began a step there."""
 
-    def begins_step(self, worker: SimulatedWorker) -> None:
+    def begins_step(self, worker: SimulatedProcess) -> None:
         """A rank begins a step.
 
         Raises:
@@ -107,7 +107,7 @@ class MembershipWatch:
             raise ViolationError(Check.MEMBERSHIP, f"{worker} was told {told}, and another rank {others}")
 
 
-def check_local_ranks(members: dict[int, SimulatedWorker]) -> None:
+def check_local_ranks(members: dict[int, SimulatedProcess]) -> None:
     """One number each among the members of a node, and inside of the lists that scripts make for them."""
     taken: dict[tuple[str, int], int] = {}
     for rank, worker in members.items():

@@ -8,7 +8,7 @@ from keepstep.protocol.messages import StoreAnswered, StoreRequested
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
+    from keepstep.sim.cluster.process import SimulatedProcess
     from keepstep.sim.world import World
 
 
@@ -24,25 +24,25 @@ class StartUpWatch:
         self._ready: set[int] = set()
         """Its ranks that have handed over all they had."""
 
-    def begins(self, worker: SimulatedWorker) -> None:
+    def begins(self, worker: SimulatedProcess) -> None:
         """A rank that is connected with all others begins to build."""
         assert worker.cohort is not None
-        if worker.cohort.number > self._cohort:
-            self._cohort, self._kept, self._ready = worker.cohort.number, {}, set()
+        if worker.cohort > self._cohort:
+            self._cohort, self._kept, self._ready = worker.cohort, {}, set()
 
-    def has_kept(self, worker: SimulatedWorker, request: StoreRequested) -> None:
+    def has_kept(self, worker: SimulatedProcess, request: StoreRequested) -> None:
         """A rank was told that a value of it is kept."""
         if self._is_of_newest(worker):
             self._kept[request.keys[0]] = request.value
 
-    def stands_ready(self, worker: SimulatedWorker) -> None:
+    def stands_ready(self, worker: SimulatedProcess) -> None:
         """A rank has handed over all it had, and stands at its first step."""
         if self._is_of_newest(worker):
             assert worker.machine.rank is not None
             self._ready.add(worker.machine.rank)
 
-    def _is_of_newest(self, worker: SimulatedWorker) -> bool:
-        return worker.cohort is not None and worker.cohort.number == self._cohort
+    def _is_of_newest(self, worker: SimulatedProcess) -> bool:
+        return worker.cohort is not None and worker.cohort == self._cohort
 
     def is_given(self, name: str, answer: StoreAnswered) -> None:
         """The controller answers a replacement that asks for what was kept under a name.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
+from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
     from keepstep.sim.world import World
 
 CLAIM, HOLD = 0, 1
@@ -21,13 +21,13 @@ class OnceScript:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def ask(self, worker: SimulatedWorker) -> None:
+    def ask(self, worker: SimulatedProcess) -> None:
         """A process begins its start-up."""
         if self._world.layout.asks_once:
             worker.say_anew(msg.OnceRequested(worker.number, CLAIM, "claim", "log"))
             worker.say_anew(msg.OnceRequested(worker.number, HOLD, "hold", "data"))
 
-    def answered(self, worker: SimulatedWorker, answer: msg.OnceAnswered) -> None:
+    def answered(self, worker: SimulatedProcess, answer: msg.OnceAnswered) -> None:
         """The controller's word has come to a process."""
         if not worker.is_alive or not answer.is_mine:
             return

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
 from keepstep.sim.cluster.network import CONTROLLER
+from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
-    from keepstep.sim.cluster.worker import SimulatedWorker
     from keepstep.sim.world import World
 
 SHARED = ("group/world", "group/first", "group/second")
@@ -49,10 +49,10 @@ class StartUpScript:
         self._asked: dict[int, tuple[int, StoreRequested]] = {}
         """Every request there ever was, by its number, with the process."""
 
-    def begin(self, worker: SimulatedWorker) -> bool:
+    def begin(self, worker: SimulatedProcess) -> bool:
         """A process comes to its first step; whether it has to wait there for the controller's answers.
 
-        `SimulatedWorker.has_exchanged` is called when it has them.
+        `SimulatedProcess.has_exchanged` is called when it has them.
         """
         if not self._world.layout.exchanges:
             return False
@@ -64,25 +64,25 @@ class StartUpScript:
             self._has_handed_over(worker)
         return bool(todo)
 
-    def _to_hand_over(self, worker: SimulatedWorker) -> list[StoreRequested]:
+    def _to_hand_over(self, worker: SimulatedProcess) -> list[StoreRequested]:
         machine, cohort = worker.machine, worker.cohort
         if machine.generation == 0 or machine.used_echo or cohort is None:
             return []
-        drawn = random.Random(f"start-up {cohort.number} of {self._seed}")
+        drawn = random.Random(f"start-up {cohort} of {self._seed}")
         shared = [name for name in SHARED if drawn.random() < 0.6]
         names = [*(shared if machine.rank == 0 else ()), *([own_name(machine.rank)] if drawn.random() < 0.7 else ())]
         return [
-            self._request(worker, "keep", name, f"{name} of start-up {cohort.number}".encode(), machine.generation)
+            self._request(worker, "keep", name, f"{name} of start-up {cohort}".encode(), machine.generation)
             for name in names
         ]
 
-    def _to_ask(self, worker: SimulatedWorker) -> list[StoreRequested]:
+    def _to_ask(self, worker: SimulatedProcess) -> list[StoreRequested]:
         rank = worker.machine.rank
         names = [*SHARED, *(() if rank is None else (own_name(rank),))]
         return [self._request(worker, "kept", name, b"", 0) for name in names]
 
     def _request(
-        self, worker: SimulatedWorker, operation: str, name: str, value: bytes, generation: int
+        self, worker: SimulatedProcess, operation: str, name: str, value: bytes, generation: int
     ) -> StoreRequested:
         self._num_requests += 1
         request = StoreRequested(worker.number, generation, self._num_requests, operation, (name,), value)
@@ -156,7 +156,7 @@ class StartUpScript:
         self._has_handed_over(worker)
         worker.has_exchanged()
 
-    def _has_handed_over(self, worker: SimulatedWorker) -> None:
+    def _has_handed_over(self, worker: SimulatedProcess) -> None:
         if worker.is_first_holder and worker.machine.generation > 0 and not worker.machine.used_echo:
             self._world.oracle.start_up.stands_ready(worker)
 
