@@ -64,7 +64,17 @@ class Urgency(enum.Enum):
 
 
 class WorkerMachine:
-    """One worker, from its first line to its last. Touches no tensor, and knows no clock."""
+    """One worker, from its first line to its last. Touches no tensor, and knows no clock.
+
+    It counts generations, and between two events these hold (`tests/sim/test_worker_fields.py`)::
+
+        _failed_generation  <=  generation  <=  _target  <=  target_generation
+        _completed  <=  _resumed  <=  generation  <=  _order.generation
+        _reported  <=  max(_stop_generation, _target)
+        _advanced  <=  _stop_generation
+
+    None of them ever falls but ``_target``, which falls back to ``generation`` where a start-up ends without its peers.
+    """
 
     def __init__(self, worker: int, pid: int, rank: int | None) -> None:
         self.worker = worker
@@ -72,7 +82,7 @@ class WorkerMachine:
         self.steps = StepMachine()
         self.state = WorkerState.LAUNCHED
         self.generation = 0
-        """The generation whose groups this rank has connected, 0 before the first."""
+        """The generation whose groups this rank has connected; 0 before the first."""
         self.used_echo = False
         """Something was echoed since the groups were last connected."""
         self.partially_updated = False
@@ -85,29 +95,35 @@ class WorkerMachine:
         """Step and phase in which this rank was interrupted, until it is connected again."""
         self._pid = pid
         self.assignment: msg.Assign | None = None
+        """The rank that this worker was given last, with its number on its node."""
         self.membership: msg.Membership | None = None
         """Of the generation that is being recovered to, or trained in."""
-        """The rank that this worker was given last, with its number on its node."""
         self._stop_generation = 0
+        """The newest generation that a `Stop` has begun; 0 before the first `Stop`."""
         self._failed_generation = -1
+        """The generation in which a collective of this rank failed last; -1: none has."""
         self._settling: int | None = None
-        """The generation of a `Stop` that waits for the end of the backward."""
+        """``_stop_generation``, of a generation yet to connect, while that `Stop` waits for the end of the backward."""
         self._target = 0
-        """The generation that is being connected or loaded."""
+        """The generation that this rank connects, or connected last; above ``generation`` until all groups are."""
         self._reported = 0
         """The newest generation for which the safe point was reported, or which this rank fell out of."""
         self._snapshots: tuple[int, ...] = ()
         self._order: msg.Recover | None = None
+        """From loading to training that of ``generation``, while standing that of a newer one; None before it came."""
         self._advanced = 0
-        """The newest generation in which this rank was to run the update it was synced for."""
+        """The newest generation in which this rank was to run the update it was synced for; 0: in none yet."""
         self._resumed = 0
+        """The newest generation whose `Resume` has come."""
         self._completed = 0
+        """The newest generation whose `Complete` has come."""
         self._rescue: msg.Rescue | None = None
         self._hold: msg.Holding | None = None
         """What this rank has answered to the last `Hold`."""
         self._unsent: msg.Holding | None = None
+        """``_hold`` until it is sent."""
         self._next_stop = 0
-        """The step at which it asks for the next time what to do."""
+        """The step at which it asks for the next time what to do; in training the present one or the next."""
         self._drain: msg.Drain | None = None
         self.terminated = False
         """The job ends at the step at which this rank stands, and the script has been told to end."""
@@ -386,7 +402,7 @@ class WorkerMachine:
         if action is Action.RESTORE:
             raise RemoteProtocolError(
                 f"generation {order.generation}: rank {self.rank} is to resume at step {order.resume_step}, can be at "
-                f"{sorted(reached)}, and nobody is to send it anything"
+                f"{sorted(reached)}, and no rank is to send it anything"
             )
         return action
 
