@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.protocol.simulated_job import SimulatedJob
 
-from keepstep.controller.kept import Kept
+from keepstep.controller.stores import ControllerStores
 from keepstep.protocol.messages import StoreAnswered, StoreRequested, WorkerReady
 from keepstep.protocol.recovery import Stage
 
@@ -18,20 +18,20 @@ class Keeping:
     def __init__(self, folder: Path | None) -> None:
         self.job = SimulatedJob(world_size=2, num_spares=0).join()
         self.job.withhold(self.job.workers[1], WorkerReady)
-        self.kept = Kept(folder)
+        self.stores = ControllerStores(folder)
         self._number = 0
         self.settle()
 
     def settle(self) -> list[StoreAnswered]:
         self.job.settle()
-        return self.kept.settle(self.job.machine)
+        return self.stores.settle(self.job.machine)
 
     def ask(self, operation: str, key: str, value: bytes = b"") -> tuple[bytes, ...] | None:
         """The values of the one answer that comes at once."""
         self._number += 1
         generation = self.job.machine.generation
         request = StoreRequested(self.job.holder(0).number, generation, self._number, operation, (key,), value)
-        answers = self.kept.request(request, self.job.machine)
+        answers = self.stores.request(request, self.job.machine)
         assert answers is not None
         (answer,) = answers
         return answer.values
@@ -41,7 +41,7 @@ class Keeping:
         self.job.kill(self.job.holder(1))
         while self.job.where != (Stage.STARTING, 2):
             next(self.job.moves(training=False))[1]()
-            self.kept.settle(self.job.machine)
+            self.stores.settle(self.job.machine)
         self.job.withhold(self.job.holder(1), WorkerReady)
         self.settle()
         assert self.job.where == (Stage.STARTING, 2)
@@ -61,7 +61,7 @@ def test_a_start_up_that_was_interrupted_leaves_nothing(is_in_files: bool, tmp_p
     assert keeping.ask("kept", "of the first") == ()
     assert keeping.ask("kept", "of the second") == (b"2",)
     assert keeping.ask("job_check", "of the first") == (b"0",)
-    keeping.kept.close()
+    keeping.stores.close()
     if is_in_files:
         assert b"of the first" not in (tmp_path / "start-up").read_bytes()
         assert b"of the first" not in (tmp_path / "store").read_bytes()

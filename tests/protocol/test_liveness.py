@@ -104,7 +104,8 @@ def test_the_verdict_says_who_where_and_since_when() -> None:
     assert (verdict.worker, verdict.gone, verdict.tag) == (0, False, Tag(1, 1, Phase.FORWARD))
     assert verdict.since_s == pytest.approx(since_s)
     assert (
-        verdict.detail == "hung in forward of step 1 for 2.50 s (allowed 1.00 s): no progress, and it waits for nobody"
+        verdict.detail
+        == "hung in forward of step 1 for 2.50 s (allowed 1.00 s): no progress, and it waits for no other rank"
     )
 
 

@@ -511,7 +511,7 @@ def an_agent_that_was_held_up_blames_its_workers(patch: pytest.MonkeyPatch) -> N
 
 
 def no_lease_ever_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ControllerMachine, "_look_at_leases", lambda self, *_: setattr(self, "_look_at_leases_s", None))
+    patch.setattr(ControllerMachine, "_check_leases", lambda self, *_: setattr(self, "_check_leases_s", None))
 
 
 def a_controller_that_is_cut_off_gives_everybody_up(patch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from keepstep.controller.kept import Kept
 from keepstep.controller.rendezvous import Rendezvous
+from keepstep.controller.stores import ControllerStores
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import (
@@ -50,7 +50,7 @@ class Controller:
         confirm: Callable[[], None] = lambda: None,
         when_calm: Callable[[], None] = lambda: None,
         is_restarted: bool = False,
-        kept: Kept | None = None,
+        stores: ControllerStores | None = None,
     ) -> None:
         """Args:
         machine: decides; fresh, or as its journal left it.
@@ -61,7 +61,7 @@ class Controller:
             another controller may serve the run by now.
         when_calm: called when a generation has trained for a little while, for what takes a moment.
         is_restarted: a former controller of the job has died, and the rendezvous with it.
-        kept: what ranks asked it to keep; None: it is kept in memory.
+        stores: of what ranks ask it to keep; None: in memory.
         """
         self.machine = machine
         self._lines = lines
@@ -76,7 +76,7 @@ class Controller:
         # In other stages either a new generation has just begun, or no rank has met the others in this one yet.
         has_forgotten = is_restarted and machine.job.stage in (Stage.TRAINING, Stage.FINISHED)
         self._rendezvous = Rendezvous(forgotten=machine.job.generation if has_forgotten else 0)
-        self._kept = kept or Kept()
+        self._stores = stores or ControllerStores()
 
     @property
     def job(self) -> RecoveryMachine:
@@ -166,7 +166,7 @@ class Controller:
         """After every event: writes the journal, makes sure that no other one serves the run, and then transmits."""
         try:
             self._recorder.decided(self.machine.take_entries())
-            self._answer(self._kept.settle(self.job))
+            self._answer(self._stores.settle(self.job))
         except OSError:
             self._confirm()  # where another one serves the run by now, that is why
             raise
@@ -194,7 +194,7 @@ class Controller:
         worker = self.job.roster.workers.get(request.worker)
         if worker is None or worker.node != node:
             raise RemoteProtocolError(f"node {node} asked the store for worker {request.worker}, which is not there")
-        answers = self._kept.request(request, self.job)
+        answers = self._stores.request(request, self.job)
         self._answer(self._rendezvous.request(request) if answers is None else answers)
 
     def _answer(self, answers: Iterable[StoreAnswered]) -> None:

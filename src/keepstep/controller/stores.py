@@ -12,8 +12,8 @@ from keepstep.protocol.recovery.scripts.startup import OPERATIONS
 from keepstep.trace.record import runfolder
 
 
-class Kept:
-    """Both of them, in memory or in files of a run folder."""
+class ControllerStores:
+    """What the controller stores for the workers, in memory or in files of a run folder."""
 
     def __init__(self, folder: Path | None = None, *, is_durable: bool = False) -> None:
         """Args:

@@ -344,7 +344,7 @@ class AgentMachine:
     def training_thread_died(self, number: int, tag: Tag, at_s: float) -> bool:
         """The kernel has taken the incarnation of a worker's training thread; the process goes after it.
 
-        In a step that is a loss, whatever the exit status: the process can touch nothing any more. Outside of a step
+        In a step that is a loss, with any exit status: the process can touch nothing any more. Outside of a step
         it may have ended well, which its exit status tells when the kernel is done with it.
 
         Returns:

@@ -22,11 +22,11 @@ from keepstep.protocol.reliable_channel import ReliableChannel, Spoken
 
 LEASE_S = 3.0
 """A node not heard of for so long is given up."""
-REJOINING = 2.0
+REJOIN_FACTOR = 2.0
 """After a restart the first lease is so many times as long: an agent may need one to find the controller again, and
 where no rank holds the state any more because one was slow at that, the job is lost."""
-LOOKS = 0.25
-"""The leases are looked at so often in the time of one."""
+LEASE_CHECK_SHARE = 0.25
+"""The controller checks the leases in intervals of this share of one."""
 ISOLATED_S = 60.0
 """A controller that hears no node at all is more likely cut off itself than that all nodes are gone. To give them all
 up would lose the state of all, so it waits for so long."""
@@ -125,7 +125,7 @@ class _Line:
 
     def patience_s(self, lease_s: float) -> float:
         """How long the node may be silent."""
-        return lease_s * (REJOINING if self.is_silent else 1.0)
+        return lease_s * (REJOIN_FACTOR if self.is_silent else 1.0)
 
     def end_s(self, lease_s: float) -> float:
         """When the lease runs out."""
@@ -149,7 +149,7 @@ class ControllerMachine:
         """Nodes for which there may be something to transmit, in order."""
         self._answers: list[msg.Packet | msg.NodeEvicted] = []
         self._entries: list[JournalEntry] = []
-        self._look_at_leases_s: float | None = None
+        self._check_leases_s: float | None = None
         self._awake_s = 0.0
 
     # ---- in ---------------------------------------------------------------------------------------------------------
@@ -227,20 +227,20 @@ class ControllerMachine:
     def tick(self, now_s: float) -> None:
         """Acts on leases and deadlines that have come; harmless when none has."""
         self._discount_own_pause(now_s)
-        if self._lease_s is not None and self._look_at_leases_s is not None and now_s >= self._look_at_leases_s:
-            self._look_at_leases(self._lease_s, now_s)
+        if self._lease_s is not None and self._check_leases_s is not None and now_s >= self._check_leases_s:
+            self._check_leases(self._lease_s, now_s)
         due = self.job.next_deadline()
         if due is not None and now_s >= due:
             self._happened(DeadlineCame(), now_s)
 
     def _discount_own_pause(self, now_s: float) -> None:
-        """A controller that was itself held up (it looks often enough) cannot tell who was silent meanwhile."""
+        """A controller that was itself held up cannot tell which nodes were silent meanwhile."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
-        if self._lease_s is not None and gap_s > self._lease_s * 2 * LOOKS:
+        if self._lease_s is not None and gap_s > self._lease_s * 2 * LEASE_CHECK_SHARE:
             for line in self.lines.values():
                 line.heard_s += gap_s
 
-    def _look_at_leases(self, lease_s: float, now_s: float) -> None:
+    def _check_leases(self, lease_s: float, now_s: float) -> None:
         silent = [node for node, line in self.lines.items() if now_s >= line.end_s(lease_s)]
         last_heard_s = max((line.heard_s for line in self.lines.values()), default=now_s)
         is_isolated = len(silent) == len(self.lines) and now_s < last_heard_s + ISOLATED_S
@@ -248,13 +248,13 @@ class ControllerMachine:
             line = self.lines[node]
             why = f"not heard of for {line.patience_s(lease_s):g} s"
             self._happened(LeaseExpired(node, why, line.heard_s), now_s)
-        self._look_again(lease_s, now_s)
+        self._schedule_lease_check(lease_s, now_s)
 
-    def _look_again(self, lease_s: float, now_s: float) -> None:
+    def _schedule_lease_check(self, lease_s: float, now_s: float) -> None:
         """At the next moment at which a lease may run out, and often enough to notice that it was held up itself."""
-        soon_s = now_s + lease_s * LOOKS
+        soon_s = now_s + lease_s * LEASE_CHECK_SHARE
         due_s = min((line.end_s(lease_s) for line in self.lines.values()), default=now_s)
-        self._look_at_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.lines else None
+        self._check_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.lines else None
 
     @property
     def is_heard(self) -> bool:
@@ -263,7 +263,7 @@ class ControllerMachine:
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None while nothing is waited for."""
-        dues = [due for due in (self._look_at_leases_s, self.job.next_deadline()) if due is not None]
+        dues = [due for due in (self._check_leases_s, self.job.next_deadline()) if due is not None]
         return min(dues, default=None)
 
     # ---- out --------------------------------------------------------------------------------------------------------
@@ -304,8 +304,8 @@ class ControllerMachine:
 
     def _open(self, node: str, incarnation: int, now_s: float) -> _Line:
         line = self.lines[node] = _Line(ReliableChannel(node, incarnation), now_s)
-        if self._look_at_leases_s is None and self._lease_s is not None:
-            self._look_at_leases_s = now_s + self._lease_s * LOOKS
+        if self._check_leases_s is None and self._lease_s is not None:
+            self._check_leases_s = now_s + self._lease_s * LEASE_CHECK_SHARE
         return line
 
     # ---- after a crash ----------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class ControllerMachine:
             line.channel.resume_at(heard[node])
         machine._awake_s = now_s
         if lease_s is not None:
-            machine._look_again(lease_s, now_s)
+            machine._schedule_lease_check(lease_s, now_s)
         machine._happened(Restarted(), now_s)
         return machine
 

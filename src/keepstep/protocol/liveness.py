@@ -181,7 +181,7 @@ class LivenessMachine:
             if stopped_since_s is not None and now_s - stopped_since_s > self.settings.stopped_s:
                 verdicts.append(self._blame(number, Cause.STOPPED, "its process is stopped (SIGSTOP)", now_s))
             elif number in overdue and self._at_fault(watched):
-                verdicts.append(self._blame(number, Cause.HANG, "no progress, and it waits for nobody", now_s))
+                verdicts.append(self._blame(number, Cause.HANG, "no progress, and it waits for no other rank", now_s))
         if len(overdue) < len(holders):
             self._stalled_generation = -1
         elif not verdicts and holders:

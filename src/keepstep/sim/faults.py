@@ -23,7 +23,7 @@ Pairs = tuple[tuple[str, str], ...]
 class SimulatedFault:
     """One fault: at a time, or so long after the n-th recovery has begun, or in a phase.
 
-    ``pick`` chooses among whoever it can hit when it comes about, so that a fault always hits somebody.
+    ``pick`` chooses among the processes that it can hit when it comes about, so that a fault always hits one.
     """
 
     kind: str
@@ -183,7 +183,7 @@ class Injector:
             self._world.nodes[victim.node.name].blame(victim.number, "a false alarm")
 
     def _false_hint(self, fault: SimulatedFault) -> None:
-        """A collective fails for no reason that anybody can see."""
+        """A collective fails, and no process has suffered anything."""
         if victim := self._victim(fault):
             victim.lose_connection()
 

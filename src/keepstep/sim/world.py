@@ -137,7 +137,7 @@ class World:
         return worker
 
     def process_ended(self, worker: SimulatedProcess) -> None:
-        """A process has ended, whatever the reason."""
+        """A process has ended, for any reason."""
         self.nodes[worker.node.name].ended(worker)
 
     def step_completed(self, worker: SimulatedProcess, step: int) -> None:

@@ -6,7 +6,7 @@ import math
 
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, Standing, WaitsFor
-from keepstep.protocol.waiting.watch import BEFORE, LOOKS, REPEAT_S, StandingWatch
+from keepstep.protocol.waiting.watch import BEFORE, READ_SHARE, REPEAT_S, StandingWatch
 
 EXPLAIN_S = 30.0
 BIT_S = 0.001
@@ -27,8 +27,8 @@ def test_nothing_is_due_before_a_rank_has_stood_still_for_long() -> None:
 def test_what_is_found_is_told_and_looked_at_again_but_told_again_only_when_it_changed() -> None:
     watch = StandingWatch(EXPLAIN_S)
     assert watch.news([standing(0)], 100.0) == (standing(0),)
-    assert not watch.is_due({0: EXPLAIN_S + 4.9}, 100.0 + EXPLAIN_S * LOOKS - BIT_S)
-    assert watch.is_due({0: EXPLAIN_S + 5.0}, 100.0 + EXPLAIN_S * LOOKS)
+    assert not watch.is_due({0: EXPLAIN_S + 4.9}, 100.0 + EXPLAIN_S * READ_SHARE - BIT_S)
+    assert watch.is_due({0: EXPLAIN_S + 5.0}, 100.0 + EXPLAIN_S * READ_SHARE)
     assert watch.news([standing(0, 35.0)], 105.0) is None, "it stands where it stood"
     assert watch.news([standing(0, 40.0), standing(1)], 110.0) == (standing(0, 40.0), standing(1))
     assert watch.news([standing(0, 45.0, entered=6), standing(1)], 115.0) is not None

@@ -20,8 +20,8 @@ from typing import Any
 
 from keepstep.controller import gc_freeze
 from keepstep.controller.controller import Controller
-from keepstep.controller.kept import Kept
 from keepstep.controller.lease import RunLease
+from keepstep.controller.stores import ControllerStores
 from keepstep.errors import ConfigurationError, TokenRefused
 from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
@@ -170,7 +170,7 @@ async def _serve(
     lines = RpcNodeLines(lambda token: _node_of(options.secret, token), Refusals().tell, lease.term)
     port = await lines.start(*split(options.listen), options.tls)
     print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)
-    kept = Kept(options.run_dir, is_durable=options.is_durable)
+    stores = ControllerStores(options.run_dir, is_durable=options.is_durable)
     controller = Controller(
         machine,
         lines,
@@ -179,7 +179,7 @@ async def _serve(
         confirm=lease.confirm,
         when_calm=gc_freeze.set_aside,
         is_restarted=entries is not None,
-        kept=kept,
+        stores=stores,
     )
     if options.is_draining:
         controller.drain(ended_by(signal.SIGTERM).reason)
@@ -188,7 +188,7 @@ async def _serve(
             await _until_ended(controller, lease)
         finally:
             await lines.stop()
-            kept.close()
+            stores.close()
     return describe(machine.job)
 
 

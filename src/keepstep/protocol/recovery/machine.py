@@ -5,7 +5,7 @@ a field: call `tick` when `next_deadline` has come. Each effect says its reason,
 
 The machine takes note of what each event says of nodes and workers, and asks the present stage what follows from it
 (`keepstep.protocol.recovery.stages`). What a stage waits for is a set of workers that becomes empty, and each event
-ends by asking whether it has: so a report costs the same whatever the world size.
+ends by asking whether it has: so a report costs the same in a world of any size.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class RecoveryRecord(msgspec.Struct):
         return sum(failure.cause == Cause.EXCEPTION for failure in self.failures)
 
     def add_failure(self, failure: Failure, cause: str, detail: str) -> None:
-        """One more lost rank; the first of them says why the recovery was begun, whatever hint came before it."""
+        """One more lost rank; the first of them says why the recovery was begun, also where a hint came before it."""
         if not self.failures:
             self.cause, self.detail = cause, detail
         self.failures.append(failure)

@@ -10,9 +10,9 @@ import msgspec
 from keepstep.protocol.waiting.operations import Standing
 
 BEFORE = 1 / 3
-"""When one rank has stood still for the whole time, those that have for a third of it are told as well."""
-LOOKS = 1 / 6
-"""While ranks stand still, the counts on their pages are read again so often in that time."""
+"""When one rank has stood still for the whole time, the agent tells of those that have for a third of it as well."""
+READ_SHARE = 1 / 6
+"""While ranks stand still, the agent reads the counts on their pages in intervals of this share of that time."""
 REPEAT_S = 300.0
 """What does not change is told again after so long, so that the end of a log shows it."""
 
@@ -35,7 +35,7 @@ class StandingWatch:
             now_s: the time.
         """
         if max(still_s.values(), default=0.0) >= self._explain_s:
-            return now_s - self._read_s >= self._explain_s * LOOKS
+            return now_s - self._read_s >= self._explain_s * READ_SHARE
         return any(still_s.get(each.worker, 0.0) < now_s - self._told_s for each in self._told)  # it has moved since
 
     def least_s(self, longest_s: float, *, is_stalled: bool) -> float:

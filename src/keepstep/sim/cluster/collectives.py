@@ -117,7 +117,7 @@ class SimulatedRendezvous:
         """A rank comes to connect; `SimulatedWorker.groups_connected` is called when all have."""
         controller = self._world.controller
         if not controller.is_up or generation < controller.machine.job.generation:
-            return  # nobody is there to answer, or the generation is over
+            return  # no controller is there to answer, or the generation is over
         waiting = self._waiting.setdefault(generation, {})
         if (other := waiting.get(rank, process)) != process:
             self._world.oracle.came_twice(rank, process, other)

@@ -51,7 +51,7 @@ class SimulatedController:
             self.world.start_up.answers(answer)
 
     def _settle(self) -> None:
-        """After every event, as `keepstep.controller.kept.Kept` does."""
+        """After every event, as `keepstep.controller.stores.ControllerStores` does."""
         job = self.machine.job
         if self._start_up.begins_anew(job.stage, job.generation):
             self._start_up_file.clear()
@@ -124,7 +124,7 @@ class SimulatedController:
             self._dies_before = what
 
     def restart(self) -> None:
-        """Whoever runs it starts it again."""
+        """Its supervisor starts it again."""
         self._dies_before = None
         if self.is_up:
             return

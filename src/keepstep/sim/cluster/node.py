@@ -66,7 +66,7 @@ class SimulatedNode:
         self._tick_later()
 
     def crash(self) -> None:
-        """The agent is lost with all its workers: they die with it. Nobody is told."""
+        """The agent is lost with all its workers: they die with it, and the controller is not told."""
         self.is_up = False
         for worker in list(self.workers.values()):
             worker.die(Cause.SIGNAL, "lost with its node")

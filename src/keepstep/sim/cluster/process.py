@@ -54,7 +54,7 @@ def held_while_stopped(method: Callable[[Self, *Arguments], None]) -> Callable[[
 
 
 class SimulatedProcess(ABC):
-    """What a `SimulatedWorker` is as a process, whatever runs in it."""
+    """What a `SimulatedWorker` is as a process, without what runs in it."""
 
     def __init__(self, world: World, node: Host, process: int, wanted: Spawn) -> None:
         self.world = world
@@ -145,7 +145,7 @@ class SimulatedProcess(ABC):
         self.slowness = 1.0
 
     def die(self, cause: Cause, detail: str) -> None:
-        """The process ends, in whatever it was doing."""
+        """The process ends, also in the middle of a step."""
         if not self.is_alive:
             return
         self.is_alive = False

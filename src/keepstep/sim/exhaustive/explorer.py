@@ -293,7 +293,7 @@ class Explorer:
         return all(worker.machine.state is WorkerState.READY for worker in world.spares())
 
     def _is_over(self, world: World) -> bool:
-        """Whether the ranks train again, nobody can be killed any more without a failure, or something is wrong."""
+        """Whether the ranks train again, or no rank can be the first to be killed any more, or a check has failed."""
         if self.found.violation is not None or world.ended is not None:
             return True
         last = world.oracle.cohorts[-1]

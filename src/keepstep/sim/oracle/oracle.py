@@ -104,7 +104,7 @@ class Oracle:
         self._harmed: set[int] = set()
         """Processes whose copy a missing value has got into, since training went on last."""
         self._excuses: set[str] = set()
-        """Faults that may end the job whatever it does."""
+        """Faults after which the job may end without being wrong."""
         self._recoveries_at_last_step = 0
         self._log_of: int | None = None
         """The process that has opened the job's log."""
@@ -185,7 +185,7 @@ class Oracle:
             self._recoveries_at_last_step = self._world.num_recoveries
 
     def opens_log(self, worker: SimulatedProcess) -> None:
-        """A process does what is done once in the job's life, whatever becomes of it."""
+        """A process does what is done once in the job's life, even where the process ends before it is through."""
         if self._log_of is not None:
             raise ViolationError(Check.ONCE, f"processes {self._log_of} and {worker.process} both open the log afresh")
         self._log_of = worker.process
@@ -198,7 +198,7 @@ class Oracle:
         self._fetching = worker
 
     def has_fetched(self, worker: SimulatedProcess) -> None:
-        """It is done, unless nobody hears of it."""
+        """It is done, unless the controller never hears of it."""
         if self._fetching is worker:
             self._fetching = None
 
@@ -325,7 +325,7 @@ class Oracle:
         self.drain.stands(worker, step)
 
     def excuses(self, fault: str) -> None:
-        """A fault after which the job may end whatever it does."""
+        """A fault after which the job may end without being wrong."""
         self._excuses.add(fault)
 
     def arrives(self, packet: Packet) -> None:
@@ -379,7 +379,7 @@ class Oracle:
                 self._heard_s[node] = self._world.schedule.now_s + LEASE_S
 
     def controller_crashed(self) -> None:
-        """Until it is back nobody is given up. What it has heard and not written down is said again."""
+        """Until it is back no node is given up. Agents send again what it has heard and not written down."""
         if self._before_packet is not None:
             line, self._heard_up_to[line], self._has_told_of_step, self._has_joined = self._before_packet
         for node in self._world.nodes:
@@ -460,7 +460,7 @@ class Oracle:
             )
         newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
         if newest is None and (step > 0 or not self._has_told_of_step):
-            return  # a checkpoint that was not whole then, or nobody has ever heard of a step
+            return  # a checkpoint that was not whole then, or the controller has never heard of a step
         if newest is None or step < newest:
             raise ViolationError(
                 Check.RECOMPUTED, f"training resumes at step {step}, the newest checkpoint is of {newest}"
@@ -487,7 +487,7 @@ class Oracle:
 
 
 def _tells_of_step(message: AnyMessage) -> bool:
-    """Whether whoever hears this knows that a step was completed."""
+    """Whether this report says that a step was completed."""
     match message:
         case StepObserved():
             return True

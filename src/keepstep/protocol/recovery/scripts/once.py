@@ -1,4 +1,4 @@
-"""What happens once in a job's life, whichever rank comes first: the claims that workers have made.
+"""What happens once in a job's life, by the rank that comes first: the claims that workers have made.
 
 A *claim* is granted once, and what becomes of the worker does not matter: at most once. A *hold* is given on to the
 next one that waits when the holder's process is gone before it has said that it is done: until it is done, by one at a
