@@ -14,8 +14,8 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import HEARTBEAT_S, SOONEST
 from keepstep.protocol.controller import (
     ISOLATED_S,
+    LEASE_CHECK_SHARE,
     LEASE_S,
-    LOOKS,
     ControllerMachine,
     DeadlineCame,
     JournalEntry,
@@ -168,13 +168,15 @@ def test_the_time_in_which_the_controller_was_held_up_is_nobodys_silence(wakes_w
 
 
 def test_a_controller_that_is_a_little_late_each_time_gives_up_all_the_same() -> None:
-    late_s = 0.9 * LEASE_S * LOOKS
+    late_s = 0.9 * LEASE_S * LEASE_CHECK_SHARE
     expired_s = given_up_s(watching("node-0", "node-1"), heard="node-0", late_s=late_s)
-    assert 100.0 + LEASE_S <= expired_s <= 100.0 + LEASE_S * (1 + 2 * LOOKS)
+    assert 100.0 + LEASE_S <= expired_s <= 100.0 + LEASE_S * (1 + 2 * LEASE_CHECK_SHARE)
 
 
 def test_a_controller_that_hears_nobody_gives_nobody_up_for_longer_and_then_does() -> None:
-    assert given_up_s(watching("node-0", "node-1")) == pytest.approx(100.0 + ISOLATED_S, abs=LEASE_S * LOOKS)
+    assert given_up_s(watching("node-0", "node-1")) == pytest.approx(
+        100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE
+    )
 
 
 def test_a_deadline_that_has_come_is_not_the_next_one_again() -> None:
