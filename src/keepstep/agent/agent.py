@@ -356,8 +356,9 @@ class Agent:
                 for message in decoder.feed(data):
                     self._worker_said(number, message)
                 self._act()
-        except ConnectionError:
-            pass  # its end is told by the spawner
+        except ConnectionError:  # the spawner tells how the worker ended
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()  # asyncio keeps the error for this call, and may print one never asked for
         except ProtocolError as error:
             tag = worker.page.read().tag
             self._machine.broke_protocol(number, str(error), tag, time.monotonic())

@@ -327,7 +327,7 @@ export class Panels {
 
   drawLive(now) {
     const { view } = this;
-    const isOver = Boolean(this.model.run?.ended);
+    const isOver = Boolean(this.model.run?.ended) || !source.isLive;
     const behind = Math.max(0, now - view.end);
     const text = view.following ? (isOver ? "■ End" : "● Live") : `▶ Go ${isOver ? "to end" : "live"}`;
     setText($("live"), text);
