@@ -174,4 +174,5 @@ def _leave_out_of_flight_recorder() -> None:
 
     The hook looks for a backend in C++, which a group in Python has not, and raises.
     """
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
+    recording_themselves: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording_themselves.add(BACKEND)
