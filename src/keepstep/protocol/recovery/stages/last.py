@@ -8,6 +8,7 @@ from keepstep.protocol.messages import Abandon, Complete, EndJob, Rescue, Termin
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.end.drain import AGREEING
 from keepstep.protocol.recovery.job import JobState
+from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure
 from keepstep.protocol.recovery.stages.stage import JobStage
 from keepstep.protocol.recovery.transitions import Next, Stage, ToDraining, ToEnded
@@ -84,6 +85,10 @@ class Draining(JobStage):
     def proceed(self, now_s: float) -> Next:
         """The job ends with its last script."""
         return None if self.job.roster.num_holders else self._end(self._how)
+
+    def worker_joined(self, worker: Worker, now_s: float) -> None:
+        """It ends soon: the machine starts no spares beside it."""
+        self.job.progress.is_initialised = True
 
     def script_ended(self, now_s: float) -> Next:
         """As it was asked to."""
