@@ -69,6 +69,7 @@ def _kill(world: World) -> None:
 
 
 def _lose_node(world: World) -> None:
+    world.oracle.causes.add("a node lost")
     world.oracle.node_began_new_life(LOST_NODE)
     world.nodes[LOST_NODE].crash()
 
