@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 # ---- whose error it is ----------------------------------------------------------------------------------------------
 
 
-IS_MONITORED_ON_GLOO_ONLY = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+IS_MONITORED_ON_GLOO_ONLY = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 
 def error_of(call: Callable[[], Any]) -> str:
