@@ -29,7 +29,7 @@ from keepstep.trace.timeline.finished import FinishedScenes
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Recoveries are looked for so often. A collector shows them seconds later in any case."""
 FLUSH_S = 5.0
 """When the job has ended, what was not sent yet is waited for so long, and then given up."""
@@ -83,7 +83,7 @@ async def _follow(run_dir: Path, tracer: Tracer) -> None:
         try:
             while True:
                 _export_new(run, finished, tracer)
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             _export_new(run, finished, tracer, is_over=True)
             run.close()

@@ -43,7 +43,7 @@ REACH_S = 10.0
 """A cluster that does not take a connection within so long is not there."""
 LISTEN_S = 10.0
 """An actor that is asked what its agent has printed answers after so long in any case."""
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """How long one look takes whether Ray has placed the nodes; a signal is acted upon after so long at most."""
 PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
 """Between the end of an agent and the start of the next: as long as a job's end takes to be known here, then longer."""
@@ -257,7 +257,7 @@ async def _is_placed(job: RayJob, group: PlacementGroup, stopped: StopSignal) ->
     """Waits until Ray has found the nodes; False where a signal came first."""
     deadline_s = time.monotonic() + job.timeout_s
     is_told = False
-    while not await asyncio.to_thread(group.wait, LOOK_S):
+    while not await asyncio.to_thread(group.wait, POLL_INTERVAL_S):
         if stopped.done():
             return False
         if time.monotonic() >= deadline_s:
@@ -398,7 +398,7 @@ class _Job:
             try:
                 stdout, stderr, code = await actor.listen.remote(number)
             except ActorUnavailableError:  # it may be back, or Ray finds out that it is dead
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             number += 1
             for stream, data in ((sys.stdout, stdout), (sys.stderr, stderr)):

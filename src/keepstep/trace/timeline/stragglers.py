@@ -1,6 +1,6 @@
 """Ranks that are slow although they do not fail: whose phases take longer, over and over, than those of the others.
 
-In synchronous training everybody waits for the slowest, so what a rank *waits* says nothing of it. What counts is the
+In synchronous training all ranks wait for the slowest, so what a rank *waits* says nothing of it. What counts is the
 time a phase takes the rank itself: for a backward, up to the moment at which it has begun its last collective.
 """
 
@@ -20,13 +20,13 @@ WINDOW = 32
 """Steps that are compared; a single slow one is no straggler."""
 MIN_STEPS = 8
 RATIO = 1.25
-"""A rank is marked from a quarter above the others on: then so much of everybody's time is lost."""
+"""A rank is marked from a quarter above the others on: then so much of the time of all ranks is lost."""
 DEVIATIONS = 4.0
 """... and only where that is far outside of what the others differ by. For normally distributed times one in 16,000."""
 MAD_TO_SIGMA = 1.4826
 """The standard deviation of a normal distribution is so many times its median absolute deviation."""
 STEP_SHARE = 0.05
-"""... and only where it holds everybody up by so much of a step: twice as long as nothing is nothing."""
+"""... and only where it holds the others up by so much of a step: twice as long as nothing is nothing."""
 
 _JUDGED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.UPDATED)
 _COLUMN = {PHASES.index(phase): column for column, phase in enumerate(_JUDGED)}
