@@ -101,7 +101,7 @@ def at_odds(rank: int, size: int, path: Path, what: str) -> str:
     [
         ("dtype", "StateMismatch: version 1 was not published: the layout: 'a' is float64[2, 3] on rank 1 and float32"),
         ("shape", "StateMismatch: version 1 was not published: the layout: 'a' is float32[3, 2] on rank 1 and float32"),
-        ("a hole", "StateMismatch: nobody holds 'a' at [1, 0] with shape [1, 3], which is wanted"),
+        ("a hole", "StateMismatch: no source holds 'a' at [1, 0] with shape [1, 3], which is wanted"),
     ],
 )
 def test_devices_that_are_at_odds_publish_nothing(what: str, text: str, tmp_path: Path) -> None:

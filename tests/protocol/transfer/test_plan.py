@@ -304,7 +304,7 @@ def test_nothing_wanted_is_an_empty_plan() -> None:
 def test_a_refusal_says_what_is_missing() -> None:
     holders = {0: [columns(0, 3), Part(1, whole((8,)))], 1: [columns(5, 8)]}
     readers = [Reader(0, (Part(1, whole((8,))),)), Reader(1, (columns(2, 6),))]
-    with pytest.raises(ConfigurationError, match=r"nobody holds 'weight' at \[0, 3\] with shape \[4, 2\]"):
+    with pytest.raises(ConfigurationError, match=r"no source holds 'weight' at \[0, 3\] with shape \[4, 2\]"):
         plan_transfer([WEIGHT, BIAS], holders, readers, ROOMY)
 
 

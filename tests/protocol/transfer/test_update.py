@@ -327,7 +327,7 @@ def test_who_wants_what_nobody_holds_is_left_out() -> None:
     (told,) = machine.receive(0, offer(held=(half,), consumers=(Consumer("engine", None), modest)), 0.0)
     assert isinstance(told, msg.UpdateAgreed)
     problem, none = told.layout.problems
-    assert "nobody holds 'a' at [2] with shape [2]" in problem
+    assert "no source holds 'a' at [2] with shape [2]" in problem
     assert none is None
     assert [bucket.readers for bucket in told.layout.plan().buckets] == [(1,)]
 

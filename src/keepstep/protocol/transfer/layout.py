@@ -42,7 +42,7 @@ class Consumer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All that a plan depends on; the same on everybody who takes part in an update."""
+    """All that a plan depends on; the same on every device and rank of an update."""
 
     forms: tuple[TensorForm, ...]
     holders: tuple[tuple[Part, ...], ...]
@@ -53,7 +53,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     limits: Limits
 
     def plan(self) -> Plan:
-        """The plan; the same for everybody."""
+        """The plan; the same on every device and rank."""
         return plan_transfer(self.forms, dict(enumerate(self.holders)), self.readers, self.limits)
 
 

@@ -126,7 +126,7 @@ def plan_transfer(
         limits: how buckets are filled.
 
     Raises:
-        ConfigurationError: somebody wants what nobody holds; the message names it.
+        ConfigurationError: a consumer wants a block that no source holds; the message names it.
     """
     wanted = _by_tensor(enumerate(reader.parts for reader in readers), len(tensors))
     held = _by_tensor(holders.items(), len(tensors))
@@ -139,7 +139,8 @@ def plan_transfer(
         for cell, holding, wanting in grids[owned]:
             if not holding:
                 raise ConfigurationError(
-                    f"nobody holds '{form.name}' at {list(cell.start)} with shape {list(cell.shape)}, which is wanted"
+                    f"no source holds '{form.name}' at {list(cell.start)} with shape {list(cell.shape)}, "
+                    "which is wanted"
                 )
             packer.add(index, form.item_bytes, cell, holding, wanting)
     return packer.finish()

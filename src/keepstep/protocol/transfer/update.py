@@ -1,7 +1,7 @@
 """The coordinator's machine: one update, from the first offer to its end.
 
-It ends in one of two ways, the same for everybody: *committed*, when each device has said that it is prepared, or
-*aborted*, with the culprit. A consumer that fails does not come here: its device goes on without it.
+It ends in one of two ways, the same on every device and rank: *committed*, when each device has said that it is
+prepared, or *aborted*, with the culprit. A consumer that fails does not come here: its device goes on without it.
 """
 
 from __future__ import annotations
