@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import io
 import os
 import resource
 import select
@@ -178,7 +179,28 @@ def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    _write_out_files()
     os._exit(code)
+
+
+def _write_out_files() -> None:
+    """Writes out what is left in the buffers of files that are open, such as those that the script has not closed.
+
+    An interpreter that ends does it when it takes their objects away. Here they stay. Text comes before what it is
+    written to, and a compressed file, which is complete when it is closed, before its buffer.
+    """
+    buffers = (io.BufferedWriter, io.BufferedRandom)
+    files = [
+        each for each in gc.get_objects() if issubclass(type(each), io.IOBase) and not isinstance(each, io.RawIOBase)
+    ]
+    for file in sorted(files, key=lambda each: (not isinstance(each, io.TextIOWrapper), isinstance(each, buffers))):
+        with contextlib.suppress(OSError, ValueError):
+            if file.closed or not file.writable():
+                continue
+            if isinstance(file, (io.TextIOWrapper, *buffers)):
+                file.flush()
+            else:
+                file.close()
 
 
 def measure_worker_bytes() -> int:
