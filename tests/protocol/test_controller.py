@@ -288,9 +288,9 @@ def test_a_node_that_was_started_for_a_job_of_another_size_is_sent_away() -> Non
     assert answer == msg.NodeEvicted(
         "node-0", 1, "node node-0 was started for 3 ranks, and this job has 2", is_final=True
     )
-    assert (controller.take_entries(), controller.lines) == ([], {})
+    assert (controller.take_entries(), controller.connections) == ([], {})
     controller.receive(Packet("node-0", 1, 0, 0, (msg.NodeJoined("node-0", 1, "x", 0, 2),), misses=False), 100.0)
-    assert list(controller.lines) == ["node-0"]
+    assert list(controller.connections) == ["node-0"]
 
 
 def test_a_job_can_be_called_off() -> None:

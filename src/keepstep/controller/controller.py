@@ -160,7 +160,7 @@ class Controller:
                 raise RemoteProtocolError(f"an agent sent {type(message).__name__} outside of any packet")
 
     def _gather_s(self) -> float:
-        return max(GATHER_S, len(self.machine.lines) / PHASE_MESSAGES_PER_S)
+        return max(GATHER_S, len(self.machine.connections) / PHASE_MESSAGES_PER_S)
 
     def _settle(self) -> None:
         """After every event: writes the journal, makes sure that no other one serves the run, and then transmits."""

@@ -79,7 +79,7 @@ Event = ReportsReceived | LeaseExpired | Departed | DeadlineCame | Restarted | C
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the journal: an event, and for who reads it the orders that followed with their reasons."""
+    """One line of the journal: an event, and for its readers the orders that followed with their reasons."""
 
     at_s: float
     event: Event
@@ -115,8 +115,8 @@ def _let_in(report: Spoken) -> msg.Report:
 
 
 @dataclasses.dataclass(slots=True)
-class _Line:
-    """The controller's end of the line to one node."""
+class _NodeConnection:
+    """The controller's end of the connection to one node."""
 
     channel: ReliableChannel
     heard_s: float
@@ -142,7 +142,7 @@ class ControllerMachine:
         """
         self.job = RecoveryMachine(settings)
         self._lease_s = lease_s
-        self.lines: dict[str, _Line] = {}
+        self.connections: dict[str, _NodeConnection] = {}
         self._given_up: dict[str, tuple[int, str]] = {}
         """node -> the last incarnation of it that was given up, and why."""
         self._touched: dict[str, None] = {}
@@ -163,8 +163,8 @@ class ControllerMachine:
         """
         _check(packet)
         incarnation, why = self._given_up.get(packet.node, (-1, ""))
-        line = self.lines.get(packet.node)
-        if line is not None and packet.incarnation < line.channel.incarnation:
+        connection = self.connections.get(packet.node)
+        if connection is not None and packet.incarnation < connection.channel.incarnation:
             why = f"another agent speaks for node {packet.node} by now; each needs a name of its own"
             self._answers.append(msg.NodeEvicted(packet.node, packet.incarnation, why, is_final=True))
             return
@@ -174,10 +174,10 @@ class ControllerMachine:
         if (mistake := self._mistaken(packet)) is not None:
             self._answers.append(msg.NodeEvicted(packet.node, packet.incarnation, mistake, is_final=True))
             return
-        if line is not None and packet.incarnation > line.channel.incarnation:
-            self._happened(LeaseExpired(packet.node, "its agent was started again", line.heard_s), now_s)
-            line = None
-        if line is None:
+        if connection is not None and packet.incarnation > connection.channel.incarnation:
+            self._happened(LeaseExpired(packet.node, "its agent was started again", connection.heard_s), now_s)
+            connection = None
+        if connection is None:
             if packet.received != 0:
                 raise RemoteProtocolError(
                     f"node {packet.node} is in the middle of a run of which this controller's folder holds nothing; "
@@ -187,18 +187,18 @@ class ControllerMachine:
                 # Its first words are still under way, or were lost.
                 self._answers.append(msg.Packet(packet.node, packet.incarnation, 0, 0, (), misses=True))
                 return
-            line = self._open(packet.node, packet.incarnation, now_s)
+            connection = self._open(packet.node, packet.incarnation, now_s)
         self._discount_own_pause(now_s)
-        line.heard_s, line.is_silent = now_s, False
+        connection.heard_s, connection.is_silent = now_s, False
         self._touched[packet.node] = None
-        reports = line.channel.receive(packet, now_s)
+        reports = connection.channel.receive(packet, now_s)
         if reports:
             self._happened(ReportsReceived(packet.node, packet.incarnation, reports), now_s)
 
     def left(self, message: msg.NodeLeft, now_s: float) -> None:
         """A node takes its leave; it is told that this was heard."""
-        line = self.lines.get(message.node)
-        if line is not None and line.channel.incarnation == message.incarnation:
+        connection = self.connections.get(message.node)
+        if connection is not None and connection.channel.incarnation == message.incarnation:
             self._happened(Departed(message.node, message.reason), now_s)
         self._answers.append(msg.NodeEvicted(message.node, message.incarnation, message.reason, is_final=True))
 
@@ -212,8 +212,8 @@ class ControllerMachine:
 
     def reconnected(self, node: str) -> None:
         """There is a new connection to a node."""
-        if node in self.lines:
-            self.lines[node].channel.reconnected()
+        if node in self.connections:
+            self.connections[node].channel.reconnected()
             self._touched[node] = None
 
     def call_off(self, order: msg.EndJob, now_s: float) -> None:
@@ -237,29 +237,29 @@ class ControllerMachine:
         """A controller that was itself held up cannot tell which nodes were silent meanwhile."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
         if self._lease_s is not None and gap_s > self._lease_s * 2 * LEASE_CHECK_SHARE:
-            for line in self.lines.values():
-                line.heard_s += gap_s
+            for connection in self.connections.values():
+                connection.heard_s += gap_s
 
     def _check_leases(self, lease_s: float, now_s: float) -> None:
-        silent = [node for node, line in self.lines.items() if now_s >= line.end_s(lease_s)]
-        last_heard_s = max((line.heard_s for line in self.lines.values()), default=now_s)
-        is_isolated = len(silent) == len(self.lines) and now_s < last_heard_s + ISOLATED_S
+        silent = [node for node, connection in self.connections.items() if now_s >= connection.end_s(lease_s)]
+        last_heard_s = max((connection.heard_s for connection in self.connections.values()), default=now_s)
+        is_isolated = len(silent) == len(self.connections) and now_s < last_heard_s + ISOLATED_S
         for node in [] if is_isolated else silent:
-            line = self.lines[node]
-            why = f"not heard of for {line.patience_s(lease_s):g} s"
-            self._happened(LeaseExpired(node, why, line.heard_s), now_s)
+            connection = self.connections[node]
+            why = f"not heard of for {connection.patience_s(lease_s):g} s"
+            self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
         self._schedule_lease_check(lease_s, now_s)
 
     def _schedule_lease_check(self, lease_s: float, now_s: float) -> None:
         """At the next moment at which a lease may run out, and often enough to notice that it was held up itself."""
         soon_s = now_s + lease_s * LEASE_CHECK_SHARE
-        due_s = min((line.end_s(lease_s) for line in self.lines.values()), default=now_s)
-        self._check_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.lines else None
+        due_s = min((connection.end_s(lease_s) for connection in self.connections.values()), default=now_s)
+        self._check_leases_s = (due_s if now_s < due_s < soon_s else soon_s) if self.connections else None
 
     @property
     def is_heard(self) -> bool:
         """Whether every node has heard all that it was told."""
-        return all(line.channel.is_heard for line in self.lines.values())
+        return all(connection.channel.is_heard for connection in self.connections.values())
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None while nothing is waited for."""
@@ -278,9 +278,9 @@ class ControllerMachine:
         out: list[msg.Packet | msg.NodeEvicted] = list(self._answers)
         self._answers.clear()
         for node in self._touched:
-            line = self.lines.get(node)
-            if line is not None and not line.is_silent:
-                out += line.channel.packets(now_s)
+            connection = self.connections.get(node)
+            if connection is not None and not connection.is_silent:
+                out += connection.channel.packets(now_s)
         self._touched.clear()
         return out
 
@@ -293,20 +293,20 @@ class ControllerMachine:
 
     def _apply(self, event: Event, now_s: float) -> list[Effect]:
         if isinstance(event, LeaseExpired | Departed):
-            self._given_up[event.node] = (self.lines.pop(event.node).channel.incarnation, event.why)
+            self._given_up[event.node] = (self.connections.pop(event.node).channel.incarnation, event.why)
         effects = relive(self.job, event, now_s)
         for effect in effects:
-            for node in self.lines if effect.node is None else (effect.node,):
-                if node in self.lines:
-                    self.lines[node].channel.say((effect.order,))
+            for node in self.connections if effect.node is None else (effect.node,):
+                if node in self.connections:
+                    self.connections[node].channel.say((effect.order,))
                     self._touched[node] = None
         return effects
 
-    def _open(self, node: str, incarnation: int, now_s: float) -> _Line:
-        line = self.lines[node] = _Line(ReliableChannel(node, incarnation), now_s)
+    def _open(self, node: str, incarnation: int, now_s: float) -> _NodeConnection:
+        connection = self.connections[node] = _NodeConnection(ReliableChannel(node, incarnation), now_s)
         if self._check_leases_s is None and self._lease_s is not None:
             self._check_leases_s = now_s + self._lease_s * LEASE_CHECK_SHARE
-        return line
+        return connection
 
     # ---- after a crash ----------------------------------------------------------------------------------------------
 
@@ -327,14 +327,14 @@ class ControllerMachine:
         for entry in entries:
             event = entry.event
             if isinstance(event, ReportsReceived):
-                if event.node not in machine.lines:
+                if event.node not in machine.connections:
                     machine._open(event.node, event.incarnation, entry.at_s)
                     heard[event.node] = 0
                 heard[event.node] += len(event.reports)
             machine._apply(event, entry.at_s)
-        for node, line in machine.lines.items():
-            line.heard_s, line.is_silent = now_s, True
-            line.channel.resume_at(heard[node])
+        for node, connection in machine.connections.items():
+            connection.heard_s, connection.is_silent = now_s, True
+            connection.channel.resume_at(heard[node])
         machine._awake_s = now_s
         if lease_s is not None:
             machine._schedule_lease_check(lease_s, now_s)

@@ -239,10 +239,10 @@ class Explorer:
     @staticmethod
     def _acknowledge(world: World) -> None:
         """Both ends know what has arrived: an acknowledgement under way changes nothing but when that is forgotten."""
-        for name, line in world.controller.machine.lines.items():
+        for name, connection in world.controller.machine.connections.items():
             channel = world.nodes[name].channel
-            channel.heard(line.channel.received, 0.0)
-            line.channel.heard(channel.received, 0.0)
+            channel.heard(connection.channel.received, 0.0)
+            connection.channel.heard(channel.received, 0.0)
 
     def _happen(self, world: World, event: Event) -> None:
         try:
