@@ -10,6 +10,7 @@ Prints the median of the rounds' medians of every operation in microseconds, the
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import statistics
@@ -61,8 +62,14 @@ class Page:
         raise AssertionError(f"group {group} echoed")
 
 
+@functools.cache
+def _file(path: Path) -> dist.Store:
+    """Kept open: the last process to close the file removes it, even when another one is just about to open it."""
+    return dist.FileStore(str(path / "store"), NUM_RANKS)
+
+
 def store(path: Path, name: str) -> dist.Store:
-    return dist.PrefixStore(name, dist.FileStore(str(path / "store"), NUM_RANKS))
+    return dist.PrefixStore(name, _file(path))
 
 
 def groups(path: Path, rank: int) -> dict[str, dist.ProcessGroup]:

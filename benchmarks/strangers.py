@@ -32,7 +32,7 @@ from rich.console import Console
 from keepstep.protocol.messages import ClockAsked, ClockTold
 from keepstep.transports.interface import Connected
 from keepstep.transports.rpc.client import RpcControllerConnection
-from keepstep.transports.rpc.server import ADMISSION_S, RpcNodeLines
+from keepstep.transports.rpc.server import ADMISSION_S, RpcNodeConnections
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, check
@@ -58,12 +58,12 @@ CALM_S = 2.0
 
 async def serve(secret: Secret) -> None:
     """The controller's end, in a process of its own: answers questions for the time until it is killed."""
-    lines = RpcNodeLines(lambda token: check(secret, token).name, lambda address, why: None)
-    print(await lines.start("127.0.0.1", 0, certificates.server(secret)), flush=True)
+    connections = RpcNodeConnections(lambda token: check(secret, token).name, lambda address, why: None)
+    print(await connections.start("127.0.0.1", 0, certificates.server(secret)), flush=True)
     while True:
-        arrival = await lines.receive()
+        arrival = await connections.receive()
         if isinstance(arrival.message, ClockAsked):
-            lines.send(arrival.node, ClockTold(arrival.message.asked_ns, time.monotonic_ns(), 0.2))
+            connections.send(arrival.node, ClockTold(arrival.message.asked_ns, time.monotonic_ns(), 0.2))
 
 
 class Agent:

@@ -29,9 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links between files of the project into links between pages of the site."""
-    name = page.file.src_uri
-    sources = {target: source for source, target in AT_ROOT.items()}
-    folder = "" if name in sources else "docs"
+    folder = "" if page.file.src_uri in AT_ROOT.values() else "docs"
     parts = FENCE.split(markdown)
     return "".join(part if number % 2 else _with_links_of_site(part, folder) for number, part in enumerate(parts))
 
@@ -43,7 +41,7 @@ def _with_links_of_site(text: str, folder: str) -> str:
 def _link(label: str, target: str, folder: str) -> str:
     """One link of a file in a folder of the project, as the page has it."""
     path, _hash, anchor = target.partition("#")
-    label = LINK.sub(lambda found: _link(found[1], found[2], folder), label)
+    label = _with_links_of_site(label, folder)
     if not path or ":" in path:
         return f"[{label}]({target})"
     found = posixpath.normpath(posixpath.join(folder, path))

@@ -36,11 +36,8 @@ def tiers() -> Mapping[str, str]:
 
 def tier_of(test: str) -> str:
     """What runs a test: the longest beginning of its id that the file names says so; `make test` where none does."""
-    return max((item for item in tiers().items() if test.startswith(item[0])), default=("", QUICK), key=_length)[1]
-
-
-def _length(item: tuple[str, str]) -> int:
-    return len(item[0])
+    named = max((beginning for beginning in tiers() if test.startswith(beginning)), key=len, default="")
+    return tiers().get(named, QUICK)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks

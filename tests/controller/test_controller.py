@@ -174,7 +174,7 @@ def test_an_agent_speaks_for_its_own_node_only(tmp_path: Path, said: AnyMessage)
     async def scene() -> tuple[str, RecoveryMachine]:
         machine = ControllerMachine(RecoverySettings(1, 0))
         async with served() as network, asyncio.timeout(DEADLINE_S):
-            controller = Controller(machine, network.lines, recorder)
+            controller = Controller(machine, network.connections, recorder)
             running = asyncio.create_task(controller.run())
             honest, thief = (network.line(network.credentials(name)) for name in ("node-b", "node-a"))
             async with connected(honest), connected(thief):

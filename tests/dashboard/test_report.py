@@ -1,4 +1,4 @@
-"""The report of a run: one file with the page and its data, and harmless whatever a script said."""
+"""The report of a run: one file with the page and its data, and no text of a script can do harm in it."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ FAREWELL_S = 10.0
 
 
 class Controller:
-    """Runs a `ControllerMachine` over the lines to the agents until the job has ended."""
+    """Runs a `ControllerMachine` over the connections to the agents until the job has ended."""
 
     def __init__(
         self,
         machine: ControllerMachine,
-        lines: NodeConnections,
+        connections: NodeConnections,
         recorder: Recorder,
         *,
         clock: JobClock | None = None,
@@ -54,7 +54,7 @@ class Controller:
     ) -> None:
         """Args:
         machine: decides; fresh, or as its journal left it.
-        lines: to the agents.
+        connections: to the agents.
         recorder: what is decided is written there before it is transmitted.
         clock: of the job; None: it begins here.
         confirm: called after the journal was written and before anything is transmitted; raises `LeaseLost` where
@@ -64,7 +64,7 @@ class Controller:
         stores: of what ranks ask it to keep; None: in memory.
         """
         self.machine = machine
-        self._lines = lines
+        self._connections = connections
         self._recorder = recorder
         self._clock = clock or JobClock()
         self._confirm = confirm
@@ -123,9 +123,9 @@ class Controller:
             try:
                 self._arrived(arrival.node, arrival.message)
             except RemoteProtocolError as error:
-                self._lines.refuse(arrival.node, str(error))
+                self._connections.refuse(arrival.node, str(error))
             num += 1
-            arrival = self._lines.more() if num < MAX_TOGETHER else None
+            arrival = self._connections.more() if num < MAX_TOGETHER else None
         self._settle()
 
     async def _next(self) -> Arrival | None:
@@ -135,7 +135,7 @@ class Controller:
         try:
             # Not wait_for: up to Python 3.11 it can lose a cancellation that meets a message, and then never ends.
             async with asyncio.timeout(timeout) as self._waiting:
-                return await self._lines.receive()
+                return await self._connections.receive()
         except TimeoutError:
             return None
 
@@ -176,7 +176,7 @@ class Controller:
         if self._unsent:
             self._confirm()
             for node, message in self._unsent:
-                self._lines.send(node, message)
+                self._connections.send(node, message)
             self._unsent.clear()
         self._look_if_calm()
 

@@ -168,8 +168,8 @@ class Recovery:
             case Action.RESTORE:
                 assert transfer is not None
                 assert rank is not None
-                way = self._way()
-                received = receive_state(self._state, step, rank, transfer, way, self._moved)
+                transport = self._transport()
+                received = receive_state(self._state, step, rank, transfer, transport, self._moved)
                 self._state.layout.restored()
             case Action.REWIND:
                 assert self._checkpoints is not None
@@ -179,11 +179,11 @@ class Recovery:
                 pass
         if transfer is not None and rank in transfer.sources:
             assert rank is not None
-            way = self._way()
-            send_state(self._state, step, rank, transfer, way, self._source, self._moved)
+            transport = self._transport()
+            send_state(self._state, step, rank, transfer, transport, self._source, self._moved)
         return received
 
-    def _way(self) -> StateTransport:
+    def _transport(self) -> StateTransport:
         """What carries the state. Raises RuntimeError if a failure has broken it already."""
         stop = self._coordination.broken
         stop.clear()  # before the look at the group: it is set after the group was taken down

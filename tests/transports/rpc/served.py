@@ -1,4 +1,4 @@
-"""A controller's lines over a real network stack, and an agent's line to them."""
+"""A controller's connections over a real network stack, and an agent's connection to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from keepstep.errors import TokenRefused
 from keepstep.transports.rpc.client import RpcControllerConnection
-from keepstep.transports.rpc.server import RpcNodeLines
+from keepstep.transports.rpc.server import RpcNodeConnections
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, check
@@ -21,7 +21,7 @@ DEADLINE_S = 20.0
 class Served:
     """A controller's end, and what it takes to reach it."""
 
-    lines: RpcNodeLines
+    connections: RpcNodeConnections
     port: int
     secret: Secret
     is_tls: bool
@@ -69,13 +69,13 @@ async def served(
         found.refused.append((address, why))
         found.was_refused.set()
 
-    lines = RpcNodeLines(admit, on_refused, term)
-    found = Served(lines, 0, secret, is_tls)
-    found.port = await lines.start("127.0.0.1", port, certificates.server(secret) if is_tls else None)
+    connections = RpcNodeConnections(admit, on_refused, term)
+    found = Served(connections, 0, secret, is_tls)
+    found.port = await connections.start("127.0.0.1", port, certificates.server(secret) if is_tls else None)
     try:
         yield found
     finally:
-        await lines.stop()
+        await connections.stop()
 
 
 @contextlib.asynccontextmanager

@@ -42,11 +42,11 @@ async def still_serves(controller: Served, node: str = "witness") -> None:
     """Another agent comes, speaks and is answered."""
     line = controller.line(controller.credentials(node))
     async with connected(line):
-        assert await controller.lines.receive() == Arrival(node, Connected())
+        assert await controller.connections.receive() == Arrival(node, Connected())
         assert await line.receive() == Connected()
         line.send(ClockAsked(node, 7))
-        assert await controller.lines.receive() == Arrival(node, ClockAsked(node, 7))
-        controller.lines.send(node, ClockTold(7, 8, 0.2))
+        assert await controller.connections.receive() == Arrival(node, ClockAsked(node, 7))
+        controller.connections.send(node, ClockTold(7, 8, 0.2))
         assert await line.receive() == ClockTold(7, 8, 0.2)
 
 
@@ -63,11 +63,11 @@ def test_large_and_many_messages_arrive_in_order() -> None:
         line = controller.line(controller.credentials("a"))
         sent = [PhasesObserved("a", n, bytes([n]) * (n * 5_000)) for n in range(100)]
         async with connected(line):
-            await controller.lines.receive()
+            await controller.connections.receive()
             await line.receive()
             for message in sent:
                 line.send(message)
-            assert [(await controller.lines.receive()).message for _ in sent] == sent
+            assert [(await controller.connections.receive()).message for _ in sent] == sent
 
     play(scene)
 
@@ -76,11 +76,11 @@ def test_what_is_said_before_the_end_arrives() -> None:
     async def scene(controller: Served) -> None:
         line = controller.line(controller.credentials("a"))
         async with connected(line) as running:
-            await controller.lines.receive()
+            await controller.connections.receive()
             await line.receive()
             line.send(ClockAsked("a", 1))
             line.close()
-            assert await controller.lines.receive() == Arrival("a", ClockAsked("a", 1))
+            assert await controller.connections.receive() == Arrival("a", ClockAsked("a", 1))
             async with asyncio.timeout(DEADLINE_S):
                 await running
 
@@ -97,9 +97,9 @@ def test_a_controller_that_comes_back_is_found_again() -> None:
             line.send(ClockAsked("a", 1))  # to nobody
             async with served(port=first.port, secret=first.secret) as second:
                 assert await line.receive() == Connected()
-                assert await second.lines.receive() == Arrival("a", Connected())
+                assert await second.connections.receive() == Arrival("a", Connected())
                 line.send(ClockAsked("a", 2))
-                assert await second.lines.receive() == Arrival("a", ClockAsked("a", 2))
+                assert await second.connections.receive() == Arrival("a", ClockAsked("a", 2))
                 running.cancel()
                 await asyncio.wait({running})
 
@@ -123,7 +123,7 @@ def test_a_controller_of_an_earlier_term_is_not_listened_to() -> None:
                     pass
             async with served(port=latter.port, secret=secret, term=4) as last:
                 assert await line.receive() == Connected()
-                assert await last.lines.receive() == Arrival("a", Connected())
+                assert await last.connections.receive() == Arrival("a", Connected())
                 running.cancel()
                 await asyncio.wait({running})
 
@@ -152,7 +152,7 @@ def test_an_endpoint_where_nobody_answers_does_not_keep_an_agent_from_another(
                     port = later.getsockname()[1]
                     later.close()
                     async with served(port=port, secret=secret) as controller:
-                        assert await controller.lines.receive() == Arrival("a", Connected())
+                        assert await controller.connections.receive() == Arrival("a", Connected())
 
     asyncio.run(whole())
 
@@ -163,11 +163,11 @@ def test_an_agent_that_connects_again_takes_the_place_of_its_former_line(monkeyp
     async def scene(controller: Served) -> None:
         former, latter = (controller.line(controller.credentials("a")) for _ in range(2))
         async with connected(former):
-            await controller.lines.receive()
+            await controller.connections.receive()
             async with connected(latter):
-                assert await controller.lines.receive() == Arrival("a", Connected())
+                assert await controller.connections.receive() == Arrival("a", Connected())
                 assert await latter.receive() == Connected()
-                controller.lines.send("a", ClockTold(1, 2, 0.2))
+                controller.connections.send("a", ClockTold(1, 2, 0.2))
                 assert await latter.receive() == ClockTold(1, 2, 0.2)
                 assert "has connected again" in (await controller.next_refusal())[1]
 
@@ -178,7 +178,7 @@ def test_a_controller_that_lets_an_agent_in_and_refuses_what_it_says_is_none() -
     async def scene(controller: Served) -> None:
         async def refuse() -> None:
             while True:
-                controller.lines.refuse((await controller.lines.receive()).node, "of another run")
+                controller.connections.refuse((await controller.connections.receive()).node, "of another run")
 
         refusing = asyncio.create_task(refuse())
         with pytest.raises(PeerLost, match=r"no controller was to be reached for 1 s; .*: of another run"):
@@ -316,11 +316,11 @@ def test_strangers_keep_agents_out_for_a_while_at_most(monkeypatch: pytest.Monke
     async def scene(controller: Served) -> None:
         line = controller.line(controller.credentials("a"))
         async with connected(line):
-            assert await controller.lines.receive() == Arrival("a", Connected())
+            assert await controller.connections.receive() == Arrival("a", Connected())
             assert await line.receive() == Connected()
             strangers = [await asyncio.open_connection("127.0.0.1", controller.port) for _ in range(5)]
             line.send(ClockAsked("a", 7))
-            assert await controller.lines.receive() == Arrival("a", ClockAsked("a", 7))
+            assert await controller.connections.receive() == Arrival("a", ClockAsked("a", 7))
             for reader, writer in strangers:
                 await expect_end(reader)
                 writer.close()
@@ -343,7 +343,7 @@ def test_a_port_that_is_taken_is_told() -> None:
             async with served(port=controller.port):
                 pass
         with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1:0: Cannot assign"):
-            await server.RpcNodeLines(str, lambda address, why: None).start("192.0.2.1", 0, None)
+            await server.RpcNodeConnections(str, lambda address, why: None).start("192.0.2.1", 0, None)
 
     play(scene)
 
@@ -359,7 +359,7 @@ def test_an_agent_that_talks_rubbish_is_cut_off(is_tls: bool, said: bytes) -> No
         async with channel_to(controller) as channel:
             call = channel.stream_stream(PATH)(metadata=bearer(controller, "a"))
             await call.initial_metadata()
-            assert await controller.lines.receive() == Arrival("a", Connected())
+            assert await controller.connections.receive() == Arrival("a", Connected())
             await call.write(said)
             if not said:
                 return  # no frames are no rubbish
@@ -377,7 +377,7 @@ def test_a_call_beyond_the_limit_is_refused_before_it_is_read() -> None:
         async with channel_to(controller) as channel:
             call = channel.stream_stream(PATH)(metadata=bearer(controller, "a"))
             await call.initial_metadata()
-            await controller.lines.receive()
+            await controller.connections.receive()
             await call.write(bytes(MAX_MESSAGE_BYTES + 100))
             assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await still_serves(controller)

@@ -36,7 +36,7 @@ from keepstep.trace.record import journal, runfolder
 from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
 from keepstep.trace.timeline.describe import describe
-from keepstep.transports.rpc.server import RpcNodeLines
+from keepstep.transports.rpc.server import RpcNodeConnections
 from keepstep.trust.certificates import ServerFiles
 from keepstep.trust.tokens import Role, Secret, check
 
@@ -167,13 +167,13 @@ async def _serve(
         machine = ControllerMachine.from_journal(options.recovery, relived, clock.now_s(), options.lease_s)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
-    lines = RpcNodeLines(lambda token: _node_of(options.secret, token), Refusals().tell, lease.term)
-    port = await lines.start(*split(options.listen), options.tls)
+    connections = RpcNodeConnections(lambda token: _node_of(options.secret, token), Refusals().tell, lease.term)
+    port = await connections.start(*split(options.listen), options.tls)
     print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)
     stores = ControllerStores(options.run_dir, is_durable=options.is_durable)
     controller = Controller(
         machine,
-        lines,
+        connections,
         recorder,
         clock=clock,
         confirm=lease.confirm,
@@ -187,7 +187,7 @@ async def _serve(
         try:
             await _until_ended(controller, lease)
         finally:
-            await lines.stop()
+            await connections.stop()
             stores.close()
     return describe(machine.job)
 

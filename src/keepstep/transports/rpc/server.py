@@ -61,7 +61,7 @@ class _Visit:
             self.ended.set_result(why)
 
 
-class RpcNodeLines:
+class RpcNodeConnections:
     """Implements `keepstep.transports.interface.NodeConnections`."""
 
     def __init__(self, admit: Admit, on_refused: OnRefused, term: int = 0) -> None:

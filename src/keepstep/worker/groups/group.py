@@ -210,7 +210,7 @@ class SurvivingGroup(dist.ProcessGroup):
         Args:
             ranks: its members.
             timeout: of its collectives.
-            backend: from torch 2.15 on, the one that was asked for; it makes no difference, as the options do not.
+            backend: the one that was asked for, where torch tells it (2.15 does); it makes no difference.
             pg_options, group_name, group_desc: as torch gives them.
 
         Returns:

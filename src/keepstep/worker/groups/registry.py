@@ -170,7 +170,7 @@ def _leave_out_of_compilation() -> None:
 
 
 def _leave_out_of_flight_recorder() -> None:
-    """From torch 2.15 on, torch's flight recorder hooks every group that does not record by itself.
+    """Torch's flight recorder, as of torch 2.15, hooks every group that does not record by itself.
 
     The hook looks for a backend in C++, which a group in Python has not, and raises.
     """

@@ -107,7 +107,7 @@ def send_state(
     step: int,
     rank: int,
     route: Transfer,
-    way: StateTransport,
+    transport: StateTransport,
     source: Source,
     moved: Callable[[], None],
 ) -> None:
@@ -118,16 +118,16 @@ def send_state(
         step: the step that the parameters are at.
         rank: this rank, one of ``route.sources``.
         route: the same on all sides.
-        way: what carries it.
+        transport: what carries it.
         source: what to send with.
         moved: called after each bucket, to show that the transfer lives.
 
     Raises:
         RuntimeError: a receiver is gone, or the group was taken down.
         CannotGoOn: a neighbour is gone.
-        Cancelled: by the stop of ``way``.
+        Cancelled: by the stop of ``transport``.
     """
-    group = way.group
+    group = transport.group
     header, blocks = describe(state, step, source.limits)
     if rank == route.sources[0]:
         for receiver in route.receivers:
@@ -138,7 +138,7 @@ def send_state(
         receiver: connection for receiver in route.receivers if (connection := _call(receiver, rank, source.h2d, group))
     }
     try:
-        outlet = _Outlets(plan, source.h2d, connections, way)
+        outlet = _Outlets(plan, source.h2d, connections, transport)
         SendStage(plan, source.h2d, outlet, Spans(), moved).run()
     finally:
         for connection in connections.values():
@@ -149,11 +149,11 @@ class _Outlets:
     """To neighbours by their connections, to all others by the group."""
 
     def __init__(
-        self, plan: RankPlan, h2d: SlotBuffer, connections: dict[int, Connection], way: StateTransport
+        self, plan: RankPlan, h2d: SlotBuffer, connections: dict[int, Connection], transport: StateTransport
     ) -> None:
         self._connections = connections
-        self._near = device_outlet(0, h2d, connections, DEADLINE_S, way.stop)
-        self._far = GroupOutlet(way.group, plan.own, [h2d.view(slot) for slot in range(h2d.num_slots)])
+        self._near = device_outlet(0, h2d, connections, DEADLINE_S, transport.stop)
+        self._far = GroupOutlet(transport.group, plan.own, [h2d.view(slot) for slot in range(h2d.num_slots)])
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
         self._near.announce(bucket, slot, readers)
@@ -177,7 +177,7 @@ def _call(receiver: int, rank: int, h2d: SlotBuffer, group: Carrier) -> Connecti
 
 
 def receive_state(
-    state: ProtectedState, step: int, rank: int, route: Transfer, way: StateTransport, moved: Callable[[], None]
+    state: ProtectedState, step: int, rank: int, route: Transfer, transport: StateTransport, moved: Callable[[], None]
 ) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
@@ -188,16 +188,16 @@ def receive_state(
         RemoteProtocolError: a checksum or header is wrong.
         RuntimeError: a source is gone, or the group was taken down.
         PeerLost: a neighbour is gone.
-        Cancelled: by the stop of ``way``.
+        Cancelled: by the stop of ``transport``.
     """
-    first, group = route.sources[0], way.group
+    first, group = route.sources[0], transport.group
     header = _decode(_receive_sealed(first, group), StateHeader, first)
     if header.step != step:
         raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
     tensors, host_tensors = _targets(state, header)
     plan = RankPlan(_transfer_layout(header, route), rank)
     with contextlib.ExitStack() as opened:
-        inlets = _inlets(plan, header.limits, route, way, opened)
+        inlets = _inlets(plan, header.limits, route, transport, opened)
         held = {
             index: [Held(tensor.detach(), entry.box)]
             for index, (tensor, entry) in enumerate(zip(tensors, header.all_tensors, strict=True))
@@ -215,15 +215,15 @@ def receive_state(
 
 
 def _inlets(
-    plan: RankPlan, limits: Limits, route: Transfer, way: StateTransport, opened: contextlib.ExitStack
+    plan: RankPlan, limits: Limits, route: Transfer, transport: StateTransport, opened: contextlib.ExitStack
 ) -> dict[int, Inlet | GroupInlet]:
     """From each source by its connection where it is a neighbour, else by the group."""
-    group = way.group
+    group = transport.group
     with neighbour.Neighbourhood() as here:
         for source in route.sources:
             _send_sealed(msgspec.msgpack.encode(here.place), source, group)
         calling = [source for source in route.sources if _receive_sealed(source, group) == _CALLS]
-        connections = here.accept(len(calling), time.monotonic() + DEADLINE_S, way.stop)
+        connections = here.accept(len(calling), time.monotonic() + DEADLINE_S, transport.stop)
     for connection, buffer in connections.values():
         opened.callback(buffer.close)
         opened.callback(connection.close)
@@ -232,7 +232,7 @@ def _inlets(
     inlets: dict[int, Inlet | GroupInlet] = {}
     for source in route.sources:
         if source in connections:
-            inlets[source] = Inlet(0, *connections[source], DEADLINE_S, way.stop)
+            inlets[source] = Inlet(0, *connections[source], DEADLINE_S, transport.stop)
         else:
             buckets = [bucket for bucket in plan.coming if bucket.source == source]
             slots = [torch.empty(limits.bucket_bytes + SLOT_EXTRA_BYTES, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
