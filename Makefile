@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-nightly test-upstream test-torch durations soak fuzz bench bench-weights docs lint clean
+.PHONY: help demo test test-full test-nightly test-upstream test-torch durations soak fuzz bench bench-peers bench-weights docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ test-torch: ## the worker's and the chaos tests with another release: make test-
 	$(TORCH_VENV)/bin/python -m pytest tests/worker tests/chaos
 
 durations: $(STAMP) ## write down how long the tests of make test take, slowest first, in tests/durations.txt
-	$(BIN)/python -m pytest -m quick --record-durations tests/durations.txt
+	$(BIN)/python -m pytest -m quick --record-durations=tests/durations.txt
 
 # The first seed is the time of day with room for 10,000 seeds a second, so no soak runs the seeds of another one.
 SECONDS ?= 600
@@ -53,6 +53,11 @@ fuzz: $(STAMP) ## look for bytes that a decoder cannot bear, RUNS=1000000 times,
 
 bench: $(STAMP) ## measure how long a recovery takes on this machine
 	$(BIN)/python benchmarks/recovery.py
+
+bench-peers: ## measure the loss of a rank under keepstep, torchft, NVRx and torchrun; makes the README's table
+	test -x .venv-peers/bin/pip || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[peers]'
+	.venv-peers/bin/python benchmarks/peers.py
 
 bench-weights: $(STAMP) ## measure publishing weights and restoring a rank, next to floors of this machine and other ways
 	$(BIN)/python benchmarks/weights.py --failures

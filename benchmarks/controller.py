@@ -37,7 +37,7 @@ from rich.console import Console
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import ConfigurationError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import ReportsReceived
+from keepstep.protocol.controller import AnswersReceived, ReportsReceived
 from keepstep.trace.record import journal, runfolder
 from keepstep.trace.timeline.run import Run
 from keepstep.trust.tokens import Secret
@@ -58,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=1024, help="that hold a rank each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of calm that are measured (default: %(default)s)")
     parser.add_argument("--losses", type=int, default=30, help="ranks that are lost (default: %(default)s)")
+    parser.add_argument("--relays", type=int, default=0, help="of the controller (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="where the page goes (default: results)")
     return page.parsed(parser, QUICK)
 
@@ -65,11 +66,12 @@ def parse_arguments() -> argparse.Namespace:
 class Fleet:
     """A controller, and the processes that hold its agents."""
 
-    def __init__(self, folder: Path, num_agents: int) -> None:
+    def __init__(self, folder: Path, num_agents: int, num_relays: int = 0) -> None:
         self.run_dir = folder / "run"
         self.run_dir.mkdir(mode=0o700)
         self._log = folder / "controller.log"
         self.num_agents = num_agents
+        self._num_relays = num_relays
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         self._environment = {**os.environ, SECRET_VARIABLE: Secret.new().text()}
@@ -83,6 +85,7 @@ class Fleet:
         try:
             command = ["controller", "--listen", self._endpoint, "--run-dir", str(self.run_dir), "--spares", "1"]
             command += ["--nnodes", f"{self.num_agents}:{self.num_agents + 1}", "--nproc-per-node", "1"]
+            command += ["--relays", str(self._num_relays)]
             with self._log.open("wb") as log:
                 self.controller = psutil.Process(self._start([*KEEPSTEP, *command], log).pid)
             total, first = self.num_agents + 1, 0
@@ -140,17 +143,17 @@ class Fleet:
         fleet.stdin.flush()
 
     def processor_s(self) -> float:
-        """Of the controller, so far."""
+        """Of the controller and its relays, so far."""
         assert self.controller is not None
-        times = self.controller.cpu_times()
-        return times.user + times.system
+        programs = [self.controller, *self.controller.children()]
+        return sum(times.user + times.system for times in (program.cpu_times() for program in programs))
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Everything, in one job."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    fleet = Fleet(folder, args.agents)
+    fleet = Fleet(folder, args.agents, args.relays)
     begun_s = time.monotonic()
     with fleet.running():
         fleet.wait_until_trained(0)
@@ -165,6 +168,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             fleet.wait_until_trained(number + 1)
         return {
             "agents": args.agents,
+            "relays": args.relays,
             "start_s": joined_s,
             "processor_percent": 100 * calm,
             "memory_mib": rss / 2**20,
@@ -179,8 +183,10 @@ def stops_ms(run_dir: Path, num_survivors: int) -> list[float]:
     for entry in journal.read(run_dir / runfolder.JOURNAL):
         if any(isinstance(order, msg.Stop) for _, order, _ in entry.orders):
             began_s, acknowledged = entry.at_s, 0
-        if isinstance(entry.event, ReportsReceived):
-            answers = [each for each in entry.event.reports if isinstance(each, msg.SafePointReached)]
+        if isinstance(entry.event, ReportsReceived | AnswersReceived):
+            event = entry.event
+            reports = event.spoken() if isinstance(event, AnswersReceived) else event.reports
+            answers = [each for each in reports if isinstance(each, msg.SafePointReached)]
             acknowledged += sum(len(each.workers) for each in answers)
             if answers and acknowledged == num_survivors:
                 found.append(1000 * (entry.at_s - began_s))

@@ -1,4 +1,4 @@
-"""The jobs that `benchmarks/recovery.py` starts: their command lines, their event files, and their certain end."""
+"""The jobs that benchmarks start: their command lines, their event files, and their certain end."""
 
 from __future__ import annotations
 
@@ -92,15 +92,6 @@ def step_intervals_s(events: list[Event], rank: int = 0, after_step: int = 0) ->
     ]
 
 
-def cpu_per_step_s(events: list[Event], after_step: int = 0) -> float:
-    """Processor time of a step, all ranks together, between the first and the last of the steps that count."""
-    total = 0.0
-    for rank in {event.rank for event in events}:
-        steps = [event for event in events if event.rank == rank and event.what == "step" and event.value >= after_step]
-        total += (steps[-1].cpu_s - steps[0].cpu_s) / (len(steps) - 1)
-    return total
-
-
 def median_step_s(events: list[Event], after_step: int = 0) -> float:
     """The median of `step_intervals_s`; NaN if there is none."""
     intervals = step_intervals_s(events, after_step=after_step)
@@ -179,10 +170,6 @@ class RunningJob:
     def failure(self, text: str) -> JobFailed:
         """An error with the end of what the job has written."""
         return JobFailed(f"{text}\n{tail(self._log)}")
-
-    def workers(self) -> dict[int, int]:
-        """rank -> process id, as each rank's newest process said it."""
-        return {event.rank: int(event.value) for event in read_events(self.folder) if event.what == "start"}
 
 
 def tail(path: Path, num_lines: int = 25) -> str:

@@ -1,4 +1,4 @@
-"""Part A of `benchmarks/recovery.py`: ranks of a keepstep job are killed at random instants.
+"""The kills of `benchmarks/recovery.py`: ranks of a keepstep job are killed at random instants.
 
 The job runs in this process (controller and agent) and its children (workers). A killed rank's place is taken by the
 warm spare, and another spare is then started, which takes a second or so to build its model. In the first series each
@@ -29,7 +29,7 @@ from keepstep.protocol.recovery.records import RecoveryRecord
 POLL_INTERVAL_S = 0.005
 SPREAD_STEPS = 4.0
 """A kill comes this many steps after the job is ready for it at the latest, at an instant drawn evenly."""
-ENDED_BY_US = 128 + signal.SIGTERM
+ENDED_BY_US = 128 + signal.SIGINT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Killer:
             await self._until("the job trains on", lambda: self._all_beyond(job, num_steps=2))
         except TimeoutError as error:
             self.problem = str(error)
-        os.kill(os.getpid(), signal.SIGTERM)  # `run_job` ends the job on it, and reports
+        os.kill(os.getpid(), signal.SIGINT)  # `run_job` ends the job on it at once, and reports
 
     async def _until(self, what: str, condition: Callable[[], bool]) -> None:
         end_s = time.monotonic() + self._workload.deadline_s
@@ -125,13 +125,18 @@ def measure(workload: Workload, num_kills: int, wait_for_spare: bool) -> dict[st
         if killer.problem is not None or report["exit_code"] != ENDED_BY_US:
             logs = "\n".join(tail(path, 8) for path in sorted((folder / "logs").rglob("*.log")))
             raise JobFailed(f"keepstep: {killer.problem or report['reason']}\n{logs}")
-        step_ms = sorted(interval * 1000 for interval in step_intervals_s(read_events(folder), after_step=3))
-    rows = [_row(kill, killer.records) for kill in killer.kills]
+        events = read_events(folder)
+    step_ms = sorted(interval * 1000 for interval in step_intervals_s(events, after_step=3))
+    moved_ms = {event.attempt: event.value for event in events if event.what == "moved"}
+    rows = [_row(kill, killer.records, moved_ms) for kill in killer.kills]
     return {"kills": rows, "step_ms": round(step_ms[len(step_ms) // 2], 3) if step_ms else None}
 
 
-def _row(kill: Kill, records: list[RecoveryRecord]) -> dict[str, Any]:
-    """What a kill cost. A recovery that was cut short by another failure ends with the one that took over."""
+def _row(kill: Kill, records: list[RecoveryRecord], moved_ms: dict[int, float]) -> dict[str, Any]:
+    """What a kill cost. A recovery that was cut short by another failure ends with the one that took over.
+
+    ``moved_ms``: how long the state was on its way, by generation.
+    """
     begun = next(record for record in records if record.begun_s >= kill.at_s)
     ended = next(record for record in records if record.begun_s >= kill.at_s and record.resumed_s is not None)
     assert ended.resumed_s is not None
@@ -147,6 +152,7 @@ def _row(kill: Kill, records: list[RecoveryRecord]) -> dict[str, Any]:
         "gap_ms": round(gap_ms, 3),
         "step_ms": round(step_ms, 3),
         "recovery_ms": round(gap_ms - step_ms, 3),
+        "bytes_ms": round(moved_ms[ended.generation], 3),
         "steps_again": ended.steps_recomputed,
         "die_ms": round((gone_s - kill.at_s) * 1000, 3),
         "detect_ms": round((begun.begun_s - gone_s) * 1000, 3),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import os
 import platform
 import shlex
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from jobs import JobFailed
@@ -86,7 +86,7 @@ class Section:
             table.add_row(*row)
         console.print(table)
         for note in self.notes:
-            console.print(f"  {note}", highlight=False)
+            console.print(f"  {note}", highlight=False, markup=False)
         console.print()
 
     def markdown(self) -> str:
@@ -200,18 +200,13 @@ def measured_in(result: dict[str, Any], raw: str) -> str:
 
 def sections(result: dict[str, Any]) -> list[Section]:
     """The tables of a result, as far as its parts were measured."""
-    found = []
-    if "torchrun" in result or "keepstep" in result:
-        found.append(_gaps(result))
+    found = [_gaps(result)]
     for key, title in (
         ("keepstep", "Where keepstep's time goes"),
         ("keepstep_hurried", "... in the kills in a row"),
     ):
         if key in result:
             found.append(_parts(title, result[key]))
-    for key, title in (("runs", "Step time without failures, whole runs"), ("turns", "... in turns of a few steps")):
-        if key in result:
-            found.append(_step_times(title, result[key]))
     return found
 
 
@@ -219,13 +214,12 @@ def _gaps(result: dict[str, Any]) -> Section:
     rows: Rows = []
     notes = [
         "gap: from the kill to the first step that all ranks completed after it. recovery: the same without that "
-        "step's own time (torchrun: without the median step's).",
+        "step's own time.",
         "again: steps computed again, the one in which the rank was killed included.",
     ]
     for key, name in (
         ("keepstep", "keepstep, spare warm"),
         ("keepstep_hurried", "keepstep, kills in a row"),
-        ("torchrun", "torchrun, checkpoint on disk"),
     ):
         if key not in result:
             continue
@@ -242,19 +236,6 @@ def _gaps(result: dict[str, Any]) -> Section:
                 _ms(result[key]["step_ms"]),
             ]
         )
-    if "keepstep" in result and "torchrun" in result:
-        for column, name in (("gap_ms", "gap"), ("recovery_ms", "recovery")):
-            ours, theirs = (
-                statistics.median(k[column] for k in result[key]["kills"]) for key in ("keepstep", "torchrun")
-            )
-            notes.append(f"{name}: torchrun / keepstep = {theirs / ours:.1f} (ratio of the medians).")
-    if "torchrun" in result:
-        saved = result["torchrun"]
-        notes.append(
-            f"torchrun: a checkpoint every {saved['checkpoint_every']} steps on rank 0, each "
-            f"{_ms(saved['checkpoint_ms'])} ms of the loop; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which "
-            "restarts with gloo can fail."
-        )
     columns = ("ms: median (min–max)", "kills", "gap", "recovery", "again", "a step")
     return Section("From a kill to the next completed step", columns, rows, notes)
 
@@ -264,8 +245,12 @@ def _parts(title: str, series: dict[str, Any]) -> Section:
     rows: Rows = []
     for part in PARTS:
         values = [kill[f"{part}_ms"] for kill in kills if kill[f"{part}_ms"] is not None]
-        rows.append([part, *_four(values)])
-    rows.append(["all, the step not counted", *_four([kill["recovery_ms"] for kill in kills])])
+        rows.append([part, *_five(values)])
+    rows.append(["of restore: the bytes", *_five([kill["bytes_ms"] for kill in kills])])
+    whole = [kill["recovery_ms"] for kill in kills]
+    rows.append(["all, the step not counted", *_five(whole)])
+    without = [each - kill["bytes_ms"] for each, kill in zip(whole, kills, strict=True)]
+    rows.append(["all, without step and bytes", *_five(without)])
     moved = max(kill["received_bytes"] for kill in kills)
     ready = sum(kill["spare_was_ready"] for kill in kills)
     notes = [
@@ -277,64 +262,15 @@ def _parts(title: str, series: dict[str, Any]) -> Section:
         f"{ready} of {len(kills)} kills met a warm spare; {moved / 1e6:,.1f} MB of state went to the replacement.",
         "phases hit: " + ", ".join(_counted([str(kill["phase"]) for kill in kills])) + ".",
     ]
-    return Section(title, ("part, ms", "median", "lower quartile", "upper quartile", "max"), rows, notes)
+    return Section(title, ("part, ms", "median", "lower quartile", "upper quartile", "95th pct.", "max"), rows, notes)
 
 
-def _step_times(title: str, measured: dict[str, Any]) -> Section:
-    pairs = measured["pairs"]
-    rows = [
-        [name, *_four([pair[key] for pair in pairs], digits)]
-        for name, key, digits in (
-            ("plain, ms", "plain_ms", 1),
-            ("keepstep, ms", "keepstep_ms", 1),
-            ("keepstep / plain", "ratio", 3),
-            ("plain, processor ms", "plain_cpu_ms", 1),
-            ("keepstep, processor ms", "keepstep_cpu_ms", 1),
-            ("keepstep / plain", "cpu_ratio", 3),
-        )
-    ]
-    if "steps_per_run" in measured:
-        how = f"runs in alternation, {measured['steps_per_run']} steps each, the first 5 not counted"
-        notes = [f"{len(pairs)} pairs of {how}."]
-    else:
-        how = f"turns of {measured['steps_per_turn']} steps, the first of each not counted"
-        used = measured["launcher_cpu_percent"]
-        notes = [
-            f"{len(pairs)} pairs of {how}; both jobs are alive, one waits between two steps.",
-            "processor time of the launcher's own process, in percent of a core: "
-            f"keepstep {used['keepstep']}, torchrun {used['plain']}.",
-        ]
-    notes.append("processor ms: what a step took on all ranks together, without the time that a rank only waits.")
-    for key, what in (("ratio", "ratio"), ("cpu_ratio", "ratio of processor time")):
-        low, high = median_interval([pair[key] for pair in pairs])
-        notes.append(
-            f"{what}: its median lies between {low:.3f} and {high:.3f} (95 % by the sign test, if enough pairs)."
-        )
-    ratios = sorted(pair["ratio"] for pair in pairs)
-    notes.append(f"ratio of each pair: {', '.join(f'{ratio:.3f}' for ratio in ratios)}.")
-    return Section(title, ("per pair", "median", "lower quartile", "upper quartile", "max"), rows, notes)
-
-
-def _four(values: list[float], digits: int = 1) -> list[str]:
-    """Median, quartiles and maximum."""
+def _five(values: list[float]) -> list[str]:
+    """Median, quartiles, 95th percentile and maximum."""
     if not values:
-        return ["-"] * 4
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
-    return [f"{value:,.{digits}f}" for value in (statistics.median(values), low, high, max(values))]
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """The interval that holds the true median with 95 % probability, whatever the distribution (sign test).
-
-    With fewer than six values it is the whole range, and holds it with less.
-    """
-    ordered, num = sorted(values), len(values)
-    below, dropped = 0.5**num, 0
-    while below + math.comb(num, dropped + 1) * 0.5**num <= 0.025 and dropped + 1 < num // 2:
-        dropped += 1
-        below += math.comb(num, dropped) * 0.5**num
-    # `dropped` values on either side may be left out; none if even the outermost pair is not sure enough.
-    return ordered[dropped], ordered[num - 1 - dropped]
+        return ["-"] * 5
+    found = np.quantile(values, [0.5, 0.25, 0.75, 0.95, 1.0])
+    return [f"{value:,.1f}" for value in found]
 
 
 def _ms(value: float | None) -> str:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -202,13 +203,14 @@ def main() -> int:
     """Measures, shows, writes; or serves, for the process that measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="of the strangers that come (default: all)")
+    parser.add_argument("--results", type=Path, help="where the page goes (default: results)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--files", type=int, help=argparse.SUPPRESS)
     args = page.parsed(parser, {"share": 0.01})
     if args.serve:
         resource.setrlimit(resource.RLIMIT_NOFILE, (args.files, args.files))
         asyncio.run(serve(Secret.parse(args.serve, "--serve")))
-    folder = None if args.quick else RESULTS
+    folder = args.results or (None if args.quick else RESULTS)
     return page.carry_out(
         "strangers", page.provenance("strangers.py"), lambda: measure(args), sections, markdown, Console(), folder
     )

@@ -1,4 +1,4 @@
-"""The worker of `benchmarks/recovery.py`: one step in a loop, under torchrun or, with --keepstep, under keepstep.
+"""The worker of `recovery.py` and `peers.py`: one step in a loop, under torchrun or, with --keepstep, under keepstep.
 
 Model, optimizer, schedule and data are those of `examples/train_gpt.py`; the step itself is `train_step`, the same
 lines for both. What differs is what the user's script would differ in: `train_plain` joins a gloo group and, with
@@ -9,6 +9,9 @@ Each rank appends to a file ``events-RANK`` in --events, a line of words for eac
     ATTEMPT start PID AT CPU      the process has a rank
     ATTEMPT step INDEX AT CPU     it completed a step
     ATTEMPT save MS AT CPU        rank 0 wrote a checkpoint
+    ATTEMPT moved MS AT CPU       from the first bucket of state to the last one that it received or sent
+    ATTEMPT world SIZE AT CPU     from the next step on so many ranks train; written when it changes
+    ATTEMPT digest HASH AT CPU    of the parameters after the last step, with --digest-every
 
 ATTEMPT counts restarts under torchrun and generations under keepstep; AT is the machine's monotonic clock and CPU the
 processor time of the process so far, both in seconds.
@@ -19,19 +22,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import select
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
 import torch
+import xxhash
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
-GATE_DEADLINE_S = 300.0
 
 
 def load_example() -> ModuleType:
@@ -58,49 +62,38 @@ class Events:
         os.write(self._file, f"{self.attempt} {what} {value} {time.monotonic()!r} {time.process_time()!r}\n".encode())
 
 
-class Gate:
-    """Lets this rank begin a block of steps when its turn comes: two jobs then take turns on the same cores.
+class Job:
+    """What all variants train.
 
-    The parent puts one byte into the pipe ``go-RANK`` for each block; the rank answers with one in ``arrived``.
+    Args:
+        args: the command line.
+        wrap: what the model is wrapped in.
+        world_size: how many ranks share the data; that of torch.distributed unless given.
     """
 
-    def __init__(self, folder: Path, rank: int, block: int) -> None:
-        self._block = block
-        self._go = os.open(folder / f"go-{rank}", os.O_RDWR)
-        self._arrived = os.open(folder / "arrived", os.O_RDWR)
-
-    def pass_before(self, step: int) -> None:
-        """Waits at the beginning of a block."""
-        if step % self._block:
-            return
-        os.write(self._arrived, b"x")
-        if not select.select([self._go], [], [], GATE_DEADLINE_S)[0]:
-            raise TimeoutError(f"no turn within {GATE_DEADLINE_S:g} s before step {step}")
-        os.read(self._go, 1)
-
-
-class Job:
-    """What both variants train."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+        world_size: int | None = None,
+    ) -> None:
         self.args = args
         self.example = load_example()
-        model = self.example.build_model(args.size, args.seed)
-        self.model = DistributedDataParallel(model)
+        self.model = wrap(self.example.build_model(args.size, args.seed))
         self.optimizer = self.example.build_optimizer(self.model, args.lr)
         self.scheduler = self.example.build_scheduler(self.optimizer, args.steps)
-        context = self.example.SIZES[args.size].context
         self.data = self.example.Windows(
-            self.example.read_text(), context, args.batch_size, dist.get_world_size(), args.seed
+            self.example.read_text(),
+            self.example.SIZES[args.size].context,
+            args.batch_size,
+            world_size or dist.get_world_size(),
+            args.seed,
         )
         self.events: Events | None = None
-        self.gate: Gate | None = None
 
     def begin(self, rank: int, attempt: int) -> None:
         """The rank is known."""
         self.events = Events(self.args.events, rank, attempt)
-        if self.args.gate is not None:
-            self.gate = Gate(self.args.gate, rank, self.args.block)
 
     def train_step(self, step: int, rank: int) -> None:
         """The step, as in the example."""
@@ -111,6 +104,21 @@ class Job:
         self.scheduler.step()
         self.optimizer.zero_grad()
 
+    def completed(self, step: int) -> None:
+        """Writes down a step, and now and then what the parameters are after it."""
+        assert self.events is not None
+        self.events.note("step", step)
+        if self.args.digest_every and (step + 1) % self.args.digest_every == 0:
+            self.events.note("digest", digest(self.model))
+
+
+def digest(model: nn.Module) -> int:
+    """A hash of all parameters, of 52 bits, so that a float holds it."""
+    hashed = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        hashed.update(parameter.detach().contiguous().numpy())
+    return hashed.intdigest() >> 12
+
 
 def train_kept(args: argparse.Namespace) -> None:
     """The loop under keepstep."""
@@ -118,24 +126,28 @@ def train_kept(args: argparse.Namespace) -> None:
 
     session = keepstep.init(seed=args.seed)
     job = Job(args)
+    buckets: list[float] = []
+    session._coordination.observe = lambda moment: buckets.append(time.monotonic()) if moment == "bucket" else None
     session.protect(model=job.model, optimizer=job.optimizer, scheduler=job.scheduler)
     for step in session.steps(args.steps):
         if job.events is None:
             job.begin(session.rank, session.generation)
         assert job.events is not None
         job.events.attempt = session.generation
-        if job.gate is not None:
-            job.gate.pass_before(step.index)
+        if len(buckets) > 1:  # of the first the beginning is not known
+            job.events.note("moved", (buckets[-1] - buckets[0]) * 1000 * len(buckets) / (len(buckets) - 1))
+        buckets.clear()
         with step:
             job.train_step(step.index, session.rank)
         # A step whose end met a failure counts, but a recovery lies between its end and this line.
         if step.committed and session.generation == job.events.attempt:
-            job.events.note("step", step.index)
+            job.completed(step.index)
 
 
 def train_plain(args: argparse.Namespace) -> None:
     """The loop under torchrun."""
-    dist.init_process_group("gloo")
+    timeout = None if args.collective_timeout is None else timedelta(seconds=args.collective_timeout)
+    dist.init_process_group("gloo", timeout=timeout)
     rank = dist.get_rank()
     job = Job(args)
     torch.manual_seed(args.seed + rank)
@@ -143,10 +155,10 @@ def train_plain(args: argparse.Namespace) -> None:
     job.begin(rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))  # environ: torchrun's only way to say it
     assert job.events is not None
     for step in range(first, args.steps):
-        if job.gate is not None:
-            job.gate.pass_before(step)
+        if args.checkpoint is not None:
+            seed_step(args.seed, step, rank)
         job.train_step(step, rank)
-        job.events.note("step", step)
+        job.completed(step)
         if args.checkpoint is not None and rank == 0 and (step + 1) % args.checkpoint_every == 0:
             begun = time.monotonic()
             save(job, args.checkpoint, step + 1)
@@ -154,11 +166,16 @@ def train_plain(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Random numbers that depend on step and rank alone, so that a repeated step draws the same ones."""
+    torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
+
+
 def save(job: Job, path: Path, step: int) -> None:
     """Writes a checkpoint, whole or not at all."""
     draft = path.with_suffix(".draft")
     state = {
-        "model": job.model.module.state_dict(),
+        "model": bare(job.model).state_dict(),
         "optimizer": job.optimizer.state_dict(),
         "scheduler": job.scheduler.state_dict(),
         "step": step,
@@ -172,26 +189,38 @@ def load(job: Job, path: Path) -> int:
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
-    job.model.module.load_state_dict(state["model"])
+    bare(job.model).load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
     job.scheduler.load_state_dict(state["scheduler"])
     return int(state["step"])
 
 
-def main() -> None:
-    """Parses the command line and trains."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keepstep", action="store_true", help="under keepstep in place of torchrun")
+def bare(model: nn.Module) -> nn.Module:
+    """The model without the wrapper that it may have."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags that all variants share."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--events", type=Path, required=True, help="folder for the event files")
     parser.add_argument("--size", default="10m", help="a size of examples/train_gpt.py")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--batch-size", type=int, default=1, help="windows per rank")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="file of the checkpoint (torchrun only)")
+    parser.add_argument("--checkpoint", type=Path, help="file of the checkpoint (not under keepstep)")
     parser.add_argument("--checkpoint-every", type=int, default=10)
-    parser.add_argument("--gate", type=Path, help="folder with the pipes of a job that takes turns")
-    parser.add_argument("--block", type=int, default=6, help="steps in a turn")
+    parser.add_argument("--digest-every", type=int, default=0, help="steps between two digests; 0: none")
+    parser.add_argument("--collective-timeout", type=float, help="seconds, in place of torch's default (torchrun only)")
+    return parser
+
+
+def main() -> None:
+    """Parses the command line and trains."""
+    parser = make_parser()
+    parser.description = (__doc__ or "").splitlines()[0]
+    parser.add_argument("--keepstep", action="store_true", help="under keepstep in place of torchrun")
     args = parser.parse_args()
     if args.keepstep:
         train_kept(args)

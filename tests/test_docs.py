@@ -325,7 +325,7 @@ def test_no_flag_is_invented() -> None:
     known |= {option for action in controller._parser()._actions for option in action.option_strings}
     known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
     known |= {"--otel", "--once", "--recovery", "--listen"}  # of `keepstep run`, of the views
-    known |= {"--plot"}  # of benchmarks/studies
+    known |= {"--plot", "--nodes-per-relay", "--call-us"}  # of benchmarks/studies
     known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))
@@ -382,7 +382,11 @@ def test_simulation_is_all_described() -> None:
         if option not in ("-h", "--help")
     }
     assert [option for option in options if f"`{option}" not in text] == []
-    assert [kind for kind in simulated_faults.WEIGHTS if f"`{kind}`" not in section(SIMULATION, "Faults")] == []
+    assert [
+        kind
+        for kind in (*simulated_faults.WEIGHTS, *simulated_faults.RELAY_FAULTS)
+        if f"`{kind}`" not in section(SIMULATION, "Faults")
+    ] == []
     assert [check for check in Check if f"| {check} |" not in section(SIMULATION, "The oracle")] == []
 
 

@@ -76,7 +76,7 @@ FACTS: list[tuple[Path, str]] = [
     (USAGE, f"the host of `--rdzv-endpoint` and {flags.MASTER_PORT} |"),
     (PROTOCOL, f"({coordination.SETTLE_S * 1000:g} ms at most) before anything is broken"),
     (PROTOCOL, f"for {agent_machine.HOLD_S * 1000:g} ms at most, and sends equal ones as one"),
-    (PROTOCOL, f"(up to {stop_points.NUM_STOP_POINTS} each way through the model)"),
+    (PROTOCOL, f"(up to {stop_points.NUM_STOP_POINTS} each way through the model, and"),
     (PROTOCOL, f"More than {RECOVERY.max_recoveries_without_progress} failures without one completed step"),
     (PROTOCOL, f"they wait another {RECOVERY.spares_grace_s:g} s"),
     (PROTOCOL, f"when a packet that comes {reliable_channel.CROSSING_S:g} s later does not acknowledge it"),
@@ -143,8 +143,8 @@ def test_numbers_in_words_are_those_of_the_code() -> None:
     assert lease.RENEWALS == 5
     assert "renews it five times in the time for which it holds" in flat(PROTOCOL)
     assert "did not look at its workers for more than half a second" in flat(PROTOCOL)
-    assert len(controller_machine.Event.__args__) == 7
-    assert "Seven events change the controller's decisions" in flat(PROTOCOL)
+    assert len(controller_machine.Event.__args__) == 8
+    assert "Eight events change the controller's decisions" in flat(PROTOCOL)
 
 
 def test_mutants_are_counted() -> None:
@@ -152,8 +152,8 @@ def test_mutants_are_counted() -> None:
     assert len(test_mutants.CASES) == 7
     assert "Seven mutants need what hardly any seed has" in flat(SIMULATION)
     drains = [plant for plant in test_mutants.MUTANTS if "drain" in plant.__name__]
-    assert len(drains) == 5
-    assert "that a warm spare could have taken. Five mutants are found." in flat(PROTOCOL)
+    assert len(drains) == 6
+    assert "that a warm spare could have taken. Six mutants are found." in flat(PROTOCOL)
     (mark,) = (mark for mark in test_lease.test_a_controller_that_breaks_a_rule_is_found_out.pytestmark)
     assert len(mark.args[1]) == 6
     assert "Six mutants, each with one rule broken, are found." in flat(PROTOCOL)

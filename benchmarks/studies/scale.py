@@ -10,6 +10,7 @@ at every world size: the network, how long ranks take to their safe points, to c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import heapq
@@ -17,9 +18,11 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 from benchmarks.studies import plots
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +35,10 @@ from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings, Stage
+from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle
+from keepstep.protocol.relay.gathering import Gathering
 from keepstep.transports import codec
+from keepstep.transports.relay import wire
 
 DEVICES_PER_NODE = 8
 SIZES = (8, 64, 512, 4096, 16_384, 65_536, 100_000)
@@ -54,6 +60,10 @@ class Assumptions:
     restore_s: tuple[float, float] = (0.010, 0.030)
     """Everything about a transfer that is not its bytes."""
     step_s: float = 1.0
+    pipe_s: float = 0.00005
+    """One way between controller and relay, on one host."""
+    call_s: float = 0.0
+    """Processor time that gRPC takes for a message, of whoever receives or sends it over the network."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,18 +87,67 @@ class Row:
         return self.stop_s + self.reset_s + self.restore_s
 
 
+@contextlib.contextmanager
+def shared_memberships() -> Iterator[None]:
+    """All agents live in this process, and each holds the membership: those that make the same of the same share it."""
+    made: dict[tuple[int, int], tuple[object, object, msg.Membership]] = {}
+    right = msg.Membership.changed
+
+    def changed(self: msg.Membership, change: msg.MembershipChange) -> msg.Membership:
+        key = id(self), id(change)
+        if key not in made:
+            made[key] = self, change, right(self, change)
+        return made[key][-1]
+
+    msg.Membership.changed = changed  # type: ignore[method-assign]  # nothing else runs here
+    try:
+        yield
+    finally:
+        msg.Membership.changed = right  # type: ignore[method-assign]  # as it was
+
+
+class Server:
+    """One process that does one thing at a time. Its processor time is measured, and counts into the virtual time."""
+
+    def __init__(self) -> None:
+        self.busy_until_s = 0.0
+        self.cpu_s = 0.0
+
+    @contextlib.contextmanager
+    def working(self, now_s: float) -> Iterator[float]:
+        """A piece of work; yields when it begins."""
+        begin_s, began = max(now_s, self.busy_until_s), time.thread_time()
+        yield begin_s
+        self.spend(begin_s, time.thread_time() - began)
+
+    def spend(self, begin_s: float, cpu_s: float) -> None:
+        """It was busy for so long."""
+        self.busy_until_s = max(begin_s, self.busy_until_s) + cpu_s
+        self.cpu_s += cpu_s
+
+
+class Relay(Server):
+    """One relay, and the connections that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathering = Gathering()
+
+
 class Cluster:
     """One job of so many devices, and one lost rank."""
 
-    def __init__(self, devices: int, assumptions: Assumptions, seed: int = 0) -> None:
+    def __init__(self, devices: int, assumptions: Assumptions, nodes_per_relay: int = 0, seed: int = 0) -> None:
         self._assumed = assumptions
         self._random = random.Random(seed)
         self._now_s = 0.0
         self._entries: list[tuple[float, int, str, str, object]] = []
         self._number = 0
-        self._busy_until_s = 0.0
         self._wakes_s: dict[str, float] = {}
-        self.cpu_s = self.decide_cpu_s = 0.0
+        self._server = Server()
+        """The controller."""
+        self._journal = msgspec.json.Encoder()
+        self.decide_cpu_s = 0.0
         self.num_packets = 0
         per_node = min(devices, DEVICES_PER_NODE)
         num_nodes = -(-devices // per_node)
@@ -99,6 +158,11 @@ class Cluster:
             )
             for number in range(num_nodes)
         }
+        num_relays = -(-num_nodes // nodes_per_relay) if nodes_per_relay else 0
+        self._relays = [Relay() for _ in range(num_relays)]
+        self._routes = {node: number % num_relays for number, node in enumerate(self.agents)} if num_relays else {}
+        self._inbox: list[tuple[int, bytes]] = []
+        """Frames of relays that the controller has not begun with."""
 
     def lose_a_rank(self) -> Row:
         """Starts the job, kills a rank, and returns what its recovery took."""
@@ -106,11 +170,14 @@ class Cluster:
         for node in self.agents:
             self._transmit(node)
         self._run_until(lambda: job.stage is Stage.TRAINING and any(spare.ready for spare in job.roster.spares()))
-        lost_s = max(self._now_s, self._busy_until_s) + 1.0  # when the queue of the start-up is empty
+        lost_s = (
+            max(each.busy_until_s for each in (self._server, *self._relays)) + 1.0
+        )  # when the queue of the start-up is empty
         self._run_until(lambda: self._now_s >= lost_s)
         # The agents live in this process, too: the collector would go through all of them on the controller's time.
         gc.freeze()
-        self.cpu_s, self.num_packets, lost_s = 0.0, 0, self._now_s
+        gc.disable()
+        self._server.cpu_s, self.num_packets, lost_s = 0.0, 0, self._now_s
         victim = max(job.roster.holders(), key=lambda worker: worker.worker)
         self._later(self._assumed.exit_s, "exited", victim.node, victim.worker)
         self._run_until(lambda: bool(job.records) and job.stage is Stage.TRAINING)
@@ -118,7 +185,14 @@ class Cluster:
         marks = (lost_s, record.begun_s, record.decided_s, record.reset_s, record.restored_s)
         begun, stopped, reset, restored = _parts(marks)
         return Row(
-            job.settings.world_size, begun, stopped, reset, restored, self.decide_cpu_s, self.cpu_s, self.num_packets
+            job.settings.world_size,
+            begun,
+            stopped,
+            reset,
+            restored,
+            self.decide_cpu_s,
+            self._server.cpu_s,
+            self.num_packets,
         )
 
     # ---- what happens -----------------------------------------------------------------------------------------------
@@ -132,37 +206,143 @@ class Cluster:
             if not self._entries:
                 raise InternalError(f"the simulated job stands still in stage {self.controller.job.stage}")
             self._now_s, _, what, node, content = heapq.heappop(self._entries)
-            if what == "to controller":
-                self._serve(content)
-            else:
-                self._agent_acts(what, node, content)
-                self._transmit(node)
+            match what, content:
+                case "to controller", bytes():
+                    self._serve(content)
+                case "to relay", bytes():
+                    self._relay_gathers(self._routes[node], content)
+                case "relay sends", int():
+                    self._relay_sends(content)
+                case "frame", (int() as number, bytes() as frame):
+                    self._inbox.append((number, frame))
+                    self._later(max(0.0, self._server.busy_until_s - self._now_s), "turn", node, None)
+                case "turn", _:
+                    self._take_turn()
+                case "down", (int() as number, bytes() as frame):
+                    self._relay_transmits(number, frame)
+                case _:
+                    self._agent_acts(what, node, content)
+                    self._transmit(node)
 
-    def _serve(self, frame: object) -> None:
+    def _serve(self, frame: bytes) -> None:
         """The controller works on one packet, when it has done with those before it."""
-        assert isinstance(frame, bytes)
-        begin_s = max(self._now_s, self._busy_until_s)
-        before, began = self.controller.job.stage, time.thread_time()
-        packet = codec.decode(frame)
-        assert isinstance(packet, msg.Packet)
-        self.controller.receive(packet, begin_s)
-        self.controller.take_entries()
-        answers = [(answer.node, codec.encode(answer)) for answer in self.controller.packets(begin_s)]
-        cpu_s = time.thread_time() - began
-        self.cpu_s += cpu_s
+        before, cpu_s = self.controller.job.stage, self._server.cpu_s
+        with self._server.working(self._now_s) as begin_s:
+            packet = codec.decode(frame)
+            assert isinstance(packet, msg.Packet)
+            self.controller.receive(packet, begin_s)
+            self._write_journal()
+            answers = [(answer.node, codec.encode(answer)) for answer in self.controller.packets(begin_s)]
+        self._server.spend(0.0, self._assumed.call_s * (1 + len(answers)))
         self.num_packets += 1
-        if before is Stage.STOPPING and self.controller.job.stage is Stage.RECOVERING:
-            self.decide_cpu_s = cpu_s
-        self._busy_until_s = begin_s + cpu_s
+        self._note_decision(before, cpu_s)
         for node, answer in answers:
-            delay_s = self._busy_until_s - self._now_s + self._drawn(self._assumed.network_s)
+            delay_s = self._server.busy_until_s - self._now_s + self._drawn(self._assumed.network_s)
             self._later(delay_s, "packet", node, answer)
+
+    def _write_journal(self) -> None:
+        for entry in self.controller.take_entries():
+            self._journal.encode(entry)
+
+    def _note_decision(self, before: Stage, cpu_s: float) -> None:
+        if before is Stage.STOPPING and self.controller.job.stage is Stage.RECOVERING:
+            self.decide_cpu_s = self._server.cpu_s - cpu_s
+
+    # ---- with relays ------------------------------------------------------------------------------------------------
+
+    def _relay_gathers(self, number: int, frame: bytes) -> None:
+        """A relay reads a packet, when it has done with what came before."""
+        relay = self._relays[number]
+        with relay.working(self._now_s):
+            packet = codec.decode(frame)
+            assert isinstance(packet, msg.Packet)
+            relay.gathering.add(NodeSaid(packet.node, packet))
+        relay.spend(0.0, self._assumed.call_s)
+        self._later(relay.busy_until_s - self._now_s, "relay sends", "", number)
+
+    def _relay_sends(self, number: int) -> None:
+        relay = self._relays[number]
+        if self._now_s < relay.busy_until_s - 1e-9:  # it reads what has come meanwhile first
+            return
+        with relay.working(self._now_s):
+            items = relay.gathering.take()
+            frame = wire.encode(wire.Upward(items)) if items else None
+        if frame is not None:
+            self._later(relay.busy_until_s - self._now_s + self._assumed.pipe_s, "frame", "", (number, frame))
+
+    def _take_turn(self) -> None:
+        """The controller works on all that its relays have sent it."""
+        if not self._inbox or self._now_s < self._server.busy_until_s - 1e-9:
+            return
+        before, cpu_s = self.controller.job.stage, self._server.cpu_s
+        with self._server.working(self._now_s) as begin_s:
+            frames, self._inbox = self._inbox, []
+            for _, frame in frames:
+                for item in wire.decode_upward(frame).items:
+                    if isinstance(item, PacketBundle):
+                        self.num_packets += len(item.nodes)
+                        self.controller.receive_bundle(item, begin_s)
+                    elif isinstance(item, NodeSaid):
+                        assert isinstance(item.message, msg.Packet)
+                        self.num_packets += 1
+                        self.controller.receive(item.message, begin_s)
+            self._write_journal()
+            answers = self._answers({number for number, _ in frames}, begin_s)
+        self._note_decision(before, cpu_s)
+        for number, answer in answers:
+            delay_s = self._server.busy_until_s - self._now_s + self._assumed.pipe_s
+            self._later(delay_s, "down", "", (number, answer))
+
+    def _answers(self, taken: set[int], now_s: float) -> list[tuple[int, bytes]]:
+        """A frame for each relay that waits for one, or has something to transmit."""
+        alone, bundles = self.controller.bundles(now_s, self._routes)
+        others: dict[int, list[NodeSaid]] = defaultdict(list)
+        for packet in alone:
+            others[self._routes[packet.node]].append(NodeSaid(packet.node, packet))
+        encoded: dict[int, list[wire.EncodedBundle]] = defaultdict(list)
+        for (number, _), bundle in zip(bundles, wire.encoded_bundles(each for _, each in bundles), strict=True):
+            encoded[number].append(bundle)
+        return [
+            (number, wire.encode(wire.Downward(number in taken, tuple(encoded[number]), tuple(others[number]), ())))
+            for number in sorted(taken | encoded.keys() | others.keys())
+        ]
+
+    def _relay_transmits(self, number: int, data: bytes) -> None:
+        """A relay makes packets of what the controller has sent it, when it has done with what came before."""
+        relay = self._relays[number]
+        with relay.working(self._now_s):
+            frame = wire.decode_downward(data)
+            if frame.has_taken:
+                relay.gathering.taken()
+        for said in frame.others:
+            with relay.working(self._now_s):
+                codec.encode(said.message)
+            self._transmitted(relay, said.node, said.message)
+        for bundle in frame.bundles:
+            rows = zip(bundle.incarnations, bundle.firsts, bundle.received, strict=True)
+            packets = bundle.packets()
+            messages: tuple[msg.Report | msg.AgentOrder, ...] = ()
+            for index, numbers in enumerate(rows):
+                with relay.working(self._now_s):
+                    node, packet = next(packets)
+                if index == 0:  # all agents live in this process: they share one copy of what is the same for all
+                    first_one = codec.decode(packet)
+                    assert isinstance(first_one, msg.Packet)
+                    messages = first_one.messages
+                self._transmitted(relay, node, msg.Packet(node, *numbers, messages, misses=False))
+        self._later(max(0.0, relay.busy_until_s - self._now_s), "relay sends", "", number)
+
+    def _transmitted(self, relay: Relay, node: str, packet: msg.AnyMessage) -> None:
+        relay.spend(0.0, self._assumed.call_s)
+        self._later(relay.busy_until_s - self._now_s + self._drawn(self._assumed.network_s), "packet", node, packet)
+
+    # ---- the nodes --------------------------------------------------------------------------------------------------
 
     def _agent_acts(self, what: str, node: str, content: object) -> None:
         agent = self.agents[node]
         match content:
-            case bytes():
-                packet = codec.decode(content)
+            case bytes() | msg.Packet() | msg.NodeEvicted():
+                packet = codec.decode(content) if isinstance(content, bytes) else content
                 assert isinstance(packet, msg.Packet | msg.NodeEvicted)
                 agent.receive(packet, self._now_s)
             case int() if what == "exited":
@@ -211,7 +391,8 @@ class Cluster:
     def _transmit(self, node: str) -> None:
         agent = self.agents[node]
         for packet in agent.packets(self._now_s):
-            self._later(self._drawn(self._assumed.network_s), "to controller", node, codec.encode(packet))
+            to = "to relay" if self._relays else "to controller"
+            self._later(self._drawn(self._assumed.network_s), to, node, codec.encode(packet))
         due_s = agent.next_deadline()
         if due_s < self._wakes_s.get(node, math.inf):
             self._wakes_s[node] = due_s
@@ -231,16 +412,24 @@ def _parts(marks: Sequence[float | None]) -> list[float]:
     return [late - early for early, late in itertools.pairwise(moments)]
 
 
-def measure(devices: int, assumptions: Assumptions | None = None) -> list[Row]:
+def measure(devices: int, assumptions: Assumptions | None = None, nodes_per_relay: int = 0) -> list[Row]:
     """One row for each world size up to ``devices``."""
     sizes = [size for size in SIZES if size < devices] + [devices]
     try:
-        return [Cluster(size, assumptions or Assumptions()).lose_a_rank() for size in sizes]
+        return [_row(size, assumptions or Assumptions(), nodes_per_relay) for size in sizes]
     finally:
         gc.unfreeze()
+        gc.enable()
 
 
-def report(console: Console, devices: int, plot: Path | None) -> None:
+def _row(devices: int, assumptions: Assumptions, nodes_per_relay: int) -> Row:
+    with shared_memberships():
+        return Cluster(devices, assumptions, nodes_per_relay).lose_a_rank()
+
+
+def report(
+    console: Console, devices: int, plot: Path | None, assumptions: Assumptions | None = None, nodes_per_relay: int = 0
+) -> None:
     """Prints the table, says what grows, and draws the curves.
 
     Raises:
@@ -248,7 +437,7 @@ def report(console: Console, devices: int, plot: Path | None) -> None:
     """
     if devices < 2:
         raise ConfigurationError(f"--devices {devices}: allowed are 2 and more")
-    rows = measure(devices)
+    rows = measure(devices, assumptions, nodes_per_relay)
     table = Table(
         box=None, title="One lost rank: milliseconds of virtual time by part, and the controller's own processor time"
     )
@@ -299,9 +488,16 @@ def main() -> None:
         "--devices", type=int, default=512, metavar="N", help="the largest world (default: %(default)s)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, as .svg or .png")
+    parser.add_argument(
+        "--nodes-per-relay", type=int, default=0, metavar="N", help="0: no relays (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--call-us", type=float, default=0.0, help="what gRPC takes for a message, in us (default: %(default)s)"
+    )
     chosen = parser.parse_args()
+    assumptions = Assumptions(call_s=chosen.call_us / 1e6)
     try:
-        report(Console(soft_wrap=True), chosen.devices, chosen.plot)
+        report(Console(soft_wrap=True), chosen.devices, chosen.plot, assumptions, chosen.nodes_per_relay)
     except ConfigurationError as error:
         parser.error(str(error))
 

@@ -159,6 +159,14 @@ def script_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in kept_back}
 
 
+def inherited_environment(*, is_alone: bool) -> dict[str, str]:
+    """What the workers of a node inherit. ``is_alone``: there is one rank on it, which may use all cores.
+
+    Else each has one thread unless the user says otherwise: torchrun's default, for the same reason.
+    """
+    return ({} if is_alone else {"OMP_NUM_THREADS": "1"}) | script_environment()
+
+
 def worker_config(environment: Mapping[str, str] | None = None) -> WorkerConfig | None:
     """This process's settings, or None where no keepstep agent started it.
 

@@ -19,14 +19,12 @@ Layout, little endian, 8-byte words::
     10  entered at  monotonic time in nanoseconds at which the last operation was begun
     11  awaited     operations that something in the process has begun to wait for
     12  came        such operations that have ended
-    13  counts      how many counts the worker keeps; those beyond NUM_COUNTS are not on the page
     16  counts      NUM_COUNTS x (sequence, group: 6 words of text, peer, left, operation, entered, entered at)
     784 ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
 
 Each count has a sequence lock of its own. The counts on the page are those used last: where a script has more groups
 and peers than fit, a new count takes the place of the one that was used longest ago (of those with nothing in flight,
-if there is one), and word 13 says how many there are in all. The worker itself forgets none, so a count that comes back
-has the right numbers.
+if there is one). The worker itself forgets none, so a count that comes back has the right numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ RING_EVENTS = 4096
 PHASES = tuple(Phase)
 PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 _SEQUENCE, _GENERATION, _STEP, _PHASE, _SINCE, _PROGRESS, _WAITING, _ENTERED, _LEFT, _WRITTEN = range(10)
-_ENTERED_AT, _AWAITED, _CAME, _NUM_COUNTS = range(10, 14)
+_ENTERED_AT, _AWAITED, _CAME = range(10, 13)
 _COUNTS = 16
 _COUNT = struct.Struct("<q48s5q")
 _LEFT_IN, _OPERATION_IN = 8, 9
@@ -196,7 +194,6 @@ class TagWriter:
     def _place(self, group: str, operation: Operation, peer: int) -> _Count:
         """A count with a place on the page: a free one, or another count's."""
         count = self._counts.setdefault((group, peer, operation is _RECV), _Count())
-        self._words[_NUM_COUNTS] = len(self._counts)
         if len(self._placed) < NUM_COUNTS:
             index = len(self._placed)
             self._placed.append(count)
@@ -214,7 +211,7 @@ class TagWriter:
         """The groups are connected anew: every count begins again, on every rank."""
         words = self._words
         with self._counting:
-            words[_ENTERED] = words[_LEFT] = words[_AWAITED] = words[_CAME] = words[_NUM_COUNTS] = 0
+            words[_ENTERED] = words[_LEFT] = words[_AWAITED] = words[_CAME] = 0
             for count in self._placed:
                 words[count.at + 1] = 0  # a place without a name is free
             self._counts.clear()
@@ -295,11 +292,6 @@ class TagReader:
                         found.append((entered_ns, OperationCount(group, OPERATIONS[operation], peer, entered, left)))
                     break
         return [count for _, count in sorted(found, key=lambda each: each[0], reverse=True)]
-
-    @property
-    def num_counts(self) -> int:
-        """How many counts the worker keeps; more than `NUM_COUNTS` means that not all are on the page."""
-        return self._words[_NUM_COUNTS]
 
     def events_since(self, written: int) -> list[PhaseEvent]:
         """The phase changes from number ``written`` on, oldest first; those the ring has overwritten are missing."""

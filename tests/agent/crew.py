@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep import lifeline, tagpage
-from keepstep.agent.spawner import SpawnerClient
+from keepstep.agent.spawner import SpawnerClient, SpawnerSettings
 from keepstep.transports.spawning import SpawnerReady, SpawnerReport, SpawnWorker, WorkerExited, WorkerSpawned
 
 DEADLINE_S = 60.0
@@ -63,7 +63,7 @@ class Crew:
         self._thread.start()
         self.client = SpawnerClient(self._on_report, lambda: self.lost.set_result(None))
         environment = dict(os.environ) | {"FROM_THE_LAUNCHER": "here", "PYTHONUNBUFFERED": ""}
-        self.ready: SpawnerReady = self._run(self.client.start(fork, environment))
+        self.ready: SpawnerReady = self._run(self.client.start(SpawnerSettings(fork, environment)))
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)

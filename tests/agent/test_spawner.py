@@ -1,5 +1,6 @@
 """The spawner, with real processes: how workers begin and how they end, by both methods."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,9 +14,11 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.agent.crew import DEADLINE_S, PYTHON, Crew, Worker
 
+from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
 from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD
 
 SCRIPT = str(Path(__file__).with_name("worker_script.py"))
@@ -364,7 +367,7 @@ def test_nothing_outlives_an_agent_that_was_killed(what_else: str) -> None:
                 os.killpg(group, signal.SIGKILL)
 
 
-def test_a_killed_sweeper_disturbs_nobody(own_crew: Crew) -> None:
+def test_a_killed_sweeper_disturbs_no_process(own_crew: Crew) -> None:
     spawner = own_crew.spawner_pid
     (sweeper,) = map(int, Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split())
     worker = holding(own_crew, "hold")
@@ -419,3 +422,20 @@ def test_a_script_with_a_syntax_error_is_that_workers_end(forker: Crew, tmp_path
     worker = forker.spawn(write(tmp_path, "this is no python :"))
     assert worker.status == 1
     assert "SyntaxError" in worker.stderr
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_one_that_was_started_ahead_is_taken_or_ended(is_wanted: bool) -> None:
+    begun = SpawnerProcess(SpawnerSettings(fork=False, environment=dict(os.environ)))
+    wanted = SpawnerSettings(fork=False, environment=dict(os.environ) | ({} if is_wanted else {"ANOTHER": "1"}))
+
+    async def start_and_stop() -> int:
+        client = SpawnerClient(lambda report: None, lambda: None)
+        await client.start(wanted, begun)
+        assert client._process is not None
+        taken = client._process.pid
+        await client.stop()
+        return taken
+
+    assert (asyncio.run(start_and_stop()) == begun.pid) is is_wanted
+    assert not psutil.pid_exists(begun.pid)

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.benchmarks.quick import measured
 from tests.network.lab import why_not
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-DEADLINE_S = 300
-
-
-def measured(name: str, folder: Path) -> tuple[dict[str, Any], str]:
-    """The figures and the page of a small run."""
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--results", str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    (path,) = folder.glob(f"*-{name}.json")
-    return json.loads(path.read_text()), path.with_suffix(".md").read_text()
 
 
 @pytest.mark.skipif((why := why_not()) is not None, reason=str(why))
@@ -40,3 +25,10 @@ def test_a_controller_of_a_few_nodes(tmp_path: Path) -> None:
     assert len(result["stops_ms"]) == 2
     assert result["memory_mib"] > 0
     assert "A controller and 16 agents" in page
+
+
+def test_strangers_at_a_controllers_port(tmp_path: Path) -> None:
+    result, page = measured("strangers", tmp_path)
+    assert [each["ended"] for each in result["rounds"]] == [each["count"] for each in result["rounds"]]
+    assert all(each["waited_ms"] and each["connected_s"] is not None for each in result["rounds"])
+    assert "Strangers at a controller's port" in page

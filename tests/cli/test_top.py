@@ -253,7 +253,7 @@ def terminal(copy: GrowingRun) -> Iterator[OnTerminal]:
 
 
 @pytest.mark.parametrize("key", [b"q", b"Q"])
-def test_whoever_looks_may_leave(terminal: OnTerminal, key: bytes) -> None:
+def test_a_viewer_may_leave(terminal: OnTerminal, key: bytes) -> None:
     terminal.await_output("starting")
     terminal.press(key)
     assert terminal.ends() == 0

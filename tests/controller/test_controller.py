@@ -136,7 +136,7 @@ def test_who_has_lost_the_lease_says_nothing(tmp_path: Path, has_lease: bool) ->
             assert lines.sent == []
 
 
-def test_a_journal_that_cannot_be_written_may_be_somebody_elses_by_now(
+def test_a_journal_that_cannot_be_written_may_be_another_controllers_by_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network file system says so of a file that was replaced by another machine."""

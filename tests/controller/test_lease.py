@@ -116,7 +116,7 @@ def test_a_stopped_process_of_this_machine_is_there(tmp_path: Path, clock: Clock
         assert second.is_served
 
 
-def test_nobody_waits_for_a_dead_process_of_this_machine(tmp_path: Path, clock: Clock) -> None:
+def test_the_lease_of_a_dead_process_of_this_machine_is_taken_at_once(tmp_path: Path, clock: Clock) -> None:
     program = "import sys; from pathlib import Path; from keepstep.controller.lease import RunLease\n"
     program += "lease = RunLease(Path(sys.argv[1]), 3600.0); print(lease.take(), flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -217,7 +217,7 @@ def test_a_renewal_that_took_too_long_does_not_count(
             only.confirm()
 
 
-def test_whoever_keeps_it_is_told_that_it_is_lost(tmp_path: Path, apart: None, clock: Clock) -> None:
+def test_the_holder_is_told_that_it_is_lost(tmp_path: Path, apart: None, clock: Clock) -> None:
     with RunLease(tmp_path, 0.05) as first, RunLease(tmp_path, HOLD_S) as second:
         assert first.take()
         assert not second.take()

@@ -131,7 +131,7 @@ def test_a_store_that_is_full_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.value("set", "c") == ()
 
 
-def test_any_order_of_requests_serves_everybody(seed: int) -> None:
+def test_any_order_of_requests_serves_every_request(seed: int) -> None:
     """Against a plain dictionary: whoever asks for keys that all come in the end gets them, once."""
     generator = random.Random(seed)
     requests = [("get", generator.sample("abcde", generator.randrange(1, 4))) for _ in range(30)]

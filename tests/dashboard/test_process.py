@@ -86,7 +86,7 @@ def test_the_token_is_in_no_process_list_and_in_no_environment(recorded: Path) -
         assert client.token not in str(child.environ())
 
 
-def test_it_ends_when_whoever_started_it_is_killed(recorded: Path) -> None:
+def test_it_ends_when_its_parent_is_killed(recorded: Path) -> None:
     program = "import sys, time; from pathlib import Path; from keepstep.dashboard.process import serving\n"
     program += (
         "with serving(Path(sys.argv[1]), '127.0.0.1:0', '--x') as link: print(link, flush=True); sys.stdin.read()"

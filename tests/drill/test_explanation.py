@@ -117,6 +117,21 @@ def test_ranks_that_differ_without_a_failure_come_first() -> None:
     )
 
 
+def test_ranks_of_different_shards_may_differ() -> None:
+    """Ranks 0 and 2 hold one shard, 1 and 3 another."""
+    shards = {"0": 0, "1": 1, "2": 0, "3": 1}
+    digests = {"0": "a", "1": "b", "2": "a", "3": "b"}
+    other = {(1, 3): NAMES[:1], (3, 3): NAMES[:1]}
+    first = RecordedRun(run(other, 4), digests, shards=shards)
+    found = explain(first, recorded(run(other | {(2, 4): NAMES[:1]}, 4), "e"), [fault(1.0, 2)])
+    assert found.kind is not Kind.RANKS
+    assert found.difference == Difference(4, (2,), NAMES[:1], 4.0)
+    torn = RecordedRun(run(other | {(3, 2): NAMES[:1]}, 4), digests | {"3": "c"}, shards=shards)
+    found = explain(torn, recorded(run(num_ranks=4)), [fault(1.0, 1)])
+    assert found.kind is Kind.RANKS
+    assert found.sentences[0].startswith("without any failure rank 3 and rank 1 are not the same: at the start of")
+
+
 def test_a_run_that_was_not_completed_names_the_step_of_each_rank() -> None:
     second = run()
     del second[1][5]

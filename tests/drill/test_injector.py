@@ -14,7 +14,7 @@ from keepstep.drill.outside_injector import OutsideInjector, has_warm_spare, spa
 from keepstep.drill.worker_injector import WorkerInjector, await_spare
 from keepstep.launcher import control
 from keepstep.launcher.job import Job
-from keepstep.protocol.messages import RankAwaited, StepObserved, WorkerReady
+from keepstep.protocol.messages import RankAwaited, StateRecovered, WorkerReady
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import WorkerMachine
 
@@ -50,19 +50,17 @@ def test_a_spare_that_starts_up_will_come_and_is_not_warm() -> None:
     assert has_warm_spare(as_job(simulated))
 
 
-def test_after_a_recovery_a_spare_comes_when_a_step_is_complete() -> None:
+def test_a_spare_comes_when_a_recovery_is_over() -> None:
     simulated = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
-    simulated.withhold("node-a", StepObserved)
+    simulated.withhold(simulated.holder(0), StateRecovered)
     simulated.kill(simulated.holder(1))
     simulated.settle()
     job = as_job(simulated)
     assert not simulated.machine.roster.spares()
     assert spare_will_come(job)
-    simulated.bring_all(3, Phase.UPDATED)
     assert not has_warm_spare(job)
-    assert spare_will_come(job)
-    simulated._withheld.clear()
-    simulated.bring_all(4, Phase.UPDATED)
+    simulated.release()
+    simulated.settle()
     assert has_warm_spare(job)
 
 
@@ -143,7 +141,7 @@ def test_a_fault_in_the_first_step_is_awaited_in_front_of_it(tmp_path: Path) -> 
     assert serving(tmp_path, lambda: True, worker.step) == 1
 
 
-def test_nobody_waits_for_a_fault_that_has_come_about(tmp_path: Path) -> None:
+def test_no_rank_waits_for_a_fault_that_has_come_about(tmp_path: Path) -> None:
     worker = Worker(tmp_path, KILL)
     claim(tmp_path, KILL, 1.0)
     assert serving(tmp_path, lambda: True, lambda: [worker.step() for _step in range(5)]) == [0] * 5
@@ -156,7 +154,7 @@ def test_a_fault_from_outside_holds_the_ranks(tmp_path: Path) -> None:
     assert serving(tmp_path, lambda: True, worker.step) == 1
 
 
-def test_without_the_socket_nobody_waits(tmp_path: Path) -> None:
+def test_without_the_socket_no_rank_waits(tmp_path: Path) -> None:
     worker = Worker(tmp_path, KILL)
     assert [worker.step() for _step in range(4)] == [0, 0, 0, 0]
 

@@ -54,7 +54,7 @@ def test_a_drained_job_goes_on_where_it_was(way: str, how: str, tmp_path: Path) 
     if way == "handles":
         assert out.count(f"has saved after {step} steps") == 2, out
     else:
-        assert [path.name for path in first.iterdir()] == [f"step_{step:010d}"]
+        assert max(path.name for path in first.iterdir()) == f"step_{step:010d}"
     num_steps = step + 5
     code, out, err = run("run", "--nproc-per-node", 2, SCRIPT, first, way, num_steps)
     assert code == 0, err

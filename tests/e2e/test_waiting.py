@@ -67,7 +67,7 @@ def test_a_stall_in_a_step_is_explained_with_the_recovery_that_it_begins(tmp_pat
     assert "(forward of step 4)" in recovery["detail"]
 
 
-def test_a_long_evaluation_of_one_rank_is_told_of_once_and_kills_nobody(tmp_path: Path) -> None:
+def test_a_long_evaluation_of_one_rank_is_told_of_once_and_kills_no_rank(tmp_path: Path) -> None:
     finished = tmp_path / "finished"
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -163,7 +163,7 @@ def array(num: int, items: bytes) -> bytes:
 
 HUGE = 2**32 - 1
 ONE, EMPTY, FALSE = b"\x01", b"\xa0", b"\xc2"
-NO_MEMBERS = b"\x95" + b"\x90" * 5
+NO_MEMBERS = tagged("Membership", *[b"\x90"] * 5)
 BOMBS = {
     "an array": array(HUGE, b""),
     "a message of so many fields": array(HUGE, b"\xacWorkerFenced\x01"),
@@ -236,7 +236,7 @@ SMALL = {
     "bytes": lambda n: tagged("StoreAnswered", ONE, ONE, array(n // 4, b"\xc4\x02ab" * (n // 4)), b"\xa0"),
     "integers": lambda n: tagged("GroupsReset", array(n // 3, b"\xcd\x7f\xff" * (n // 3)), ONE),
     "empty structures": lambda n: tagged(
-        "Recover", ONE, ONE, array(n // 3, b"\x92\x90\x90" * (n // 3)), b"\x95" + b"\x90" * 5
+        "Recover", ONE, ONE, array(n // 3, b"\x92\x90\x90" * (n // 3)), tagged("Membership", *[b"\x90"] * 5)
     ),
     "messages": lambda n: tagged(
         "Packet", EMPTY, ONE, ONE, ONE, array(n // 11, b"\x92\xa6Resume\xcd\x7f\xff" * (n // 11)), FALSE

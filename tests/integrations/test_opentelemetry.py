@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.support.jobs import SCRIPTS
 from tests.support.recorded import KILL, NUM_RANKS, NUM_STEPS, Recorded, overtaken_run, record, recorded_run
 
-from keepstep.cli import run as cli
+from keepstep.cli import ahead as cli
 from keepstep.errors import ConfigurationError
 from keepstep.integrations import opentelemetry
 from keepstep.trace.timeline.run import Run

@@ -18,7 +18,7 @@ from tests.integrations.raylets import Raylets
 from tests.support.jobs import SCRIPTS, command
 from tests.support.watching import attempts
 
-from keepstep.cli import run as cli
+from keepstep.cli import ahead as cli
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.trace.timeline.run import Run

@@ -68,7 +68,7 @@ def test_what_is_said(script: str, tmp_path: Path) -> None:
     assert (found.outputs.report, found.keep_run_dir) == (tmp_path / "r.json", True)
     assert found.recovery.max_restarts == 9
     assert agent.output.role == "trainer"
-    assert agent.environment["TORCHELASTIC_RUN_ID"] == "name"
+    assert agent.job_environment["TORCHELASTIC_RUN_ID"] == "name"
 
 
 def test_torchruns_spelling_with_underscores_works_too(script: str) -> None:
@@ -231,7 +231,8 @@ def test_threads_are_limited_as_torchrun_does(script: str, monkeypatch: pytest.M
 
 def test_workers_inherit_the_launchers_environment(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_USER", "here")
-    found = options(script).agent.environment
+    agent = options(script).agent
+    found = agent.environment | agent.job_environment
     assert (found["OF_THE_USER"], found["MASTER_ADDR"]) == ("here", "127.0.0.1")
 
 
@@ -240,7 +241,7 @@ def test_a_port_that_is_promised_is_free(script: str) -> None:
         port: Any = server.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"--master-port {port}: Address already in use; choose another"):
             options("--master-port", port, script)
-    assert options("--master-port", port, script).agent.environment["MASTER_PORT"] == str(port)
+    assert options("--master-port", port, script).agent.job_environment["MASTER_PORT"] == str(port)
 
 
 def test_a_port_whose_connections_have_just_ended_is_free(script: str) -> None:
@@ -249,7 +250,7 @@ def test_a_port_whose_connections_have_just_ended_is_free(script: str) -> None:
         with socket.create_connection(("127.0.0.1", port)) as client:
             server.accept()[0].close()  # who closes first keeps the port in TIME_WAIT
             assert client.recv(1) == b""
-    assert options("--master-port", port, script).agent.environment["MASTER_PORT"] == str(port)
+    assert options("--master-port", port, script).agent.job_environment["MASTER_PORT"] == str(port)
 
 
 def test_a_job_on_one_node_does_without_what_several_take() -> None:

@@ -52,13 +52,15 @@ class Succession:
         self.run_dir.mkdir(0o700)
         self.endpoints = {"first": free_endpoint(), "second": free_endpoint()}
         self._gate = nodes.folder / "gate"
+        self.num_relays = 0
+        """Of each controller."""
 
     def controller(self, name: str, *more: object, run_dir: Path | None = None) -> subprocess.Popen[bytes]:
         """Starts one, at an endpoint of its own."""
         folder = run_dir or self.run_dir
         return self.nodes.start(
             name, "controller", "--listen", self.endpoints[name], *JOB, "--run-dir", folder, "--takeover-after",
-            TAKEOVER_S, *more, **{SECRET_VARIABLE: SECRET.text()},
+            TAKEOVER_S, "--relays", self.num_relays, *more, **{SECRET_VARIABLE: SECRET.text()},
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -150,8 +152,15 @@ def test_a_controller_is_killed_and_the_second_one_takes_its_place(succession: S
     assert (succession.lease().term, succession.lease().is_free) == (2, True)
 
 
-def test_a_controller_that_stood_still_is_silent_afterwards(succession: Succession, undisturbed: str) -> None:
-    """The second one serves by then, and a rank is lost. The first finds that out before it transmits anything."""
+@pytest.mark.parametrize("num_relays", [0, 1])
+def test_a_controller_that_stood_still_is_silent_afterwards(
+    succession: Succession, undisturbed: str, num_relays: int
+) -> None:
+    """The second one serves by then, and a rank is lost. The first finds that out before it transmits anything.
+
+    Relays of the first one do not stand still. They end, or agents would stay with them.
+    """
+    succession.num_relays = num_relays
     succession.begin()
     first = succession.nodes.started["first"]
     first.send_signal(signal.SIGSTOP)
@@ -189,7 +198,7 @@ def test_a_second_controller_by_mistake_is_refused(succession: Succession, undis
     assert succession.lease().term == 1
 
 
-def test_a_controller_with_the_wrong_folder_says_so_and_harms_nobody(
+def test_a_controller_with_the_wrong_folder_says_so_and_harms_no_node(
     succession: Succession, undisturbed: str, tmp_path: Path
 ) -> None:
     succession.begin()

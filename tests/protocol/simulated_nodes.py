@@ -12,6 +12,7 @@ from keepstep.protocol.messages import (
     Assign,
     EndJob,
     FenceWorker,
+    MembershipTold,
     NodeJoined,
     OnceAnswered,
     StartWorker,
@@ -109,6 +110,8 @@ class SimulatedNodes:
                     node.ranks[number] = order.rank
                     self.workers[number].orders.append(order)
                     self.handed.append(((number,), order))
+            case MembershipTold():
+                pass  # what agents make of it is tested with real agents
             case OnceAnswered():
                 pass  # no model asks; a test does, and looks at the answers
             case _:

@@ -250,7 +250,7 @@ def test_what_is_said_later_goes_up_later() -> None:
     assert node.exit(1, "exit code 1", IN_A_STEP)[0] == safe(0)
 
 
-def test_who_answers_last_waits_for_nobody() -> None:
+def test_the_last_rank_to_answer_waits_for_no_other() -> None:
     """Found as a recovery that took 50 ms longer: another report had let the first answers go already."""
     node = Node(ranks=3)
     node.said(0, safe(0))
@@ -490,7 +490,7 @@ def test_a_drained_node_stays_until_a_drained_job_has_ended() -> None:
     assert node.order(msg.EndJob(1, "drained")) == [Leave(1, "drained")]
 
 
-def test_nobody_is_hung_who_was_told_to_end() -> None:
+def test_a_worker_that_was_told_to_end_is_not_hung() -> None:
     node = Node(ranks=1)
     node.order(msg.Terminate("ended by SIGTERM"))
     assert node.wait(1000.0) == []

@@ -1,4 +1,4 @@
-"""The controller's machine between its nodes: leases, lives of a node, what it refuses, a restart from its journal."""
+"""The controller's machine between its nodes: leases, incarnations, what it refuses, a restart from its journal."""
 
 from __future__ import annotations
 
@@ -64,6 +64,24 @@ def test_the_job_waits_for_room() -> None:
     cluster.nodes["node-1"].is_cut_off = False
     cluster.wait(HEARTBEAT_S * (1 + SOONEST))
     assert where(cluster) == (Stage.TRAINING, 1)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_job_that_no_node_joins_ends(is_restarted: bool) -> None:
+    settings = RecoverySettings(world_size=2, num_spares=0)
+    machine = ControllerMachine.from_journal(settings, [], 5.0) if is_restarted else ControllerMachine(settings)
+    machine.begin(5.0)
+    assert machine.next_deadline() == 5.0 + settings.start_deadline_s
+    machine.tick(4.9 + settings.start_deadline_s)
+    assert machine.job.ended is None
+    machine.tick(5.0 + settings.start_deadline_s)
+    assert machine.job.ended is not None
+    assert machine.job.ended.reason == "2 ranks were asked for, and the nodes that have joined hold 0"
+
+
+def test_two_heartbeats_may_be_lost() -> None:
+    """However late the third arrives that a network delivers at all within a tenth of a second."""
+    assert 3 * HEARTBEAT_S + 0.1 < LEASE_S
 
 
 # ---- Leases ---------------------------------------------------------------------------------------------------------
@@ -156,7 +174,7 @@ def test_leases_are_looked_at_often_and_when_one_runs_out() -> None:
 
 
 @pytest.mark.parametrize("wakes_with_a_look", [True, False])
-def test_the_time_in_which_the_controller_was_held_up_is_nobodys_silence(wakes_with_a_look: bool) -> None:
+def test_the_time_in_which_the_controller_was_held_up_counts_as_no_nodes_silence(wakes_with_a_look: bool) -> None:
     """One node was silent for 2 s before it: with the 2 s in which nobody could be heard that is no lease of 3 s."""
     controller = watching("node-0", "node-1")
     for now_s in (101.0, 102.0, 104.0):
@@ -173,7 +191,7 @@ def test_a_controller_that_is_a_little_late_each_time_gives_up_all_the_same() ->
     assert 100.0 + LEASE_S <= expired_s <= 100.0 + LEASE_S * (1 + 2 * LEASE_CHECK_SHARE)
 
 
-def test_a_controller_that_hears_nobody_gives_nobody_up_for_longer_and_then_does() -> None:
+def test_a_controller_that_hears_no_node_waits_longer_before_it_gives_nodes_up() -> None:
     assert given_up_s(watching("node-0", "node-1")) == pytest.approx(
         100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE
     )
@@ -248,7 +266,7 @@ def test_a_node_that_takes_its_leave_is_replaced_at_once_and_not_blamed() -> Non
     assert where(cluster) == (Stage.TRAINING, 2)
 
 
-def test_a_node_that_nobody_knows_may_leave() -> None:
+def test_an_unknown_node_may_leave() -> None:
     controller = ControllerMachine(RecoverySettings(2, 0))
     controller.left(msg.NodeLeft("node-7", 3, "ended by SIGTERM"), 100.0)
     assert controller.packets(100.0) == [msg.NodeEvicted("node-7", 3, "ended by SIGTERM", is_final=True)]

@@ -109,7 +109,7 @@ def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_in_a_first_recovery_nobody_receives_but_replacements(num_ranks: int) -> None:
+def test_in_a_first_recovery_only_replacements_receive(num_ranks: int) -> None:
     """Wherever the ranks were caught, whoever of them is lost, and whatever they hold."""
     places = {positions for joint in permitted_positions(num_ranks) for positions in with_losses(joint)}
     for sharding, positions in itertools.product(shardings(num_ranks), places):

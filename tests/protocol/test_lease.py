@@ -128,12 +128,12 @@ class World:
     def run(self) -> None:
         """Lives through it."""
         while self._waiting and self.now_s < 60 * HOLD_S:
-            self.now_s, _, incarnation = heapq.heappop(self._waiting)
-            if (pause_s := next(incarnation, None)) is not None:
-                self._go_on(pause_s, incarnation)
+            self.now_s, _, controller = heapq.heappop(self._waiting)
+            if (pause_s := next(controller, None)) is not None:
+                self._go_on(pause_s, controller)
 
-    def _go_on(self, pause_s: float, incarnation: Iterator[float]) -> None:
-        heapq.heappush(self._waiting, (self.now_s + pause_s, next(self._number), incarnation))
+    def _go_on(self, pause_s: float, controller: Iterator[float]) -> None:
+        heapq.heappush(self._waiting, (self.now_s + pause_s, next(self._number), controller))
 
     def delay(self) -> float:
         """Mostly nothing much, sometimes about as long as a lease lasts."""

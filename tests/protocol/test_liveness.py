@@ -520,19 +520,19 @@ def blind_for(gap_s: float, *, stopped: bool = False) -> Node:
 
 
 @pytest.mark.parametrize("gap_s", [0.6, 50.0, 2 * BETWEEN_S, -300.0])
-def test_the_time_in_which_nobody_looked_counts_against_nobody(gap_s: float) -> None:
+def test_the_time_in_which_the_agent_did_not_look_counts_against_no_worker(gap_s: float) -> None:
     """The machine was suspended, the agent was held up, or its clock jumped; what was before and after it counts."""
     node = blind_for(gap_s)
     assert node.judge_after(0.4) == []
     assert blamed(node.judge_after(0.4)) == [(0, Cause.HANG)]
 
 
-def test_a_process_seen_stopped_was_not_seen_stopped_for_the_time_in_which_nobody_looked() -> None:
+def test_a_process_seen_stopped_was_not_seen_stopped_while_the_agent_did_not_look() -> None:
     node = blind_for(50.0, stopped=True)
     assert blamed(node.judge_after(0.2)) == [(0, Cause.STOPPED)]
 
 
-def test_a_phase_did_not_take_the_time_in_which_nobody_looked() -> None:
+def test_a_phase_did_not_take_the_time_in_which_the_agent_did_not_look() -> None:
     """Else one gap would put the deadline of that phase off for all that come after it."""
     node = Node(num_ranks=1, blind_s=0.5)
     node.train(0)

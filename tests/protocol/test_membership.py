@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.protocol.messages import Member, Membership
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.messages import Member, Membership, MembershipChange
 
 MEMBERS = st.lists(st.builds(Member, st.integers(0, 99), st.sampled_from("abc"), st.sampled_from("xyz")), max_size=9)
 
@@ -37,4 +38,21 @@ def test_every_rank_has_its_member_on_both_sides(members: list[Member]) -> None:
 )
 def test_what_cannot_be_a_membership_is_refused(fields: tuple[tuple[object, ...], ...]) -> None:
     with pytest.raises(msgspec.ValidationError, match="a membership of"):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Membership)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(("Membership", *fields)), type=Membership)
+
+
+@given(MEMBERS.filter(bool), st.data())
+def test_a_change_makes_the_same_membership_on_both_sides(members: list[Member], data: st.DataObject) -> None:
+    before = Membership.of(msgspec.structs.replace(each, worker=number) for number, each in enumerate(members))
+    after_members = [before.member(rank) for rank in range(before.world_size)]
+    for rank in data.draw(st.sets(st.integers(0, len(members) - 1))):
+        after_members[rank] = Member(1000 + rank, data.draw(st.sampled_from("abz")), data.draw(st.sampled_from("xyw")))
+    after = Membership.of(after_members)
+    change = msgspec.msgpack.decode(msgspec.msgpack.encode(before.change_to(after)), type=MembershipChange)
+    assert before.changed(change) == after
+
+
+def test_a_change_of_a_rank_that_is_not_there_is_refused() -> None:
+    before = Membership.of([Member(0, "a", "x")])
+    with pytest.raises(RemoteProtocolError, match=r"a change of ranks \[1\] in a membership of 1 ranks"):
+        before.changed(MembershipChange(((1, Member(5, "a", "x")),)))

@@ -1,13 +1,15 @@
 """The controller's machine: the start, one loss in each phase, shards and spares."""
 
 import pytest
-from tests.protocol.simulated_job import SimulatedJob
+from tests.protocol.simulated_job import NODE, SimulatedJob
 from tests.protocol.simulated_worker import WorkerState
 
 from keepstep.protocol.messages import (
     Assign,
     FenceWorker,
     GroupsReset,
+    Member,
+    MembershipChange,
     RankAwaited,
     Recover,
     Resume,
@@ -159,10 +161,12 @@ def test_the_orders_of_a_recovery_come_in_the_order_of_the_design() -> None:
     job.effects.clear()
     job.hang(job.holder(1))
     job.settle()
-    assert [type(effect.order) for effect in job.effects] == [FenceWorker, Stop, Assign, Recover, Resume]
-    assert job.orders(Recover) == [Recover(2, 3, (Transfer((0,), (1,)),), job.machine.membership)]
+    assert [type(effect.order) for effect in job.effects] == [FenceWorker, Stop, Assign, Recover, Resume, StartWorker]
+    change = MembershipChange(((1, Member(2, NODE, "0")),))  # agents know the rest
+    assert job.orders(Recover) == [Recover(2, 3, (Transfer((0,), (1,)),), change)]
     assert job.handed_to(Recover)[-1] == job.handed_to(Resume)[-1] == (0, 2)
-    assert {worker.number: worker.action for worker in job.workers.values()} == {0: Action.STAY, 2: Action.RESTORE}
+    taken = {number: worker.action for number, worker in job.workers.items() if worker.rank is not None}
+    assert taken == {0: Action.STAY, 2: Action.RESTORE}
 
 
 def test_the_record_and_every_order_say_the_same_reason() -> None:
@@ -188,12 +192,10 @@ def test_the_record_has_all_times_in_order() -> None:
     assert record.first_step_s == 0.1
 
 
-def test_after_a_loss_another_spare_is_started_once_training_goes_on() -> None:
+def test_another_spare_is_started_as_soon_as_training_goes_on() -> None:
     job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
     job.kill(job.holder(0))
     job.settle()
-    assert len(job.orders(StartWorker)) == 3
-    job.bring_all(3, Phase.UPDATED)
     assert [order.rank for order in job.orders(StartWorker)[3:]] == [None]
     assert [spare.worker for spare in job.machine.roster.spares()] == [3]
 
@@ -231,7 +233,8 @@ def test_a_shard_is_restored_from_its_own_replicas(rank: int) -> None:
     job.kill(job.holder(rank))
     job.settle()
     twin = (rank + 2) % 4
-    assert job.orders(Recover) == [Recover(2, 3, (Transfer((twin,), (rank,)),), job.machine.membership)]
+    change = MembershipChange(((rank, Member(4, NODE, ("even", "odd")[rank])),))
+    assert job.orders(Recover) == [Recover(2, 3, (Transfer((twin,), (rank,)),), change)]
     assert job.machine.records[-1].actions == {0: "stay", 1: "stay", 2: "stay", 3: "stay"} | {rank: "restore"}
 
 
@@ -247,7 +250,7 @@ def test_a_shard_without_a_holder_ends_the_job_though_others_live() -> None:
 # ---- Spares ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_spare_is_replaced_and_nobody_stops() -> None:
+def test_a_lost_spare_is_replaced_and_no_rank_stops() -> None:
     job = SimulatedJob(world_size=2, num_spares=1).bring_all(3, Phase.BACKWARD)
     job.kill(job.workers[2])
     job.settle()

@@ -7,6 +7,7 @@ from tests.protocol.simulated_worker import SimulatedWorker
 from keepstep.protocol.messages import (
     Cause,
     FenceWorker,
+    SafePointReached,
     StateRecovered,
     StateRescued,
     WorkerDone,
@@ -266,3 +267,43 @@ def test_training_waits_for_nothing() -> None:
     job = with_deadlines().bring_all(3, Phase.BACKWARD)
     assert job.machine.next_deadline() is None
     assert job.machine.tick(1e9) == []
+
+
+def one_silent_and_one_lost_late() -> tuple[SimulatedJob, SimulatedWorker, SimulatedWorker, float]:
+    """Rank 3 has not stopped, and rank 2 is lost just before its deadline, which is returned. Nothing is fenced yet."""
+    job = with_deadlines(world_size=4, num_spares=4).bring_all(3, Phase.BACKWARD)
+    silent, lost = job.holder(3), job.holder(2)
+    job.withhold(silent, SafePointReached)
+    job.kill(job.holder(1))
+    job.settle()
+    due_s = job.machine.next_deadline()
+    assert due_s is not None
+    job.now_s = due_s - 0.1
+    job.withhold(lost, WorkerFenced)
+    job.say(WorkerLost(lost.number, Cause.HANG, "no progress", False, None, job.now_s))
+    return job, silent, lost, due_s
+
+
+def test_a_late_loss_does_not_put_the_end_off_for_a_survivor_that_does_not_stop() -> None:
+    """Else one node after the other could be lost, and all would wait for ever for a rank that hangs."""
+    job, silent, _, due_s = one_silent_and_one_lost_late()
+    assert job.machine.next_deadline() == due_s
+    job.deadline()
+    assert silent.number in {order.worker for order in job.orders(FenceWorker)}
+    assert job.machine.next_deadline() == pytest.approx(due_s + DEADLINES["end_deadline_s"])
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)
+
+
+def test_a_late_fence_has_its_time_even_if_the_last_survivor_stops_meanwhile() -> None:
+    job, _, lost, due_s = one_silent_and_one_lost_late()
+    lost_s = job.now_s
+    job.release()
+    job.withhold(lost, WorkerFenced)
+    job.settle()
+    job.deadline()
+    assert job.now_s == due_s
+    assert job.where == (Stage.STOPPING, 2)
+    assert job.machine.next_deadline() == pytest.approx(lost_s + DEADLINES["end_deadline_s"])
+    job.release()
+    assert job.settle().where == (Stage.TRAINING, 2)

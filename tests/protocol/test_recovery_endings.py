@@ -163,7 +163,7 @@ def test_a_rank_that_is_through_already_is_not_abandoned() -> None:
 # ---- Nobody left ----------------------------------------------------------------------------------------------------
 
 
-def test_nobody_left_without_a_checkpoint_ends_with_75_and_the_cause() -> None:
+def test_no_rank_left_without_a_checkpoint_ends_with_75_and_the_cause() -> None:
     job = SimulatedJob(world_size=2, num_spares=2).bring_all(3, Phase.BACKWARD)
     kill_all(job)
     exit_code, reason = ended(job)
@@ -173,7 +173,7 @@ def test_nobody_left_without_a_checkpoint_ends_with_75_and_the_cause() -> None:
     assert "generation 2" in reason
 
 
-def test_nobody_left_before_anything_was_trained_starts_all_anew() -> None:
+def test_no_rank_left_before_anything_was_trained_starts_all_anew() -> None:
     job = SimulatedJob(world_size=2, num_spares=0).settle()
     kill_all(job)
     assert job.where == (Stage.TRAINING, 2)
@@ -182,7 +182,7 @@ def test_nobody_left_before_anything_was_trained_starts_all_anew() -> None:
 
 
 @pytest.mark.parametrize("num_spares", [0, 2])
-def test_nobody_left_with_a_checkpoint_starts_all_anew_from_the_newest(num_spares: int) -> None:
+def test_no_rank_left_with_a_checkpoint_starts_all_anew_from_the_newest(num_spares: int) -> None:
     job = SimulatedJob(world_size=2, num_spares=num_spares, checkpoint_every=3).bring_all(7, Phase.BACKWARD)
     assert job.checkpoints == {3, 6}
     kill_all(job)
@@ -449,7 +449,7 @@ def test_a_job_that_has_trained_is_ended_by_start_ups_that_keep_failing() -> Non
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED])
-def test_a_step_that_nobody_has_reported_is_known_by_the_tags_of_the_lost(phase: Phase) -> None:
+def test_a_step_that_no_rank_has_reported_is_known_by_the_tags_of_the_lost(phase: Phase) -> None:
     """All ranks are lost before any agent has seen a step end: it must not be begun again in silence."""
     job = SimulatedJob(world_size=2, num_spares=2)
     job.withhold(NODE, StepObserved)
@@ -473,7 +473,7 @@ def test_a_lost_rank_that_trained_on_until_it_was_killed_is_known_by_its_last_ta
     assert ended(job)[0] == 75
 
 
-def test_a_step_that_nobody_has_reported_is_known_by_the_safe_points() -> None:
+def test_a_step_that_no_rank_has_reported_is_known_by_the_safe_points() -> None:
     job = SimulatedJob(world_size=2, num_spares=2)
     job.withhold(NODE, StepObserved)
     job.bring_all(3, Phase.SYNCED)

@@ -226,7 +226,7 @@ def test_a_loss_is_told_twice_and_counts_once() -> None:
     assert (job.where, job.machine.records) == ((Stage.TRAINING, 2), before)
 
 
-def test_a_failed_collective_stops_all_though_nobody_is_lost() -> None:
+def test_a_failed_collective_stops_all_though_no_rank_is_lost() -> None:
     job = SimulatedJob(world_size=3, num_spares=1).bring_all(3, Phase.BACKWARD)
     job.say(CollectiveFailed(1, 1, "world", "connection reset by peer"))
     job.settle()

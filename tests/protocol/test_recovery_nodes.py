@@ -169,7 +169,7 @@ def test_a_peer_that_notices_before_the_lease_expires_makes_no_second_failure_of
     job.finish_well()
 
 
-def test_a_node_with_nothing_but_spares_is_replaced_and_nobody_stops() -> None:
+def test_a_node_with_nothing_but_spares_is_replaced_and_no_rank_stops() -> None:
     job = three_nodes().bring_all(3, Phase.BACKWARD)
     job.offer("d", 9)
     job.settle()

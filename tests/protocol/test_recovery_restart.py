@@ -46,7 +46,7 @@ def held_in(stage: Stage) -> SimulatedJob:
 
 
 @pytest.mark.parametrize("stage", [Stage.TRAINING, Stage.STOPPING, Stage.FINISHED, Stage.RESCUING, Stage.ENDED])
-def test_where_nobody_meets_anybody_a_restart_changes_nothing(stage: Stage) -> None:
+def test_a_restart_changes_nothing_while_no_group_is_built(stage: Stage) -> None:
     job = held_in(stage)
     before, num_effects, num_records = job.where, len(job.effects), len(job.machine.records)
     job.restart_controller()
@@ -76,7 +76,7 @@ def test_a_restart_while_ranks_are_recovering_begins_a_new_generation() -> None:
         "the controller was restarted",
         [],
     )
-    assert len(job.orders(StartWorker)) == 4, "nobody is started anew"
+    assert [order.rank for order in job.orders(StartWorker)] == [0, 1, 2, None, None], "a spare, and no rank anew"
     job.finish_well()
 
 
@@ -86,7 +86,7 @@ def test_a_restart_in_start_up_means_all_ranks_anew() -> None:
     job.restart_controller()
     job.release()
     assert job.settle().where == (Stage.TRAINING, 2)
-    assert [order.rank for order in job.orders(StartWorker)] == [0, 1, 2, None, 0, 1, 2]
+    assert [order.rank for order in job.orders(StartWorker)] == [0, 1, 2, None, 0, 1, 2, None]
     job.finish_well()
 
 

@@ -183,7 +183,7 @@ def test_losses_from_training_on(seed: int) -> None:
     assert superseded, "no walk loses a rank during a recovery"
 
 
-def test_losses_of_anybody_at_any_time(seed: int) -> None:
+def test_losses_of_any_rank_at_any_time(seed: int) -> None:
     run_all([Walk(seed + index) for index in range(NUM_WALKS)])
 
 

@@ -55,11 +55,11 @@ def everybody_receives(patch: pytest.MonkeyPatch) -> None:
     decide_by(patch, action=lambda *_: Action.RESTORE)
 
 
-def nobody_receives(patch: pytest.MonkeyPatch) -> None:
+def no_rank_receives(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decision, "Transfer", lambda sources, receivers: Transfer(sources, ()))
 
 
-def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
+def no_rank_is_fenced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "unfenced", lambda _: [])
 
 
@@ -92,8 +92,8 @@ MUTANTS = [
     resume_too_late,
     everybody_stays,
     everybody_receives,
-    nobody_receives,
-    nobody_is_fenced,
+    no_rank_receives,
+    no_rank_is_fenced,
     resumed_before_all_have_recovered,
     decided_before_all_stand_still,
     a_process_that_is_gone_keeps_its_place,

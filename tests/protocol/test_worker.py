@@ -320,7 +320,6 @@ def test_an_abandoned_rank_breaks_its_groups() -> None:
 def test_the_backward_of_a_step_whose_lost_rank_was_synced_comes_to_its_end() -> None:
     machine = training(Phase.BACKWARD, 5)
     assert machine.receive(stop(2, synced_step=5)) is Urgency.SETTLE
-    assert machine.settling
     assert not machine.interrupted
     machine.steps.advance(StepEvent.GRADIENTS_SYNCED)
     assert machine.settled() is Urgency.BREAK
@@ -495,7 +494,7 @@ def test_a_rank_that_cannot_connect_does_not_try_again_in_the_same_generation() 
     assert moves(machine) == [Connect(3)]
 
 
-def test_a_rank_that_falls_out_of_a_generation_that_is_over_tells_nobody() -> None:
+def test_a_rank_that_falls_out_of_a_generation_that_is_over_reports_no_failure() -> None:
     machine = stopped(Phase.UPDATED, 6)
     machine.receive(Recover(2, 6, (), MEMBERSHIP))
     moves(machine)

@@ -1,7 +1,7 @@
 """A controller's machine, agents' machines and workers that do at once what they are told, in one process.
 
-For tests of what lies between controller and agents: packets, leases, lives of a node, the journal. How workers train
-and what they can reach is the business of other tests; here a worker stands between two steps, always.
+For tests of what lies between controller and agents: packets, leases, incarnations, the journal. How workers train and
+what they can reach is the business of other tests; here a worker stands between two steps, always.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle
+from keepstep.protocol.relay.gathering import Gathering
 from keepstep.protocol.reliable_channel import RESEND_S
 
 MOMENT_S = 0.001
@@ -106,7 +108,12 @@ class ToyNode:
                 assert worker.step is not None
                 self.agent.step_completed(worker.number, order.generation, worker.step, now_s, 0.1)
                 worker.step += 1
-            case msg.Complete():
+            case msg.Hold():
+                assert worker.step is not None
+                self._say(msg.Holding(me, order.generation, worker.step), now_s)
+            case msg.Drain():
+                self._say(msg.Drained(me, order.generation, worker.rank == 0), now_s)
+            case msg.Complete() | msg.Terminate():
                 self.exit(worker.number, "", now_s)
             case _:
                 pass
@@ -205,12 +212,14 @@ class ToyCluster:
             node.perform(self.now_s)
             for packet in node.agent.packets(self.now_s):
                 if not node.is_cut_off:
-                    self.controller.receive(packet, self.now_s)
+                    self._to_controller(packet)
                     moved = True
             while node.departing and not node.is_cut_off:
+                self._pass_on()
                 self.controller.left(node.departing.pop(), self.now_s)
+        self._pass_on()
         self._write()
-        for packet in self.controller.packets(self.now_s):
+        for packet in self._from_controller():
             moved = True
             if isinstance(packet, msg.NodeEvicted):
                 self.refused.append(packet)
@@ -220,8 +229,42 @@ class ToyCluster:
                 node.perform(self.now_s)
         return moved
 
+    def _to_controller(self, packet: msg.Packet) -> None:
+        self.controller.receive(packet, self.now_s)
+
+    def _pass_on(self) -> None:
+        """What was gathered goes to the controller: nothing, where there is no relay."""
+
+    def _from_controller(self) -> list[msg.Packet | msg.NodeEvicted]:
+        return self.controller.packets(self.now_s)
+
     def _write(self) -> None:
         for entry in self.controller.take_entries():
             self.journal.append(_encoder.encode(entry))
             if len(self.journal) == self.crash_at:
                 raise Crashed
+
+
+class RelayedCluster(ToyCluster):
+    """The same with one relay between nodes and controller."""
+
+    def __init__(self, world_size: int = 3, num_spares: int = 1, lease_s: float | None = LEASE_S) -> None:
+        super().__init__(world_size, num_spares, lease_s)
+        self._gathering = Gathering()
+
+    def _to_controller(self, packet: msg.Packet) -> None:
+        self._gathering.add(NodeSaid(packet.node, packet))
+
+    def _pass_on(self) -> None:
+        for item in self._gathering.take() or ():
+            if isinstance(item, PacketBundle):
+                assert self.controller.receive_bundle(item, self.now_s) == []
+            else:
+                assert isinstance(item, NodeSaid)
+                assert isinstance(item.message, msg.Packet)
+                self.controller.receive(item.message, self.now_s)
+        self._gathering.taken()
+
+    def _from_controller(self) -> list[msg.Packet | msg.NodeEvicted]:
+        alone, bundles = self.controller.bundles(self.now_s, dict.fromkeys(self.nodes, 0))
+        return [*alone, *(packet for _, bundle in bundles for packet in bundle.packets())]

@@ -4,7 +4,7 @@ A mutant is looked for from seed 0 on, in the same seeds that `test_seeds` runs 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import pytest
 from keepstep.protocol import controller, reliable_channel, resume
 from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine
-from keepstep.protocol.controller import ControllerMachine, DrainAsked, JournalEntry
+from keepstep.protocol.controller import AnswersReceived, ControllerMachine, DrainAsked, JournalEntry
 from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
@@ -34,6 +34,7 @@ from keepstep.protocol.recovery.stages.starting import Starting
 from keepstep.protocol.recovery.stages.stopping import Stopping
 from keepstep.protocol.recovery.stages.training import Training
 from keepstep.protocol.recovery.standstill import Standstill
+from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
@@ -62,6 +63,63 @@ def a_packet_that_came_twice_is_new(patch: pytest.MonkeyPatch) -> None:
         return right(self, packet, now_s)
 
     patch.setattr(ReliableChannel, "receive", receive)
+
+
+def a_bundle_that_came_too_early_is_new(patch: pytest.MonkeyPatch) -> None:
+    right = ControllerMachine.receive_bundle
+
+    def receive_bundle(self: ControllerMachine, bundle: PacketBundle, now_s: float) -> Any:
+        known = self.connections
+        rows = zip(bundle.nodes, bundle.firsts, strict=True)
+        firsts = (known[node].channel.received if node in known else first for node, first in rows)
+        return right(self, msgspec.structs.replace(bundle, firsts=tuple(firsts)), now_s)
+
+    patch.setattr(ControllerMachine, "receive_bundle", receive_bundle)
+
+
+def a_bundle_loses_the_workers_of_a_node(patch: pytest.MonkeyPatch) -> None:
+    right = PacketBundle.of
+
+    def of(rows: Iterable[Row], messages: Any) -> PacketBundle:
+        listed = list(rows)
+        if len(listed) > 1 and listed[0][-1]:
+            listed[-1] = (*listed[-1][:-1], listed[0][-1])
+        return right(listed, messages)
+
+    patch.setattr(PacketBundle, "of", of)
+
+
+def the_numbers_of_a_bundle_count_twice(patch: pytest.MonkeyPatch) -> None:
+    right = ControllerMachine.receive_bundle
+
+    def receive_bundle(self: ControllerMachine, bundle: PacketBundle, now_s: float) -> Any:
+        refused = right(self, bundle, now_s)
+        for node in bundle.nodes[1:]:
+            if bundle.messages and node in self.connections:
+                channel = self.connections[node].channel
+                channel.resume_at(channel.received + 1)
+        return refused
+
+    patch.setattr(ControllerMachine, "receive_bundle", receive_bundle)
+
+
+def a_restarted_controller_forgets_what_came_in_bundles(patch: pytest.MonkeyPatch) -> None:
+    right = ControllerMachine.from_journal
+
+    def from_journal(settings: RecoverySettings, entries: list[JournalEntry], now_s: float) -> ControllerMachine:
+        return right(settings, [each for each in entries if not isinstance(each.event, AnswersReceived)], now_s)
+
+    patch.setattr(ControllerMachine, "from_journal", from_journal)
+
+
+def a_node_that_joins_again_is_not_told_the_membership(patch: pytest.MonkeyPatch) -> None:
+    right = Orders.send
+
+    def send(self: Orders, node: str | None, order: msg.AgentOrder, reason: str) -> None:
+        if not isinstance(order, msg.MembershipTold):
+            right(self, node, order, reason)
+
+    patch.setattr(Orders, "send", send)
 
 
 def what_is_lost_is_not_sent_again(patch: pytest.MonkeyPatch) -> None:
@@ -434,8 +492,7 @@ def a_spare_is_given_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_recovery_tells_the_membership_before_it(patch: pytest.MonkeyPatch) -> None:
-    right = Roster.membership
-    patch.setattr(Roster, "membership", lambda self, before: right(self, None) if before is None else before)
+    patch.setattr(Roster, "change_since", lambda self, before: msg.MembershipChange(()))
 
 
 def every_replacement_is_the_first_of_its_node(patch: pytest.MonkeyPatch) -> None:
@@ -514,7 +571,7 @@ def no_lease_ever_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControllerMachine, "_check_leases", lambda self, *_: setattr(self, "_check_leases_s", None))
 
 
-def a_controller_that_is_cut_off_gives_everybody_up(patch: pytest.MonkeyPatch) -> None:
+def a_controller_that_is_cut_off_gives_all_nodes_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(controller, "ISOLATED_S", 0.0)
 
 
@@ -522,7 +579,7 @@ def who_waits_for_a_peer_is_to_blame(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LivenessMachine, "_at_fault", lambda self, watched: True)
 
 
-def nobody_is_ever_hung(patch: pytest.MonkeyPatch) -> None:
+def no_rank_is_ever_hung(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LivenessMachine, "judge", lambda self, now_s: [])
 
 
@@ -532,8 +589,8 @@ def nobody_is_ever_hung(patch: pytest.MonkeyPatch) -> None:
 def the_job_ends_when_one_rank_is_through(patch: pytest.MonkeyPatch) -> None:
     right = RecoveryMachine._answered
 
-    def answered(self: RecoveryMachine, node: str, message: msg.GroupAnswer, now_s: float) -> None:
-        right(self, node, message, now_s)
+    def answered(self: RecoveryMachine, nodes: Any, workers: Any, message: msg.GroupAnswer, now_s: float) -> None:
+        right(self, nodes, workers, message, now_s)
         if isinstance(message, msg.StepsFinished):
             self.awaited.clear()
 
@@ -569,14 +626,19 @@ def a_drain_sends_the_signal_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_drain_ends_where_the_first_rank_holds(patch: pytest.MonkeyPatch) -> None:
-    def answered(self: JobDrain, message: msg.Holding | msg.Drained) -> str | None:
+    def answered(self: JobDrain, workers: Collection[int], message: msg.Holding | msg.Drained) -> str | None:
         if isinstance(message, msg.Holding) and self._step is None:
             self._agree(message.step, message.generation)
             return None
-        return right(self, message)
+        return right(self, workers, message)
 
     right = JobDrain.answered
     patch.setattr(JobDrain, "answered", answered)
+
+
+def an_answer_to_a_drain_in_a_bundle_counts_for_no_rank(patch: pytest.MonkeyPatch) -> None:
+    right = JobDrain.answered
+    patch.setattr(JobDrain, "answered", lambda self, workers, message: right(self, message.workers, message))
 
 
 def a_drain_breaks_the_collectives_off(patch: pytest.MonkeyPatch) -> None:
@@ -601,6 +663,11 @@ MUTANTS: dict[Plant, Check] = {
     an_agent_that_was_held_up_blames_its_workers: Check.HEALTHY_FENCED,
     a_job_that_has_trained_is_taken_for_new: Check.ENDED,
     a_packet_that_came_twice_is_new: Check.RAISED,
+    a_bundle_that_came_too_early_is_new: Check.RAISED,
+    a_bundle_loses_the_workers_of_a_node: Check.NO_CAUSE,
+    the_numbers_of_a_bundle_count_twice: Check.RAISED,
+    a_restarted_controller_forgets_what_came_in_bundles: Check.RAISED,
+    a_node_that_joins_again_is_not_told_the_membership: Check.RAISED,
     what_is_lost_is_not_sent_again: Check.ENDED,
     the_last_entry_of_the_journal_is_lost: Check.HEALTHY_FENCED,
     a_restarted_controller_forgets_what_it_has_heard: Check.STUCK,
@@ -642,15 +709,16 @@ MUTANTS: dict[Plant, Check] = {
     a_spare_close_to_a_lost_node_is_preferred: Check.SPARE_CHOICE,
     no_deadline_ever_comes: Check.STUCK,
     no_lease_ever_ends: Check.ENDED,
-    a_controller_that_is_cut_off_gives_everybody_up: Check.HEALTHY_FENCED,
+    a_controller_that_is_cut_off_gives_all_nodes_up: Check.HEALTHY_FENCED,
     who_waits_for_a_peer_is_to_blame: Check.HEALTHY_FENCED,
-    nobody_is_ever_hung: Check.STUCK,
+    no_rank_is_ever_hung: Check.STUCK,
     the_job_ends_when_one_rank_is_through: Check.ENDED,
     loops_that_end_unevenly_are_not_noticed: Check.NO_CAUSE,
     a_rank_in_its_last_step_has_begun_another: Check.ENDED,
     a_drain_is_not_in_the_journal: Check.RAISED,
     a_drain_sends_the_signal_at_once: Check.DRAIN,
     a_drain_ends_where_the_first_rank_holds: Check.DRAIN,
+    an_answer_to_a_drain_in_a_bundle_counts_for_no_rank: Check.DRAIN,
     a_drain_breaks_the_collectives_off: Check.DRAIN,
     a_drained_node_keeps_its_ranks: Check.DRAIN,
 }
@@ -734,26 +802,27 @@ CASES: dict[Plant, Callable[[int], Case]] = {
 
 
 QUICKEST_SEED: dict[Plant, int] = {
+    reports_of_old_generations_are_heard: 724,
     a_synced_rank_takes_the_barrier_for_passed: 1380,
-    an_agent_that_was_held_up_blames_its_workers: 1909,
-    reports_of_old_generations_are_heard: 352,
+    a_synced_rank_cannot_advance: 935,
     a_barrier_that_was_cut_off_was_passed: 1380,
+    a_recovered_rank_does_not_wait_for_the_others: 163,
+    an_agent_that_was_held_up_blames_its_workers: 1926,
     the_last_entry_of_the_journal_is_lost: 47,
-    a_fence_is_not_awaited: 113,
-    only_the_record_of_a_complete_start_up_is_dropped: 47,
-    a_recovered_rank_does_not_wait_for_the_others: 97,
-    a_former_controllers_record_counts_though_its_start_up_was_interrupted: 127,
     a_half_restored_copy_is_whole: 147,
-    a_value_of_an_earlier_generation_is_kept: 153,
+    an_answer_to_a_drain_in_a_bundle_counts_for_no_rank: 2789,
+    a_fence_is_not_awaited: 378,
+    only_the_record_of_a_complete_start_up_is_dropped: 129,
+    a_former_controllers_record_counts_though_its_start_up_was_interrupted: 127,
+    a_value_of_an_earlier_generation_is_kept: 4042,
     eviction_is_ignored: 82,
-    the_preference_of_spares_is_turned_around: 257,
-    spares_are_taken_by_their_number: 257,
-    a_missing_value_does_no_harm: 922,
+    the_preference_of_spares_is_turned_around: 421,
+    spares_are_taken_by_their_number: 522,
     no_lease_ever_ends: 385,
-    the_job_ends_when_one_rank_is_through: 380,
-    a_controller_that_is_cut_off_gives_everybody_up: 934,
+    a_controller_that_is_cut_off_gives_all_nodes_up: 838,
+    the_job_ends_when_one_rank_is_through: 2229,
     a_drain_is_not_in_the_journal: 3176,
-    a_drain_sends_the_signal_at_once: 264,
+    a_drain_sends_the_signal_at_once: 1114,
 }
 """The seed at which the search from 0 on ends, where it takes more than some seconds. It is tried first."""
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
+from keepstep.sim.cluster.control.network import CONTROLLER
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
-from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.oracle import Check, ViolationError

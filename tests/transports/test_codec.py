@@ -45,7 +45,10 @@ def values_of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
     if hint in SCALARS:
         return SCALARS[hint]
     if typing.get_origin(hint) is tuple:
-        return st.lists(values_of(typing.get_args(hint)[0]), max_size=4).map(tuple)
+        parts = typing.get_args(hint)
+        if parts[-1] is not ...:
+            return st.tuples(*(values_of(part) for part in parts))
+        return st.lists(values_of(parts[0]), max_size=4).map(tuple)
     if typing.get_origin(hint) is types.UnionType:
         return st.one_of([values_of(part) for part in typing.get_args(hint)])
     if issubclass(hint, enum.Enum):

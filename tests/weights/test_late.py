@@ -178,7 +178,7 @@ def test_live_weights_are_not_published_in_the_background(tmp_path: Path) -> Non
     with publish(tmp_path, {"x": torch.zeros(3)}, 0, 1) as publisher:
         with pytest.raises(UsageError, match="copies=True"):
             publisher.publish_in_background(1)
-        assert not publisher.is_publishing
+        assert not publisher._is_publishing
 
 
 def interrupted(rank: int, size: int, path: Path) -> Any:
@@ -193,7 +193,7 @@ def interrupted(rank: int, size: int, path: Path) -> Any:
 
         thread = threading.Thread(target=run)
         thread.start()
-        while not publisher.is_publishing:
+        while not publisher._is_publishing:
             pass
         publisher.interrupt()
         thread.join()

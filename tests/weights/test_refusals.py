@@ -193,7 +193,7 @@ def second_update(rank: int, size: int, path: Path) -> Any:
         publisher.wait_for_consumers(1, DEADLINE_S)
         first = threading.Thread(target=publisher.publish, args=[1])
         first.start()
-        while not publisher.is_publishing:
+        while not publisher._is_publishing:
             pass
         with pytest.raises(UsageError) as caught:
             publisher.publish(2)

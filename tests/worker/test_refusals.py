@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,22 +47,75 @@ def zero(_path: Path) -> Objects:
     return {"model": model, "optimizer": ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)}
 
 
-def fsdp(_path: Path) -> Objects:
+def sharded(*layers: torch.nn.Module) -> torch.nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    model: torch.nn.Module = fully_shard(torch.nn.Sequential(*layers), mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def fsdp1(_path: Path) -> Objects:
+    """By the name of its class, as FSDP1 is recognised."""
+    model = small()
+    model.append(type("FullyShardedDataParallel", (torch.nn.Linear,), {})(2, 2))
     return {"model": model}
 
 
-def tensor_parallel(_path: Path) -> Objects:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+def other_fsdp2(**of_class: Any) -> Callable[[Path], Objects]:
+    """FSDP2 as another release of torch may have it."""
 
-    model = torch.nn.Linear(4, 4)
-    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
-    return {"model": model}
+    def make(_path: Path) -> Objects:
+        parameter_group = SimpleNamespace(fsdp_params=[object()])
+        state = SimpleNamespace(_fsdp_param_groups=[parameter_group])
+        methods = {"_get_fsdp_state": lambda _self: state}
+        return {"model": type("FSDPModule", (torch.nn.Linear,), methods | of_class)(2, 2)}
+
+    return make
+
+
+def foreign_mesh(_path: Path) -> Objects:
+    mesh = SimpleNamespace(get_all_groups=lambda: [object()])
+    group = SimpleNamespace(fsdp_params=[], mesh_info=SimpleNamespace(mesh=mesh))
+    state = SimpleNamespace(_fsdp_param_groups=[group])
+    methods = {"_get_fsdp_state": lambda _self: state, "reset_iter_state": None}
+    return {"model": type("FSDPModule", (torch.nn.Linear,), methods)(2, 2)}
+
+
+def pipeline(kind: str, num_stages: int, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> tuple[Any, Any]:
+    """All stages of a pipeline on one rank, and its schedule."""
+    from torch.distributed import pipelining
+
+    modules = torch.nn.ModuleList(wrap(torch.nn.Linear(2, 2)) for _ in range(num_stages))
+    stages = [pipelining.PipelineStage(part, i, num_stages, torch.device("cpu")) for i, part in enumerate(modules)]
+    schedule = pipelining.schedules.get_schedule_class(kind)(stages if num_stages > 1 else stages[0], 2)
+    return modules, schedule
+
+
+kept: list[object] = []
+"""A script keeps its schedule."""
+
+
+def pipeline_alone(_path: Path) -> Objects:
+    modules, schedule = pipeline("GPipe", 1, torch.nn.Sequential)
+    kept.append(schedule)
+    return {"model": modules}
+
+
+def zero_bubble(_path: Path) -> Objects:
+    modules, schedule = pipeline("InterleavedZeroBubble", 2, DistributedDataParallel)
+    return {"model": modules, "schedule": schedule}
+
+
+def other_schedule(**attributes: Any) -> Callable[[Path], Objects]:
+    """A schedule as another release of torch may have it."""
+
+    def make(_path: Path) -> Objects:
+        schedule = type("_PipelineSchedule", (), {})()
+        vars(schedule).update(_stage=SimpleNamespace(submod=None), **attributes)
+        return {"model": small(), "schedule": schedule}
+
+    return make
 
 
 def flat(_path: Path) -> Objects:
@@ -94,6 +148,7 @@ def no_right(path: Path) -> Objects:
 FORBIDDEN = "forbidden"
 """A folder in which the test's process, which may be root, is taken to have no rights."""
 SECOND_CALL = "a second call"
+SHARDED = "what [SHARDED.md](SHARDED.md#what-is-refused) lists"
 OTHER_GROUP = "DDP over a group that keepstep did not make"
 ROWS: dict[str, list[Make]] = {
     "no `torch.nn.Module`": [lambda _path: {"thing": Keeps({})}],
@@ -101,7 +156,18 @@ ROWS: dict[str, list[Make]] = {
     "a `state_dict()` with anything but": [lambda _path: {"model": small(), "thing": Keeps({"level": Level.LOW})}],
     "a tensor that does not fill one run of memory": [lambda _path: {"model": strided()}],
     "`ZeroRedundancyOptimizer`": [zero],
-    "FSDP": [fsdp, tensor_parallel, flat],
+    "FSDP1": [fsdp1, flat],
+    SHARDED: [
+        lambda _path: {"model": sharded(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))},
+        lambda path: {"model": sharded(torch.nn.Linear(2, 2)), "checkpoint_dir": path},
+        other_fsdp2(),
+        other_fsdp2(reset_iter_state=None),
+        foreign_mesh,
+        pipeline_alone,
+        zero_bubble,
+        other_schedule(),
+        other_schedule(_stage_forward_initialized=False),
+    ],
     "an optimizer of parameters that are in no protected module": [
         lambda _path: {"model": small(), "optimizer": torch.optim.SGD(torch.nn.Linear(2, 2).parameters())}
     ],
@@ -146,6 +212,22 @@ def refused(session: Session, arguments: Objects, *, first: bool = True) -> Rais
     return []
 
 
+def refused_late(session: Session) -> Raised:
+    """Where a model is refused that was sharded since it was protected."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    session._state = None
+    model = small()
+    session.protect(model=model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    try:
+        next(iter(session.steps(1)))
+    except ConfigurationError as error:
+        return [refusals.raised_at(error.__traceback__)]
+    return []
+
+
 def refuse_everything(rank: int, size: int, path: Path) -> dict[str, list[Raised]]:
     """Tries all rows; returns what became of each of their cases."""
     warnings.simplefilter("ignore")  # torch's own, when it is imported
@@ -157,6 +239,7 @@ def refuse_everything(rank: int, size: int, path: Path) -> dict[str, list[Raised
     os.access = lambda at, mode: (path / FORBIDDEN) not in (at, Path(at) / FORBIDDEN) and access(at, mode)
     found = {name: [refused(session, make(path)) for make in makes] for name, makes in ROWS.items()}
     found[OTHER_GROUP] = [refused(session, {"model": foreign})]
+    found[SHARDED] += [refused_late(session)]
     session._state = None
     session.protect(model=small())
     found[SECOND_CALL] = [refused(session, {"model": small()}, first=False)]
@@ -204,6 +287,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.state.layout:check_same_objects": ("a checkpoint of another model",) * 2,
     "worker.state.protected:ProtectedState.refuse_added_parameters": ("parameters that an optimizer got after",),
     "worker.state.protected:ProtectedState.place_optimizer_tensor": ("a checkpoint of another model",),
+    "worker.state.protected:_placed_as": ("a checkpoint of another model",),
     "worker.step.update:check_call": ("with a closure", "inside `backward()`"),
     "worker.step.update:check_gradients": ("with gradients that a backward behind another update has reduced",),
     "worker.step.update:check_alone": ("with collectives in it",),

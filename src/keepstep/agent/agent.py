@@ -17,7 +17,7 @@ from keepstep.agent.environment import environment_of
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
 from keepstep.agent.settings import AgentSettings
-from keepstep.agent.spawner import SpawnerClient
+from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
 from keepstep.errors import ProtocolError, RemoteProtocolError
 from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
 from keepstep.protocol.liveness import Observation
@@ -108,15 +108,18 @@ class Agent:
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> SpawnerReady:
+    async def start(self, begun: SpawnerProcess | None = None) -> SpawnerReady:
         """Starts the spawner.
+
+        Args:
+            begun: see `SpawnerClient.start`.
 
         Raises:
             PeerLost: it did not come up.
         """
         settings = self.settings
-        place = (settings.environment, settings.working_dir)
-        return await self._spawner.start(settings.fork, *place, settings.preload)
+        wanted = SpawnerSettings(settings.fork, settings.environment, settings.working_dir, settings.preload)
+        return await self._spawner.start(wanted, begun)
 
     async def run(self) -> None:
         """Serves until the job has ended and no process of it is left."""

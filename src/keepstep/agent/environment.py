@@ -35,7 +35,7 @@ def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
         observer=settings.observer,
         checkpoint_root=settings.checkpoint_root,
     )
-    environment = worker_environment(config)
+    environment = settings.job_environment | worker_environment(config)
     if worker.local_rank is not None and num and worker.device % num != worker.local_rank % num:
         environment[VISIBLE_DEVICES] = ",".join(order_for(settings.devices, worker.device, worker.local_rank))
     return environment

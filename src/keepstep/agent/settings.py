@@ -64,6 +64,9 @@ class AgentSettings:
     place: NodePlace
     run_dir: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What workers inherit from the process that starts them."""
+    job_environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """torchrun's variables that are the same in all workers of a job."""
     parks_spares: bool = False
     """Spares wait in front of the script's first line."""
     preload: tuple[str, ...] = ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +27,61 @@ from keepstep.transports.spawning import (
 
 START_DEADLINE_S = 300.0
 """Importing torch takes seconds, on a cold network file system minutes."""
+END_DEADLINE_S = 5.0
+"""A spawner kills its workers when its socket has ended, and goes."""
 _MODULE = "keepstep.worker.process.spawner"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpawnerSettings:
+    """What a spawner is started with."""
+
+    fork: bool
+    """Make workers by forking a process that has imported torch."""
+    environment: dict[str, str]
+    """All variables that the spawner sees; a worker sees those of its request as well."""
+    working_dir: Path | None = None
+    """Of the spawner and its workers, None for that of this process."""
+    preload: tuple[str, ...] = ()
+    """Modules that it imports besides torch, where it forks."""
+
+
+class SpawnerProcess:
+    """A spawner that was started, with this end of the socket to it. It ends when this process does."""
+
+    def __init__(self, settings: SpawnerSettings) -> None:
+        """Starts the process, and does not wait for it."""
+        self.settings = settings
+        self.endpoint, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.endpoint.setblocking(False)
+        command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        preload = ["--fork", *(f"--preload={module}" for module in settings.preload)] if settings.fork else []
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, *preload],
+                pass_fds=[theirs.fileno()],
+                env=settings.environment,
+                cwd=settings.working_dir,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def end(self) -> None:
+        """Ends it, with every worker that is left, and waits until it is gone. Any number of times."""
+        self.endpoint.close()
+        try:
+            self._process.wait(END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; for one that has no workers yet."""
+        self.endpoint.close()
+        self._process.kill()
+        self._process.wait()
 
 
 class SpawnerClient:
@@ -36,44 +90,30 @@ class SpawnerClient:
     def __init__(self, on_report: Callable[[SpawnerReport], None], on_lost: Callable[[], None]) -> None:
         self._on_report = on_report
         self._on_lost = on_lost
+        self._process: SpawnerProcess | None = None
         self._endpoint: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._ready: asyncio.Future[SpawnerReady] | None = None
         self._unsent: deque[tuple[SpawnWorker, list[int]]] = deque()
         self._answered = True
 
-    async def start(
-        self,
-        fork: bool,
-        environment: dict[str, str],
-        working_dir: Path | None = None,
-        preload: tuple[str, ...] = (),
-    ) -> SpawnerReady:
+    async def start(self, settings: SpawnerSettings, begun: SpawnerProcess | None = None) -> SpawnerReady:
         """Starts the process and waits until it can make workers.
 
         Args:
-            fork: make workers by forking a process that has imported torch.
-            environment: all variables that the spawner and its workers see.
-            preload: modules that it imports besides torch, where it forks.
-            working_dir: of the spawner and its workers, None for that of this process.
+            settings: of the spawner.
+            begun: one that was started already. It is taken if its settings are these, and ended if not.
 
         Raises:
             PeerLost: it ended, or was not ready in time.
         """
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        command = [sys.executable, "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - exec alone does not block; reports come by the socket
-                [*command, "--fork", *(f"--preload={module}" for module in preload)] if fork else command,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                cwd=working_dir,
-            )
-        self._endpoint = ours
+        if begun is not None and begun.settings != settings:
+            begun.kill()
+            begun = None
+        self._process = begun or SpawnerProcess(settings)
+        self._endpoint = self._process.endpoint
         self._ready = loop.create_future()
-        loop.add_reader(ours.fileno(), self._readable)
+        loop.add_reader(self._endpoint.fileno(), self._readable)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 return await self._ready
@@ -105,11 +145,7 @@ class SpawnerClient:
             os.close(descriptor)
         self._unsent.clear()
         if self._process is not None:
-            try:
-                await asyncio.to_thread(self._process.wait, 5.0)
-            except subprocess.TimeoutExpired:
-                self._process.send_signal(signal.SIGKILL)
-                await asyncio.to_thread(self._process.wait)
+            await asyncio.to_thread(self._process.end)
 
     @property
     def has_ended(self) -> bool:

@@ -11,7 +11,7 @@ from keepstep.errors import ConfigurationError, KeepstepError
 
 EXIT_USAGE = 2
 COMMANDS = {
-    "run": ("run:main", "run a training script; takes torchrun's flags"),
+    "run": ("ahead:main", "run a training script; takes torchrun's flags"),
     "controller": ("cluster.controller:main", "decide for a job on several nodes"),
     "agent": ("cluster.agent:main", "serve one node of a job whose controller runs elsewhere"),
     "token": ("cluster.token:main", "make the secret of a job on several nodes, or one node's credentials"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from keepstep.agent.spawner import SpawnerProcess
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import RAY
@@ -17,8 +18,13 @@ from keepstep.launcher.flags import is_one_of_several, job_options, make_parser,
 from keepstep.launcher.job import Companion, Job, announce, clear_up, run_job
 
 
-def main(arguments: list[str]) -> int:
-    """Runs a job and returns its exit code."""
+def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
+    """Runs a job and returns its exit code.
+
+    Args:
+        arguments: the command line.
+        spawner: see `run_job`.
+    """
     parser = make_parser("keepstep run")
     own = parser.add_argument_group("exporting")
     own.add_argument(
@@ -44,7 +50,7 @@ def main(arguments: list[str]) -> int:
         companions: list[Companion] = [lambda job: follow(job.controller.job)]
         if exporting is not None:
             companions.append(stack.enter_context(exporting(options.agent.run_dir)))
-        result = run_job(dataclasses.replace(options, keep_run_dir=True), together(companions))
+        result = run_job(dataclasses.replace(options, keep_run_dir=True), together(companions), spawner)
     return announce(result, options)
 
 

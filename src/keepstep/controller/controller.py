@@ -21,9 +21,10 @@ from keepstep.protocol.messages import (
     StoreRequested,
 )
 from keepstep.protocol.recovery import RecoveryMachine, Stage
+from keepstep.protocol.relay.bundle import PacketBundle
 from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
-from keepstep.transports.interface import Arrival, Connected, NodeConnections
+from keepstep.transports.interface import Arrival, BundlingConnections, Connected, NodeConnections, RelayLost
 
 GATHER_S = 0.2
 """Phases are for the eye, which is content with five pictures a second; a ring holds far more than that."""
@@ -65,6 +66,7 @@ class Controller:
         """
         self.machine = machine
         self._connections = connections
+        self._relays = connections if isinstance(connections, BundlingConnections) else None
         self._recorder = recorder
         self._clock = clock or JobClock()
         self._confirm = confirm
@@ -85,6 +87,7 @@ class Controller:
 
     async def run(self) -> EndJob:
         """Runs until the job has ended and every agent knows, and returns how."""
+        self.machine.begin(self._clock.now_s())
         self._settle()
         while self.job.ended is None:
             await self._turn()
@@ -144,6 +147,11 @@ class Controller:
         if speaks_for != node:
             raise RemoteProtocolError(f"node {node} spoke for node {speaks_for}")
         match message:
+            case PacketBundle():
+                for name, why in self.machine.receive_bundle(message, self._clock.now_s()):
+                    self._connections.refuse(name, why)
+            case RelayLost():
+                self.machine.relay_lost(message.nodes, self._clock.now_s())
             case Packet():
                 self.machine.receive(message, self._clock.now_s())
             case Connected():
@@ -172,12 +180,20 @@ class Controller:
             raise
         # A rank that waits in the rendezvous of a generation that is over is told so before the order that ended it.
         self._answer(self._rendezvous.begin(self.job.generation))
-        self._unsent += ((packet.node, packet) for packet in self.machine.packets(self._clock.now_s()))
-        if self._unsent:
+        now_s = self._clock.now_s()
+        bundles: list[tuple[int, PacketBundle]] = []
+        if self._relays is None:
+            alone = self.machine.packets(now_s)
+        else:
+            alone, bundles = self.machine.bundles(now_s, self._relays.routes)
+        self._unsent += ((packet.node, packet) for packet in alone)
+        if self._unsent or bundles:
             self._confirm()
             for node, message in self._unsent:
                 self._connections.send(node, message)
             self._unsent.clear()
+        if bundles and self._relays is not None:
+            self._relays.send_bundles(bundles)
         self._look_if_calm()
 
     def _look_if_calm(self) -> None:

@@ -65,15 +65,29 @@ class DrillRun:
 
     @property
     def digest(self) -> str:
-        """The digest that all ranks share, or how they differ."""
+        """The digest that all ranks share, or that of each shard, or how replicas differ."""
         found = self.report["digests"]
-        kinds = sorted(set(found.values()))
-        return kinds[0] if len(kinds) == 1 else " ".join(f"rank{rank}:{digest}" for rank, digest in found.items())
+        kinds = {(self._shard_of(rank), digest): None for rank, digest in found.items()}
+        if not self.replicas_agree:
+            return " ".join(f"rank{rank}:{digest}" for rank, digest in found.items())
+        if len(kinds) == 1:
+            return str(next(iter(found.values())))
+        return " ".join(f"shard{shard}:{digest}" for shard, digest in sorted(kinds))
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether all ranks of each shard have the same digest."""
+        found = self.report["digests"]
+        kinds = {(self._shard_of(rank), digest) for rank, digest in found.items()}
+        return len(kinds) == len({shard for shard, _digest in kinds})
+
+    def _shard_of(self, rank: str) -> int:
+        return int(self.report["shards"].get(rank, 0))
 
     @property
     def recorded(self) -> RecordedRun:
         """What an explanation needs of it."""
-        return RecordedRun(self.states, self.report["digests"], self.report["reason"])
+        return RecordedRun(self.states, self.report["digests"], self.report["reason"], self.report["shards"])
 
 
 def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder: Path) -> dict[str, Any]:
@@ -158,7 +172,7 @@ def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], direct
             missed.append(f"{fault} ({came} of {fault.count} came about)")
     rows.sort(key=lambda row: row["at_s"])
     is_through = second.report["exit_code"] == 0 and bool(second.report["digests"])
-    identical = is_through and first.digest == second.digest and " " not in first.digest
+    identical = is_through and first.digest == second.digest and first.replicas_agree
     explanation = None if identical else explain(first.recorded, second.recorded, rows)
     return {
         "identical": identical,

@@ -74,6 +74,15 @@ class RecordedRun:
     """By rank, of the state after the last step; empty where not all ranks completed it."""
     reason: str = ""
     """Why the run ended."""
+    shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """By rank; ranks of equal numbers hold the same. Empty: all do."""
+
+    def replicas(self) -> list[States]:
+        """The states of each shard's ranks."""
+        found: dict[int, States] = {}
+        for rank, steps in self.states.items():
+            found.setdefault(self.shards.get(str(rank), 0), {})[rank] = steps
+        return list(found.values())
 
 
 def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[str, Any]]) -> Explanation:
@@ -85,8 +94,9 @@ def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[st
         faults: what was struck in the second, in the order of time: rows of the drill's result. None were asked for
             where it is empty.
     """
-    if len(set(first.digests.values())) > 1 and (found := first_disagreement(first.states)):
-        return _ranks_differ(found, first.states)
+    for replicas in first.replicas():
+        if len({first.digests.get(str(rank)) for rank in replicas}) > 1 and (found := first_disagreement(replicas)):
+            return _ranks_differ(found, replicas)
     found = first_difference(first.states, second.states)
     if found is None:
         return _no_difference(second)
@@ -117,7 +127,7 @@ def first_difference(first: States, second: States) -> Difference | None:
 
 
 def first_disagreement(states: States) -> Difference | None:
-    """The first step that a rank began from another state than the first rank did, if there is one."""
+    """The first step that one of these replicas began from another state than the first did, if there is one."""
     for step in _steps_of(states):
         there = {rank: steps[step] for rank, steps in states.items() if step in steps}
         base = next(iter(there.values()))

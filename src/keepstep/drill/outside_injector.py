@@ -135,6 +135,6 @@ def has_warm_spare(job: Job) -> bool:
 
 
 def spare_will_come(job: Job) -> bool:
-    """Whether a spare is under way, or is started as soon as a step is complete since the last recovery."""
+    """Whether a spare is under way, or is started as soon as a recovery is over."""
     machine = job.controller.job
-    return bool(machine.roster.spares()) or machine.progress.last_generation < machine.generation
+    return bool(machine.roster.spares()) or machine.stage is not Stage.TRAINING

@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
 from keepstep.agent.settings import AgentSettings, NodePlace, OutputSettings
-from keepstep.config import job_environment, script_environment, visible_devices
+from keepstep.config import inherited_environment, job_environment, visible_devices
 from keepstep.devices import names_of
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags, split
@@ -142,7 +142,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
     """
     _refuse_what_cannot_be(arguments)
     _refuse_what_is_not_done_yet(arguments)
-    environment = _environment(arguments, place)
+    in_job = _job_environment(arguments, place)
     # Folders are made last of all, so that a job that is refused leaves none behind.
     output = _output(arguments, range(place.slots))
     if run_dir is None:
@@ -155,7 +155,8 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
         fork=arguments.start_method != "spawn",
         place=place,
         run_dir=run_dir,
-        environment=environment,
+        environment=inherited_environment(is_alone=place.ranks_per_node == 1),
+        job_environment=in_job,
         parks_spares=arguments.park_spares,
         preload=tuple(arguments.preload),
         devices=names_of(visible_devices(), torch.cuda.device_count()),
@@ -217,12 +218,9 @@ def _refuse_what_is_not_done_yet(arguments: argparse.Namespace) -> None:
         )
 
 
-def _environment(arguments: argparse.Namespace, place: NodePlace) -> dict[str, str]:
-    environment = script_environment()
-    if place.ranks_per_node > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for the same reason
+def _job_environment(arguments: argparse.Namespace, place: NodePlace) -> dict[str, str]:
     address, port = _master(arguments, place)
-    return environment | job_environment(
+    return job_environment(
         role=arguments.role,
         run_id=arguments.rdzv_id,
         max_restarts=arguments.max_restarts,

@@ -13,6 +13,7 @@ from typing import Any
 
 from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
+from keepstep.agent.spawner import SpawnerProcess
 from keepstep.controller.controller import Controller
 from keepstep.errors import ConfigurationError
 from keepstep.freememory import free_bytes
@@ -67,11 +68,18 @@ def fresh_run_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="keepstep-"))
 
 
-def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str, Any]:
+def run_job(
+    options: JobOptions, companion: Companion | None = None, spawner: SpawnerProcess | None = None
+) -> dict[str, Any]:
     """Runs a job to its end and returns its report, with ``exit_code`` and ``reason``.
 
     SIGTERM drains the job. A second one ends it at once, and so do SIGINT, SIGHUP, SIGQUIT and an error in
     ``companion``.
+
+    Args:
+        options: the job.
+        companion: runs beside it.
+        spawner: one that was started already, for it takes longest; see `SpawnerClient.start`.
 
     Raises:
         ConfigurationError: the job cannot be run as asked; nothing is left running.
@@ -80,7 +88,7 @@ def run_job(options: JobOptions, companion: Companion | None = None) -> dict[str
     info = runfolder.new_run(options.agent.command, options.agent.place.node, options.recovery)
     try:
         return record_run(
-            run_dir, info, options.outputs, lambda recorder: asyncio.run(_run(options, companion, recorder))
+            run_dir, info, options.outputs, lambda recorder: asyncio.run(_run(options, companion, recorder, spawner))
         )
     finally:
         clear_up(options)
@@ -98,7 +106,9 @@ def clear_up_folder(run_dir: Path) -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-async def _run(options: JobOptions, companion: Companion | None, recorder: Recorder) -> dict[str, Any]:
+async def _run(
+    options: JobOptions, companion: Companion | None, recorder: Recorder, spawner: SpawnerProcess | None
+) -> dict[str, Any]:
     ours, theirs = channel_pair()
     # No lease: the agent lives in this very process, so it can only seem lost when the process itself has stood
     # still (SIGSTOP, a laptop that slept), and then giving up the only node would end a healthy job.
@@ -109,7 +119,7 @@ async def _run(options: JobOptions, companion: Companion | None, recorder: Recor
     job = Job(controller, agent)
     with end_signals() as signals:
         try:
-            starting = asyncio.create_task(agent.start())
+            starting = asyncio.create_task(agent.start(spawner))
             first: list[asyncio.Future[Any]] = [starting, signals.stop, signals.drain]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():

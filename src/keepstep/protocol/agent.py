@@ -23,8 +23,8 @@ from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import MAX_TOLD, OperationCount, Standing, WaitsFor
 from keepstep.protocol.waiting.watch import StandingWatch
 
-HEARTBEAT_S = 1.0
-"""A third of the default lease: two may be lost before the node is."""
+HEARTBEAT_S = 0.9
+"""Two may be lost before the node is: a third of the default lease, less what a packet may take on its way."""
 SOONEST = 0.25
 """After a packet the next heartbeat may come after such a part of that, where the node's own beat is so soon."""
 MIDDLE_OF_A_STEP = "exit code 0 in the middle of a step"
@@ -93,7 +93,6 @@ AgentEffect = Spawn | Kill | Signal | HandOver | Leave | Depart | LookCloser
 @dataclasses.dataclass(slots=True)
 class _Process:
     rank: int | None
-    is_running: bool = False
     told_lost: bool = False
     fenced: bool = False
 
@@ -123,6 +122,8 @@ class AgentMachine:
         self._held_since_s = 0.0
         self._answered: dict[tuple[type, int], set[int]] = {}
         """Who has given each answer since the last `Stop`, be it held or gone up."""
+        self._membership: msg.Membership | None = None
+        """As the controller has told it."""
         self._first_steps: dict[int, _FirstSteps] = {}
         self._watch = StandingWatch(liveness.explain_s)
         self._stall: msg.JobStalled | None = None
@@ -242,6 +243,8 @@ class AgentMachine:
                     self._processes[order.worker].rank = order.rank
                     self.liveness.watch(order.worker, order.rank, now_s)
                     self._effects.append(HandOver((order.worker,), order))
+            case msg.MembershipTold():
+                self._membership = order.membership
             case msg.StoreAnswered() | msg.OnceAnswered():
                 self._effects.append(HandOver((order.worker,), order))
             case msg.Terminate():
@@ -260,6 +263,7 @@ class AgentMachine:
                 self.liveness.stopping(holders, now_s)
                 self._forget_answers()  # to an order of a generation that is over
             case msg.Recover():
+                order = self._with_membership(order)
                 for number in holders:
                     self.liveness.recovering(number, now_s)
             case msg.Drain():
@@ -271,6 +275,17 @@ class AgentMachine:
                 pass
         if holders:
             self._effects.append(HandOver(holders, order))
+
+    def _with_membership(self, order: msg.Recover) -> msg.Recover:
+        """The order as workers get it: with the whole membership, be it new or a change of the last one."""
+        change = order.membership
+        if isinstance(change, msg.Membership):
+            self._membership = change
+            return order
+        if self._membership is None:
+            raise RemoteProtocolError("a controller has changed a membership that it has not told")
+        self._membership = self._membership.changed(change)
+        return msgspec.structs.replace(order, membership=self._membership)
 
     def _fence(self, number: int) -> None:
         process = self._processes.get(number)
@@ -309,7 +324,6 @@ class AgentMachine:
         process = self._processes.get(number)
         if process is None:
             return
-        process.is_running = True
         self._say(msg.WorkerStarted(number, pid))
         if process.fenced or self._evicted:
             self._effects.append(Kill(number))
@@ -342,7 +356,7 @@ class AgentMachine:
         self._leave_if_drained()
 
     def training_thread_died(self, number: int, tag: Tag, at_s: float) -> bool:
-        """The kernel has taken the incarnation of a worker's training thread; the process goes after it.
+        """A worker's training thread is dead; its process ends after it.
 
         In a step that is a loss, with any exit status: the process can touch nothing any more. Outside of a step
         it may have ended well, which its exit status tells when the kernel is done with it.

@@ -1,6 +1,6 @@
 """The controller's machine as its shell sees it: packets of all nodes in, packets out, leases, and a journal.
 
-Seven events change the decisions of `RecoveryMachine` (`Event`), and each is written to the journal before anything
+Eight events change the decisions of `RecoveryMachine` (`Event`), and each is written to the journal before anything
 that follows from it is transmitted. The machine is a function of its events, so a controller that was
 killed comes back by living through its journal once more: the same state, the same orders with the same numbers. What
 an agent sent after the last entry was never acknowledged, so it comes again, and orders that an agent has not heard
@@ -10,14 +10,16 @@ are transmitted again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import assert_never
 
 import msgspec
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import InternalError, RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.recovery import Effect, RecoveryMachine, RecoverySettings
+from keepstep.protocol.recovery.end.verdicts import too_few_nodes
+from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel, Spoken
 
 LEASE_S = 3.0
@@ -75,7 +77,21 @@ class DrainAsked(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Event = ReportsReceived | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
+class AnswersReceived(msgspec.Struct, frozen=True, tag=True):
+    """The agents of several nodes said the same; ``workers`` are, by node, those for which it answers."""
+
+    nodes: tuple[str, ...]
+    workers: tuple[tuple[int, ...], ...]
+    reports: tuple[msg.GroupAnswer, ...]
+    """As in the bundle: without workers."""
+
+    def spoken(self) -> Iterator[msg.GroupAnswer]:
+        """The reports, each as one of all workers."""
+        workers = tuple(number for numbers in self.workers for number in numbers)
+        return (msgspec.structs.replace(each, workers=workers) for each in self.reports)
+
+
+Event = ReportsReceived | AnswersReceived | LeaseExpired | Departed | DeadlineCame | Restarted | CalledOff | DrainAsked
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -93,6 +109,9 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
     match event:
         case ReportsReceived():
             return [effect for report in event.reports for effect in job.receive(event.node, _let_in(report), now_s)]
+        case AnswersReceived():
+            said = event.nodes, event.workers
+            return [effect for report in event.reports for effect in job.answered(*said, report, now_s)]
         case LeaseExpired():
             return job.node_lost(event.node, f"node {event.node} lost: {event.why}", event.heard_s, now_s)
         case Departed():
@@ -107,6 +126,17 @@ def relive(job: RecoveryMachine, event: Event, now_s: float) -> list[Effect]:
             return job.drain_asked(event.reason, now_s)
         case _:
             assert_never(event)
+
+
+def _answers(bundle: PacketBundle, indices: Sequence[int]) -> AnswersReceived:
+    """What those nodes of a bundle have said of which it is new."""
+    nodes, workers = bundle.nodes, bundle.workers
+    if len(indices) < len(nodes):
+        nodes, workers = tuple(nodes[each] for each in indices), tuple(workers[each] for each in indices)
+    answers = tuple(each for each in bundle.messages if isinstance(each, msg.GroupAnswer))
+    if len(answers) < len(bundle.messages):
+        raise InternalError(f"a relay has bundled {bundle.messages}, of which not all are answers")
+    return AnswersReceived(nodes, workers, answers)
 
 
 def _let_in(report: Spoken) -> msg.Report:
@@ -150,9 +180,16 @@ class ControllerMachine:
         self._answers: list[msg.Packet | msg.NodeEvicted] = []
         self._entries: list[JournalEntry] = []
         self._check_leases_s: float | None = None
+        self._first_node_until_s: float | None = None
+        """Until then a first node has to join; None as soon as one has."""
         self._awake_s = 0.0
 
     # ---- in ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, now_s: float) -> None:
+        """The controller is there. A first node has to join within the start deadline, or the job ends."""
+        if not self.connections and not self._given_up:
+            self._first_node_until_s = now_s + self.job.settings.start_deadline_s
 
     def receive(self, packet: msg.Packet, now_s: float) -> None:
         """A packet of a node's agent.
@@ -195,6 +232,45 @@ class ControllerMachine:
         if reports:
             self._happened(ReportsReceived(packet.node, packet.incarnation, reports), now_s)
 
+    def receive_bundle(self, bundle: PacketBundle, now_s: float) -> list[tuple[str, str]]:
+        """Packets of several nodes that say the same: as `receive` for each of them, but one event for all.
+
+        Returns:
+            the nodes that said what was not for them to say, and why; nothing of that was heard.
+        """
+        self._discount_own_pause(now_s)
+        refused: list[tuple[str, str]] = []
+        new: list[int] = []
+        num_messages, connections, touched = len(bundle.messages), self.connections, self._touched
+        rows = zip(bundle.nodes, bundle.incarnations, bundle.firsts, bundle.received, strict=True)
+        for index, (node, incarnation, first, received) in enumerate(rows):
+            connection = connections.get(node)
+            try:
+                if connection is None or connection.channel.incarnation != incarnation:
+                    self.receive(bundle.packet(index), now_s)
+                    continue
+                num_skipped = connection.channel.accept(first, received, num_messages, now_s)
+            except RemoteProtocolError as error:
+                refused.append((node, str(error)))
+                continue
+            connection.heard_s, connection.is_silent = now_s, False
+            if connection.channel.is_due:
+                touched[node] = None
+            if num_skipped == 0:
+                new.append(index)
+            elif num_skipped < num_messages:
+                reports = bundle.packet(index).messages[num_skipped:]
+                self._happened(ReportsReceived(node, incarnation, reports), now_s)
+        if new and num_messages:
+            self._happened(_answers(bundle, new), now_s)
+        return refused
+
+    def relay_lost(self, nodes: Iterable[str], now_s: float) -> None:
+        """The relay that held the connections to these nodes has ended: their leases begin anew, for they connect again
+        and could not be heard meanwhile."""
+        for connection in filter(None, map(self.connections.get, nodes)):
+            connection.heard_s = now_s
+
     def left(self, message: msg.NodeLeft, now_s: float) -> None:
         """A node takes its leave; it is told that this was heard."""
         connection = self.connections.get(message.node)
@@ -229,6 +305,9 @@ class ControllerMachine:
         self._discount_own_pause(now_s)
         if self._lease_s is not None and self._check_leases_s is not None and now_s >= self._check_leases_s:
             self._check_leases(self._lease_s, now_s)
+        if self._first_node_until_s is not None and now_s >= self._first_node_until_s:
+            self._first_node_until_s = None
+            self.call_off(too_few_nodes(self.job.settings.world_size, 0), now_s)
         due = self.job.next_deadline()
         if due is not None and now_s >= due:
             self._happened(DeadlineCame(), now_s)
@@ -263,8 +342,8 @@ class ControllerMachine:
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None while nothing is waited for."""
-        dues = [due for due in (self._check_leases_s, self.job.next_deadline()) if due is not None]
-        return min(dues, default=None)
+        dues = (self._check_leases_s, self._first_node_until_s, self.job.next_deadline())
+        return min((due for due in dues if due is not None), default=None)
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
@@ -283,6 +362,39 @@ class ControllerMachine:
                 out += connection.channel.packets(now_s)
         self._touched.clear()
         return out
+
+    def bundles(
+        self, now_s: float, routes: Mapping[str, int]
+    ) -> tuple[list[msg.Packet | msg.NodeEvicted], list[tuple[int, PacketBundle]]]:
+        """What is to be transmitted now, bundled for relays.
+
+        Args:
+            now_s: the present time.
+            routes: node -> the relay that holds its connection.
+
+        Returns:
+            what cannot be bundled, and bundles with their relays. For a node that has no connection there is nothing:
+            a new one begins with `reconnected`.
+        """
+        alone: list[msg.Packet | msg.NodeEvicted] = list(self._answers)
+        self._answers.clear()
+        same: dict[int, Spoken] = {}
+        rows: dict[tuple[int, int], list[Row]] = {}
+        for node in self._touched:
+            connection = self.connections.get(node)
+            if connection is None or connection.is_silent or (relay := routes.get(node)) is None:
+                continue
+            channel = connection.channel
+            if (single := channel.single(now_s)) is None:
+                alone += channel.packets(now_s)
+                continue
+            first, message = single
+            same[id(message)] = message
+            row = node, channel.incarnation, first, channel.received, ()
+            rows.setdefault((relay, id(message)), []).append(row)
+        self._touched.clear()
+        messages = {which: (message,) for which, message in same.items()}
+        return alone, [(relay, PacketBundle.of(found, messages[which])) for (relay, which), found in rows.items()]
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -304,6 +416,7 @@ class ControllerMachine:
 
     def _open(self, node: str, incarnation: int, now_s: float) -> _NodeConnection:
         connection = self.connections[node] = _NodeConnection(ReliableChannel(node, incarnation), now_s)
+        self._first_node_until_s = None
         if self._check_leases_s is None and self._lease_s is not None:
             self._check_leases_s = now_s + self._lease_s * LEASE_CHECK_SHARE
         return connection
@@ -331,6 +444,9 @@ class ControllerMachine:
                     machine._open(event.node, event.incarnation, entry.at_s)
                     heard[event.node] = 0
                 heard[event.node] += len(event.reports)
+            elif isinstance(event, AnswersReceived):
+                for node in event.nodes:
+                    heard[node] += len(event.reports)
             machine._apply(event, entry.at_s)
         for node, connection in machine.connections.items():
             connection.heard_s, connection.is_silent = now_s, True
@@ -338,6 +454,7 @@ class ControllerMachine:
         machine._awake_s = now_s
         if lease_s is not None:
             machine._schedule_lease_check(lease_s, now_s)
+        machine.begin(now_s)
         machine._happened(Restarted(), now_s)
         return machine
 

@@ -56,6 +56,12 @@ class ReliableChannel:
         """Whether the other end has heard all that was said."""
         return not self._unheard
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `packets` has something to transmit, but for what is repeated because nothing at all comes back."""
+        is_waiting = self._transmitted - self._acknowledged < len(self._unheard)
+        return is_waiting or self._owes_answer or self._misses
+
     def say(self, messages: Iterable[Spoken]) -> None:
         """Adds messages to what the other end must come to hear."""
         self._unheard.extend(messages)
@@ -68,24 +74,40 @@ class ReliableChannel:
         Raises:
             RemoteProtocolError: its numbers cannot be; nothing has changed.
         """
-        if packet.first < 0 or packet.received > self._acknowledged + len(self._unheard):
+        num_skipped = self.accept(packet.first, packet.received, len(packet.messages), now_s, misses=packet.misses)
+        return packet.messages[num_skipped:]
+
+    def accept(self, first: int, received: int, num_messages: int, now_s: float, *, misses: bool = False) -> int:
+        """Takes in a packet by its numbers; see `Packet` and `receive`.
+
+        Returns:
+            how many of its messages count for nothing, from the first on: those that came before, or all of them where
+            some before them are missing.
+        """
+        num_heard = received - self._acknowledged
+        if first < 0 or num_heard > len(self._unheard):
             raise RemoteProtocolError(
-                f"node {packet.node}: a packet acknowledges {packet.received} messages, of which "
-                f"{self._acknowledged + len(self._unheard)} were said, and begins with number {packet.first}"
+                f"node {self.node}: a packet acknowledges {received} messages, of which "
+                f"{self._acknowledged + len(self._unheard)} were said, and begins with number {first}"
             )
-        self.heard(packet.received, now_s)
-        if packet.misses or self._is_waiting_since(now_s - CROSSING_S):
+        if num_heard > 0:
+            self.heard(received, now_s)
+        since_s = self._patient_since_s
+        if misses or (since_s is not None and since_s <= now_s - CROSSING_S):
             self._transmitted = self._acknowledged
-        skip = self._received - packet.first
-        if skip < 0:
+        num_skipped = self._received - first
+        if num_skipped < 0:
             self._misses = True
-            return ()  # some before it are missing, and will come again together with these
-        new = packet.messages[skip:]
-        came_before = len(new) < len(packet.messages)
-        self._owes_answer = self._owes_answer or came_before or (self._owes_news and not packet.messages)
-        self._owes_news = self._owes_news or bool(new)
-        self._received += len(new)
-        return new
+            return num_messages  # some before it are missing, and will come again together with these
+        if num_skipped == 0 < num_messages:  # mostly
+            self._owes_news = True
+            self._received += num_messages
+            return 0
+        num_skipped = min(num_skipped, num_messages)
+        self._owes_answer = self._owes_answer or num_skipped > 0 or (self._owes_news and not num_messages)
+        self._owes_news = self._owes_news or num_skipped < num_messages
+        self._received += num_messages - num_skipped
+        return num_skipped
 
     def heard(self, received: int, now_s: float) -> None:
         """The other end has received so many messages; what an older packet says of it changes nothing."""
@@ -105,6 +127,17 @@ class ReliableChannel:
         """The other end's messages up to this number are known, from a journal."""
         self._received = received
 
+    def single(self, now_s: float) -> tuple[int, Spoken] | None:
+        """The one message that is to be transmitted now, with its number; None where `packets` has more to say."""
+        since_s, num_waiting = self._patient_since_s, len(self._unheard) - (self._transmitted - self._acknowledged)
+        if num_waiting != 1 or self._misses or (since_s is not None and since_s <= now_s - RESEND_S):
+            return None
+        first = self._transmitted
+        self._transmitted += 1
+        self._patient_since_s = now_s
+        self._owes_answer = self._owes_news = False
+        return first, self._unheard[-1]
+
     def packets(self, now_s: float, *, heartbeat: bool = False) -> list[Packet]:
         """What is to be transmitted now: what was not yet, or was and got no answer in time.
 
@@ -114,13 +147,13 @@ class ReliableChannel:
         """
         if self._is_waiting_since(now_s - RESEND_S):
             self._transmitted = self._acknowledged
-        has_to_speak = heartbeat or self._owes_answer or self._misses
-        if self._transmitted - self._acknowledged == len(self._unheard) and not has_to_speak:
+        num_known = self._transmitted - self._acknowledged
+        if num_known == len(self._unheard) and not (heartbeat or self._owes_answer or self._misses):
             return []
-        waiting = list(self._unheard)[self._transmitted - self._acknowledged :]
-        chunks = [tuple(waiting[at : at + MAX_MESSAGES]) for at in range(0, len(waiting), MAX_MESSAGES)]
+        waiting = list(self._unheard)[num_known:]
         packets = []
-        for chunk in chunks or [()]:
+        for at in range(0, len(waiting) or 1, MAX_MESSAGES):
+            chunk = tuple(waiting[at : at + MAX_MESSAGES])
             packets.append(Packet(self.node, self.incarnation, self._transmitted, self._received, chunk, self._misses))
             self._transmitted += len(chunk)
             self._misses = False

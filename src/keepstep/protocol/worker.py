@@ -141,6 +141,8 @@ class WorkerMachine:
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)
             case msg.Recover() if order.generation >= self._stop_generation:
+                if not isinstance(order.membership, msg.Membership):
+                    raise RemoteProtocolError("an agent passed on the change of a membership instead of the whole")
                 self._order, self.membership = order, order.membership
             case msg.Resume():
                 self._resumed = max(self._resumed, order.generation)
@@ -191,11 +193,6 @@ class WorkerMachine:
         """The generation that this rank is in, or on its way to."""
         assigned = self.assignment.generation if self.assignment is not None else 0
         return max(assigned, self._stop_generation, self.generation)
-
-    @property
-    def settling(self) -> bool:
-        """Whether a `Stop` waits for the end of the backward."""
-        return self._settling is not None
 
     @property
     def owes_safe_point(self) -> bool:

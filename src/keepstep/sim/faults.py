@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import Cause, CollectiveFailed, SafePointReached
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.relay.gathering import SILENT_S
+from keepstep.sim.cluster.control.network import CONTROLLER
 from keepstep.sim.cluster.layout import ClusterLayout
-from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ NODE_FAULTS = (
 )
 CONTROLLER_FAULTS = ("controller crash", "crash before journaling", "crash before transmitting", "controller pause")
 OTHER_FAULTS = ("spare kill", "loss burst", "two at once")
+RELAY_FAULTS = ("relay crash", "relay pause")
+"""In runs that have relays."""
 OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
 """What hits a process as soon as there is one that it can hit."""
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
@@ -75,6 +78,18 @@ def draw_plan(rng: random.Random, layout: ClusterLayout) -> tuple[SimulatedFault
     for kind in (each for each in DRAINS if rng.random() < 0.1):
         faults += [SimulatedFault(kind, rng.uniform(0.3, span_s), None, None, rng.randrange(64), 5.0)]
     return tuple(faults)
+
+
+def draw_relays(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[int, tuple[SimulatedFault, ...]]:
+    """How many relays a job has, and the plan with what happens to them, behind all that is drawn for the others."""
+    num_relays = rng.choice((0, 0, 1, 2, 3))
+    faults = []
+    for _ in range(rng.choice((1, 2, 4)) if num_relays else 0):
+        recovery = rng.choice((None, rng.randint(1, max(1, len(plan)))))
+        at_s = rng.uniform(0.3, 8.0) if recovery is None else rng.choice((0.0, 0.005, 0.02, 0.1)) * rng.random() * 2
+        kind = rng.choice(RELAY_FAULTS)
+        faults.append(SimulatedFault(kind, at_s, recovery, None, rng.randrange(64), rng.choice((0.3, 1.4, 5.0))))
+    return num_relays, plan + tuple(faults)
 
 
 class Injector:
@@ -268,6 +283,22 @@ class Injector:
     def _pause(self, part: str, fault: SimulatedFault) -> None:
         self._world.freeze(part)
         self._until(fault, "world", "thaw", part)
+
+    def _relay_crash(self, fault: SimulatedFault) -> None:
+        if relays := self._world.relays.all:
+            self._world.relays.crash(fault.pick % len(relays))
+
+    def _relay_pause(self, fault: SimulatedFault) -> None:
+        """A relay is held up. The controller ends it when it gives no sign of life for too long."""
+        relays = [relay for relay in self._world.relays.all if relay.is_up]
+        if not relays:
+            return
+        relay = relays[fault.pick % len(relays)]
+        self._world.freeze(relay.name)
+        if fault.lasts_s < SILENT_S:
+            self._until(fault, "world", "thaw", relay.name)
+        else:
+            self._until(dataclasses.replace(fault, lasts_s=SILENT_S), "relays", "crash", relay.number)
 
     def _clock_jump(self, fault: SimulatedFault) -> None:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s

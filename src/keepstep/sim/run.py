@@ -9,7 +9,7 @@ from pathlib import Path
 
 from keepstep.errors import KeepstepError
 from keepstep.sim.cluster.layout import ClusterLayout, draw_layout
-from keepstep.sim.faults import Injector, SimulatedFault, draw_plan
+from keepstep.sim.faults import Injector, SimulatedFault, draw_plan, draw_relays
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
 from keepstep.sim.story import Story
@@ -47,7 +47,8 @@ def case_of(seed: int) -> Case:
     """The case that a seed stands for."""
     rng = random.Random(seed)
     layout = draw_layout(rng)
-    return Case(seed, layout, draw_plan(rng, layout))
+    num_relays, plan = draw_relays(rng, draw_plan(rng, layout))
+    return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 
 
 def run(case: Case, *, tell: bool = False, record: Path | None = None) -> Outcome:

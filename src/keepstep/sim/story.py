@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import (
+    AnswersReceived,
     CalledOff,
     DeadlineCame,
     Departed,
@@ -63,6 +64,8 @@ class Story:
                 self.add(entry.at_s, "controller", f"is to end the job: {entry.event.reason}")
             case DeadlineCame():
                 self.add(entry.at_s, "controller", "does not wait any longer")
+            case AnswersReceived():
+                pass  # what all ranks answer alike was told when they said it
             case ReportsReceived():
                 for report in entry.event.reports:
                     if isinstance(report, msg.WorkerLost | msg.WorkerFenced | msg.WorkerDone | msg.JobStalled):

@@ -11,9 +11,10 @@ from keepstep.protocol.agent import Spawn
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import EndJob
 from keepstep.sim.cluster.collectives import Collectives, SimulatedRendezvous
+from keepstep.sim.cluster.control.network import CONTROLLER, Network
+from keepstep.sim.cluster.control.relays import Relays
 from keepstep.sim.cluster.controller import SimulatedController
 from keepstep.sim.cluster.layout import ClusterLayout
-from keepstep.sim.cluster.network import CONTROLLER, Network
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event, Schedule
@@ -41,6 +42,7 @@ class World:
         self.once = OnceScript(self)
         self.start_up = StartUpScript(self, seed)
         self.network = Network(self, layout.network)
+        self.relays = Relays(self, layout.num_relays)
         self.collectives = Collectives(self)
         self.rendezvous = SimulatedRendezvous(self)
         self.transfers = Transfers(self)
@@ -65,6 +67,8 @@ class World:
         self._parts: dict[str, Any] = {
             "world": self,
             "network": self.network,
+            "relays": self.relays,
+            **{relay.name: relay for relay in self.relays.all},
             "collectives": self.collectives,
             "transfers": self.transfers,
             "oracle": self.oracle,
@@ -75,9 +79,12 @@ class World:
         }
 
     def boot(self) -> None:
-        """Every node comes up."""
+        """The controller and every node come up."""
+        self.controller.boot()
         for node in self.nodes.values():
             node.boot()
+            if self.relays.all:
+                self.relays.connect(node.name)
 
     def happen(self, event: Event) -> None:
         """One event."""
@@ -91,6 +98,10 @@ class World:
     def freeze(self, part: str) -> None:
         """A program is held up: what happens to it happens when it goes on."""
         self._frozen.setdefault(part, [])
+
+    def kill(self, part: str) -> None:
+        """A program that is held up is ended: what has happened to it meanwhile is lost."""
+        self._frozen.pop(part, None)
 
     def thaw(self, part: str) -> None:
         """It goes on."""

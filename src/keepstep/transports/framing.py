@@ -13,7 +13,11 @@ _LENGTH = struct.Struct("<I")
 
 def frame(message: AnyMessage) -> bytes:
     """The bytes of one message, ready to be written."""
-    body = encode(message)
+    return framed(encode(message))
+
+
+def framed(body: bytes) -> bytes:
+    """The same for a message in its wire form."""
     return _LENGTH.pack(len(body)) + body
 
 

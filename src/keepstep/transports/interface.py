@@ -7,9 +7,11 @@ arrive are repeated by `keepstep.protocol.reliable_channel`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from keepstep.protocol.messages import AnyMessage
+from keepstep.protocol.relay.bundle import PacketBundle
 
 PATIENCE_S = 600.0
 """As long as a script may take between two steps: workers that end a step need the controller no later than then."""
@@ -21,11 +23,21 @@ class Connected:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RelayLost:
+    """The relay that held the connections to these nodes has ended."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message of a node, over a connection that is known to be that node's."""
+    """A message of a node, over a connection that is known to be that node's.
+
+    With relays also a bundle, whose nodes are known in the same way, and the loss of a relay; ``node`` is empty then.
+    """
 
     node: str
-    message: AnyMessage | Connected
+    message: AnyMessage | Connected | PacketBundle | RelayLost
 
 
 class ControllerConnection(Protocol):
@@ -52,3 +64,15 @@ class NodeConnections(Protocol):
 
     def refuse(self, node: str, why: str) -> None:
         """Ends the connection to a node that has said what it must not say."""
+
+
+@runtime_checkable
+class BundlingConnections(NodeConnections, Protocol):
+    """A controller's connections to the agents of all nodes, held by relays."""
+
+    @property
+    def routes(self) -> Mapping[str, int]:
+        """node -> the relay that holds its connection."""
+
+    def send_bundles(self, bundles: Sequence[tuple[int, PacketBundle]]) -> None:
+        """Sends each relay its bundles, or loses those for one that has ended; never blocks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import warnings
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -45,8 +46,10 @@ def authority(secret: Secret) -> bytes:
 def is_certificate(pem: bytes) -> bool:
     """Whether this is a certificate. gRPC would say no more of another text than that there is no connection."""
     try:
-        x509.load_pem_x509_certificate(pem)
-    except ValueError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what the library only warns of, such as a serial number of 0, is damage
+            x509.load_pem_x509_certificate(pem)
+    except (ValueError, Warning):
         return False
     return True
 

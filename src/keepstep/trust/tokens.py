@@ -27,8 +27,6 @@ class Role(enum.StrEnum):
 
     AGENT = "agent"
     """Speak for one node."""
-    OPERATOR = "operator"
-    """Act on the job. Nothing takes such a token yet, least of all in place of an agent's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

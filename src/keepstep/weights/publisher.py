@@ -138,11 +138,6 @@ class Publisher:
         """Names of the consumers attached to this device now."""
         return tuple(each.name for each in self._device.subscriber_registry.present())
 
-    @property
-    def is_publishing(self) -> bool:
-        """Whether a publication is under way."""
-        return self._is_publishing
-
     def wait_for_consumers(self, num_consumers: int, timeout_s: float) -> None:
         """Waits until so many consumers are attached to this device.
 

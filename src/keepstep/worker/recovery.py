@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn, assert_never
 
 from torch import distributed as dist
@@ -38,7 +39,10 @@ class Recovery:
         self._checkpoints = checkpoints
         self._resumed = False
         self._source = Source()
+        self._has_told_of_replicas = False
         self._publication: StepPublication | None = None
+        self._generation: int | None = None
+        """In which this rank trained last."""
         coordination.snapshots = self.snapshots
         coordination.digests = lambda: named_digests(state)
         coordination.missing_values.protected = lambda: (tensor for _name, tensor in state.live_tensors())
@@ -55,8 +59,28 @@ class Recovery:
 
     def _stand_ready(self) -> None:
         """The ranks of a generation are about to train."""
+        if self._machine.generation != self._generation:
+            self._generation = self._machine.generation
+            self._tell_of_replicas()
+            self._state.layout.new_generation()
         if self._publication is not None and self._machine.rank is not None:
             self._publication.stand_ready(self._machine.rank, dist.get_world_size(), self._machine.generation)
+
+    def _tell_of_replicas(self) -> None:
+        """Says once, on rank 0, that the loss of some ranks would end the job."""
+        rank, membership = self._machine.rank, self._machine.membership
+        if self._has_told_of_replicas or rank != 0 or membership is None or not self._state.is_sharded:
+            return
+        self._has_told_of_replicas = True
+        alone = sorted(ranks[0] for ranks in membership.replicas.values() if len(ranks) == 1)
+        if alone:
+            print(
+                f"keepstep: {len(alone)} of {membership.world_size} ranks hold a part of the state that no other rank "
+                f"holds (the first is rank {alone[0]}): the loss of one ends the job with exit code 75; with "
+                "data-parallel replicas it would not (HSDP: fully_shard() on a mesh of two dimensions)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def inspect_checkpoints(self) -> None:
         """Finds an intact checkpoint, if there is any; see `Checkpoints.inspect`."""

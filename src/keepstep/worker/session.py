@@ -30,12 +30,12 @@ from keepstep.worker.jobstore.default import DefaultStore
 from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
-from keepstep.worker.parallel.ddp import DataParallel
+from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
-from keepstep.worker.state.layout import compare_with_rank_0
+from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
@@ -193,7 +193,12 @@ class Session:
     # ---- what is protected ----------------------------------------------------------------------------------------
 
     def protect(
-        self, *, checkpoint_dir: str | os.PathLike[str] | None = None, checkpoint_every: int = 100, **objects: Any
+        self,
+        *,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int = 100,
+        shard: str = "",
+        **objects: Any,
     ) -> None:
         """Names everything that must be the same after a recovery as before. Call it once, before the first step.
 
@@ -201,6 +206,9 @@ class Session:
             checkpoint_dir: write a checkpoint here every ``checkpoint_every`` steps (torch DCP, in the background);
                 used when no live rank holds the state any more, and when the job is started again.
             checkpoint_every: steps from one checkpoint to the next.
+            shard: a text for the part of the model that this rank holds, where the names and shapes of its tensors
+                are those of other parts: experts, stages of a pipeline. Ranks of equal texts are replicas. Parts that
+                are DTensors need none.
             objects: at least one ``torch.nn.Module``; optimizers; anything else with ``state_dict()`` and
                 ``load_state_dict()``: schedulers, scalers, loaders. The names are yours and must be the same on
                 every rank.
@@ -211,8 +219,8 @@ class Session:
         """
         if self._state is not None:
             raise UsageError("protect() was called twice: give it everything in one call")
-        self._state = ProtectedState(objects | self._declared.objects)
-        self._state.layout = DataParallel(self._state.modules)
+        objects |= self._declared.objects
+        self._state = ProtectedState(objects, layout_of(objects), shard)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
         attempt = Attempt(self._coordination, self._state, self._declared)
         self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints)
@@ -231,6 +239,11 @@ class Session:
         if every < 1:
             raise ConfigurationError(f"protect(checkpoint_every={every}): allowed are 1 and more")
         assert self._state is not None
+        if self._state.is_sharded:
+            raise ConfigurationError(
+                f"protect(checkpoint_dir={str(directory)!r}): a checkpoint holds the state of one rank, and here each "
+                "rank holds a part; checkpoints of sharded state are not supported yet: leave checkpoint_dir out"
+            )
         root = self._settings.checkpoint_root if self._settings is not None else None
         path = Path(directory) if root is None else Path(root) / Path(directory).name
         return Checkpoints(self._state, path, every)
@@ -326,14 +339,14 @@ class Session:
             )
 
     def _check_replicas(self, start: int) -> None:
-        """Compares what this rank begins with to what rank 0 does, while all ranks start together."""
+        """Compares what this rank begins with to what its replicas do, while all ranks start together."""
         machine = self._coordination.machine
         if machine.generation == 0 or machine.used_echo or machine.rank is None or self.world_size == 1:
             return
         assert self._state is not None
         store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)
         try:
-            compare_with_rank_0(self._state, start, machine.rank, store)
+            compare_replicas(self._state, start, machine.rank, store)
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 

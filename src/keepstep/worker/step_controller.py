@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from keepstep.errors import UsageError
 from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
+from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.step import stop_points
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.barrier import pass_gradient_barrier
+from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
 
 
@@ -77,7 +79,8 @@ class StepController:
         self._was_begun = False
         self._last_index = -1
         self._is_warming_up = False
-        stop_points.install(state.modules, self._check_stop, self._mark_phase)
+        self._begun_s = 0.0
+        self._stop_points = StopPoints(state.modules, self._check_stop, self._mark_phase)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
 
@@ -169,6 +172,7 @@ class StepController:
             raise UsageError(f"step {self._index} was entered inside itself")
         assert self._index is not None
         self._is_inside = self._was_begun = True
+        self._begun_s = time.monotonic()
         self._undoing.begin()
         self._seed_step(self._index)
         self._coordination.move(StepEvent.STEP_ENTERED)
@@ -187,6 +191,7 @@ class StepController:
         coordination.complete_step()
         self._is_inside = False
         self._undoing.complete()
+        self._stop_points.step_took(time.monotonic() - self._begun_s)
         self._recovery.after_step()
 
     def is_interruption(self, error: BaseException) -> bool:
@@ -212,7 +217,7 @@ class StepController:
         """A step without an update must not leave gradients for the next: a rollback would lose them."""
         if self._coordination.phase is not Phase.BACKWARD or self._coordination.interrupted:
             return
-        gradients = [p.grad for _name, p in self._state.parameters() if p.grad is not None]
+        gradients = [local_of(p.grad) for _name, p in self._state.parameters() if p.grad is not None]
         if not self._state.optimizers or not any(bool(gradient.any()) for gradient in gradients):
             return
         overflow = self._state.scalers() and not all(bool(gradient.isfinite().all()) for gradient in gradients)

@@ -146,7 +146,7 @@ def test_readers_follow_each_other_by_device(case: Case) -> None:
 
 
 @given(cases())
-def test_everybody_makes_the_same_plan_and_nothing_in_it_is_for_the_unserved(case: Case) -> None:
+def test_all_devices_make_the_same_plan_and_nothing_in_it_is_for_the_unserved(case: Case) -> None:
     plan = case.layout.plan()
     assert plan == case.layout.plan()
     served = {reader for bucket in plan.buckets for reader in bucket.readers}
@@ -276,7 +276,7 @@ def test_sources_may_hold_different_tensors_and_different_blocks() -> None:
     assert layout.holders == ((Part(0, top),), (Part(1, whole((4, 3))), Part(0, bottom)))
 
 
-def test_nobody_there() -> None:
+def test_no_consumers() -> None:
     layout = lay_out([all_of(form("a"))], [[]], LIMITS)
     assert (layout.readers, layout.problems, layout.plan().buckets) == ((), (), ())
 

@@ -91,7 +91,7 @@ def test_each_device_gets_each_element_that_it_wants_once(case: Case) -> None:
 
 @moderately
 @given(cases(), st.data())
-def test_what_is_wanted_and_held_by_nobody_is_refused_and_nothing_else(case: Case, data: st.DataObject) -> None:
+def test_what_is_wanted_and_held_by_no_source_is_refused_and_nothing_else(case: Case, data: st.DataObject) -> None:
     lost = data.draw(st.sampled_from(sorted(case.holders)))
     case = dataclasses.replace(
         case, holders={holder: case.holders[holder] for holder in case.holders if holder != lost}
@@ -133,8 +133,7 @@ def test_blocks_lie_in_their_bucket_in_order_aligned_and_without_waste(case: Cas
 @given(cases())
 def test_large_blocks_are_alone(case: Case) -> None:
     for bucket in case.plan.buckets:
-        assert bucket.is_lone == (len(bucket.pieces) == 1)
-        assert bucket.is_lone or not is_large(bucket, case.limits)
+        assert len(bucket.pieces) == 1 or not is_large(bucket, case.limits)
 
 
 @moderately
@@ -159,7 +158,7 @@ def test_in_a_group_a_bucket_is_closed_only_when_the_next_block_does_not_fit(cas
 
 @moderately
 @given(cases())
-def test_a_block_is_cut_only_where_somebody_has_an_edge_or_a_bucket_is_full(case: Case) -> None:
+def test_a_block_is_cut_only_at_an_edge_of_a_box_or_where_a_bucket_is_full(case: Case) -> None:
     for tensor, form in enumerate(case.tensors):
         pieces = [piece for bucket in case.plan.buckets for piece in bucket.pieces if piece.tensor == tensor]
         owned = [*case.holders.values(), *(reader.parts for reader in case.readers)]

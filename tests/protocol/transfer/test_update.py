@@ -250,7 +250,7 @@ def test_a_failed_device_names_the_culprit() -> None:
     ],
     ids=["generation", "version"],
 )
-def test_who_is_behind_is_told_so_and_nobody_else(odd: msg.UpdateOffered, reason: str) -> None:
+def test_a_device_that_is_behind_is_told_so_and_no_other(odd: msg.UpdateOffered, reason: str) -> None:
     machine = machine_of(2)
     machine.receive(0, offer(), 0.0)
     assert machine.standing_of(odd) is SubscriberStanding.IS_PAST
@@ -267,7 +267,7 @@ def test_who_is_behind_is_told_so_and_nobody_else(odd: msg.UpdateOffered, reason
     ],
     ids=["generation", "version"],
 )
-def test_an_update_that_somebody_has_given_up_does_not_wait(odd: msg.UpdateOffered, reason: str) -> None:
+def test_an_update_that_a_device_has_given_up_does_not_wait(odd: msg.UpdateOffered, reason: str) -> None:
     machine = machine_of(2)
     machine.receive(0, offer(), 0.0)
     assert machine.standing_of(odd) is SubscriberStanding.IS_AHEAD
@@ -320,7 +320,7 @@ def test_sources_that_disagree_end_it() -> None:
     assert "'a' is int32[4] on rank 1 and float32[4] on rank 0" in told.reason
 
 
-def test_who_wants_what_nobody_holds_is_left_out() -> None:
+def test_a_consumer_that_wants_what_no_device_holds_is_left_out() -> None:
     machine = machine_of(1)
     half = HeldPart(FORM, Box((0,), (2,)))
     modest = Consumer("modest", (Want(("a",), "float32", (2,), (0,)),))

@@ -44,7 +44,7 @@ def test_where_no_step_was_lost_the_loss_begins_with_the_failure() -> None:
     assert Ledger([scene(100.0, 100.5, 104.0, resume=8)], pace()).lost(200.0) == [(100.0, 103.0)]
 
 
-def test_where_nobody_saw_the_step_begin_the_loss_begins_with_the_failure() -> None:
+def test_where_no_record_has_the_beginning_of_the_step_the_loss_begins_with_the_failure() -> None:
     assert Ledger([scene(100.0, 100.5, 104.0)], Pace(first_forward_ns=0)).lost(200.0) == [(100.0, 103.0)]
 
 

@@ -33,7 +33,7 @@ def found(watch: StragglerWatch) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("seed", range(5))
-def test_nobody_is_marked_where_all_are_alike(world_size: int, seed: int) -> None:
+def test_no_rank_is_marked_where_all_are_alike(world_size: int, seed: int) -> None:
     watch = StragglerWatch(world_size)
     watch.take(durations(world_size, 100, {}, seed))
     assert watch.found() == []
@@ -103,7 +103,7 @@ def test_where_ranks_differ_anyway_one_has_to_stand_out_more(spread: float, expe
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.15, []), (0.5, [(1, "between steps")])])
-def test_what_holds_nobody_up_is_not_worth_a_mark(factor: float, expected: list[tuple[int, str]]) -> None:
+def test_a_slow_phase_that_delays_no_other_rank_is_not_marked(factor: float, expected: list[tuple[int, str]]) -> None:
     """All take a millisecond between two steps; a rank that takes three of 61 is no straggler, with ten it is."""
     others = {(rank, Phase.UPDATED): 0.05 for rank in range(8)}
     watch = StragglerWatch(8)

@@ -130,7 +130,7 @@ def test_a_controller_of_an_earlier_term_is_not_listened_to() -> None:
     asyncio.run(whole())
 
 
-def test_an_endpoint_where_nobody_answers_does_not_keep_an_agent_from_another(
+def test_an_endpoint_that_does_not_answer_does_not_keep_an_agent_from_another(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where the other one is there only later: its machine's power is off, and one takes its place."""
@@ -228,17 +228,6 @@ def test_no_token_is_refused(is_tls: bool, token: str | None) -> None:
         await still_serves(controller)
 
     play(scene, is_tls=is_tls)
-
-
-def test_an_operators_token_is_not_for_agents() -> None:
-    async def scene(controller: Served) -> None:
-        token = mint(controller.secret, Claim(Role.OPERATOR, "me"))
-        async with channel_to(controller) as channel:
-            call = channel.stream_stream(PATH)(metadata=((AUTHORIZATION, BEARER + token),))
-            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert (await controller.next_refusal())[1] == "not for agents"
-
-    play(scene)
 
 
 def test_the_controller_of_another_job_is_not_believed() -> None:

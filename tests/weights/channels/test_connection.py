@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.weights.channels.descriptors import given_back
+from tests.weights.channels.pairs import connection_pair
 from tests.worker.ranks import DEADLINE_S, run_ranks
 
 from keepstep.cancel import Cancelled, CancelToken
@@ -35,7 +36,6 @@ from keepstep.weights.channels.connection import (
     Connection,
     ConnectionEnded,
     ConnectionStalled,
-    connection_pair,
     same_user,
     wait,
 )
@@ -212,7 +212,9 @@ def test_descriptors_are_taken_in_the_order_in_which_they_came(pair: Pair) -> No
 
 
 @pytest.mark.parametrize("num_bytes", [100, INLINE_BYTES + 1], ids=["short", "long"])
-def test_descriptors_that_nobody_takes_go_with_the_line(pair: Pair, memory_file: int, num_bytes: int) -> None:
+def test_descriptors_that_are_not_taken_are_closed_with_the_connection(
+    pair: Pair, memory_file: int, num_bytes: int
+) -> None:
     """Both those that were received, and those that are still on their way."""
     left, right = pair
     for _ in range(3):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import pytest
 from tests.weights.channels.descriptors import given_back
+from tests.weights.channels.pairs import connection_pair
 from tests.worker.ranks import DEADLINE_S
 
 from keepstep.cancel import Cancelled, CancelToken
@@ -22,7 +23,7 @@ from keepstep.protocol.transfer.messages import (
     VersionLoaded,
 )
 from keepstep.weights.channels import flow
-from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, connection_pair, wait
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, wait
 from keepstep.weights.channels.flow import Outlet, Stalled, next_bucket
 
 UPDATE = 5
@@ -111,7 +112,7 @@ def freed(slot: int, update: int = UPDATE) -> SlotFreed:
 # ---- Slots ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_that_nobody_was_told_of_is_free(make: Make) -> None:
+def test_a_slot_that_no_reader_was_told_of_is_free(make: Make) -> None:
     stand = make()
     stand.outlet.announce(0, 1, [])
     assert is_free(stand, 0)
@@ -119,7 +120,7 @@ def test_a_slot_that_nobody_was_told_of_is_free(make: Make) -> None:
     stand.outlet.wait_until_all_free()
 
 
-def test_the_readers_of_a_bucket_are_told_of_it_and_nobody_else(make: Make) -> None:
+def test_only_the_readers_of_a_bucket_are_told_of_it(make: Make) -> None:
     stand = make(3)
     stand.outlet.announce(7, 1, [0, 2])
     assert stand.heard(0) == stand.heard(2) == [BucketReady(UPDATE, 7, 1)]
@@ -262,7 +263,7 @@ def test_a_reader_that_moved_and_stands_then_is_lost(make: Make, clock: Clock) -
     assert clock.now_s == begun_s + 19.0
 
 
-def test_what_a_reader_said_before_anybody_listened_counts(make: Make, clock: Clock) -> None:
+def test_what_a_reader_said_before_the_writer_listened_counts(make: Make, clock: Clock) -> None:
     """A writer that was busy for long must not take its readers for lost who freed their slots in time."""
     stand = make(1, deadline_s=10.0)
     stand.outlet.announce(0, 0, [0])

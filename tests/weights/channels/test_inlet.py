@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.weights.channels.descriptors import given_back
+from tests.weights.channels.pairs import connection_pair
 from tests.worker.ranks import DEADLINE_S
 
 from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import BucketReady, SlotFreed
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.channels.connection import ConnectionEnded, connection_pair
+from keepstep.weights.channels.connection import ConnectionEnded
 from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
 from keepstep.weights.memory.buffers import SlotBuffer
 

@@ -330,7 +330,7 @@ def test_who_says_nothing_is_sent_away(path: Path) -> None:
     listener.close()
 
 
-def test_one_who_says_nothing_keeps_nobody_waiting(path: Path) -> None:
+def test_a_client_that_says_nothing_keeps_no_other_waiting(path: Path) -> None:
     visits = Visits()
     listener = Listener(path, visits.answer)
     silent = raw_call(path)
@@ -428,7 +428,7 @@ def test_the_door_of_a_killed_process_leads_nowhere_until_another_takes_its_plac
         listener.close()
 
 
-def test_what_a_killed_process_left_half_made_is_in_nobodys_way(path: Path) -> None:
+def test_what_a_killed_process_left_half_made_is_removed(path: Path) -> None:
     """The number of a process may come again."""
     left = path.with_name(f".{path.stem}.{os.getpid()}")
     left.touch()

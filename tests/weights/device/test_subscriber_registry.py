@@ -9,12 +9,13 @@ from contextlib import suppress
 
 import pytest
 from tests.weights.channels.descriptors import given_back
+from tests.weights.channels.pairs import connection_pair
 from tests.worker.ranks import DEADLINE_S
 
 from keepstep.errors import PeerLost
 from keepstep.protocol.transfer.layout import Consumer
 from keepstep.protocol.transfer.messages import MovementSeen
-from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, connection_pair
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled
 from keepstep.weights.device.subscriber_registry import Attached, SubscriberRegistry
 
 SOON_S = 0.05
@@ -93,7 +94,7 @@ def test_a_newer_one_of_the_same_name_takes_the_place_of_the_older(attendance: S
     assert newer.receive_now() == MovementSeen(1)
 
 
-def test_whoever_has_gone_is_forgotten(attendance: SubscriberRegistry, come: Come) -> None:
+def test_a_subscriber_that_has_gone_is_forgotten(attendance: SubscriberRegistry, come: Come) -> None:
     gone, _stays = come("a"), come("b")
     gone.close()
     assert present(attendance) == ["b"]
@@ -101,7 +102,7 @@ def test_whoever_has_gone_is_forgotten(attendance: SubscriberRegistry, come: Com
     assert present(attendance) == ["b", "a"]
 
 
-def test_whoever_was_sent_away_is_forgotten(attendance: SubscriberRegistry, come: Come) -> None:
+def test_a_subscriber_that_was_sent_away_is_forgotten(attendance: SubscriberRegistry, come: Come) -> None:
     come("a")
     attendance.present()[0].connection.close()
     assert present(attendance) == []
@@ -178,7 +179,7 @@ def test_too_few_have_come(attendance: SubscriberRegistry, come: Come) -> None:
     assert not attendance.wait_for(2, SOON_S)
 
 
-def test_whoever_has_gone_is_not_among_those_who_came(attendance: SubscriberRegistry, come: Come) -> None:
+def test_a_subscriber_that_has_gone_is_not_among_those_who_came(attendance: SubscriberRegistry, come: Come) -> None:
     come("a").close()
     assert not attendance.wait_for(1, SOON_S)
     come("b")

@@ -148,7 +148,7 @@ def test_a_buffer_of_another_size_than_was_said_is_refused(buffer: SlotBuffer, n
         SlotBuffer.attach(os.dup(buffer.descriptor), num_slots, slot_bytes)
 
 
-def test_a_buffer_of_more_slots_than_anybody_uses_is_refused() -> None:
+def test_a_buffer_of_more_slots_than_any_device_uses_is_refused() -> None:
     buffer = SlotBuffer.create(MAX_SLOTS + 1, 16)
     with pytest.raises(RemoteProtocolError):
         SlotBuffer.attach(os.dup(buffer.descriptor), MAX_SLOTS + 1, 16)

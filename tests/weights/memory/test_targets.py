@@ -160,7 +160,7 @@ def test_two_sets_of_a_module_change_places() -> None:
     assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
-def test_whoever_looks_at_the_same_memory_sees_the_new_version_too() -> None:
+def test_other_tensors_over_the_same_memory_see_the_new_version_too() -> None:
     """As with a state dict, whose tensors are not the module's own objects."""
     source, own = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     Delivery([source], TensorTarget(own.state_dict(), atomic=True)).all()

@@ -48,6 +48,16 @@ def test_to_all_flat_repeats_the_source(size: int, shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_to_all_flat_takes_a_source_that_lies_in_the_output(size: int) -> None:
+    """FSDP2 gathers in place: what a rank gives is its own part of what it gets."""
+    for rank in range(size):
+        output = numbers(size, 3)
+        expected = output[rank].clone().expand(size, 3)
+        echo.to_all_flat(output, output[rank])
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_own_of_takes_this_ranks_place(size: int) -> None:
     for rank in range(size):
         inputs = [[numbers(3, start=10 * place) for place in range(size)]]

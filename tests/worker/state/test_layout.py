@@ -9,7 +9,7 @@ import torch
 from tests.worker.state.parts import small, train
 
 from keepstep.errors import StateMismatch
-from keepstep.worker.state.layout import Start, check_same_start, start_of
+from keepstep.worker.state.layout import Start, check_same_start, compare_replicas, start_of
 from keepstep.worker.state.protected import ProtectedState
 
 
@@ -96,3 +96,44 @@ def test_an_object_of_one_rank_only_is_named(seed: int) -> None:
     del own["mine"]
     with pytest.raises(StateMismatch, match=r"only one of rank 1 and rank 0 has mine\['best'\]"):
         check_same_start(start_of(ProtectedState(own)), start_of(ProtectedState(theirs)), 1)
+
+
+class FirstStore:
+    """The part of a store that the comparison uses; nothing in it is waited for."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(number).encode()
+        return number
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._values[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+
+def compare(store: Any, rank: int, seed: int, shard: str) -> None:
+    compare_replicas(ProtectedState(parts(seed), shard=shard), 0, rank, store)
+
+
+def test_ranks_that_name_their_parts_are_compared_within_each_part(seed: int) -> None:
+    store = FirstStore()
+    compare(store, 1, seed, "expert 1")  # any rank of a part may come first
+    compare(store, 0, seed + 1, "expert 0")
+    compare(store, 3, seed, "expert 1")
+    with pytest.raises(StateMismatch) as caught:
+        compare(store, 2, seed, "expert 0")
+    said = str(caught.value)
+    assert said.startswith("'model.0.weight' differs between rank 2 and rank 0 before the first step")
+    assert 'protect(shard="...")' in said
+
+
+def test_without_parts_all_ranks_are_compared_with_rank_0(seed: int) -> None:
+    store = FirstStore()
+    compare(store, 0, seed, "")
+    with pytest.raises(StateMismatch, match=r"differs between rank 1 and rank 0"):
+        compare(store, 1, seed + 1, "")

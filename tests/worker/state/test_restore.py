@@ -355,7 +355,7 @@ class Damaging:
             self._number -= 1
             if self._number == -1:
                 self._kept = tensors[0].clone()  # its memory has to last until it is sent
-                self._kept.view(-1)[-1] ^= 64
+                self._kept.view(-1)[16] ^= 64  # behind the size of a header
                 tensors = [self._kept]
         return self._group.send(tensors, destination, tag)
 
@@ -420,7 +420,7 @@ def test_damaged_content_is_refused(tag: int, number: int, way: str, tmp_path: P
 
 
 def test_a_damaged_header_is_refused(tmp_path: Path, seed: int) -> None:
-    arguments = ("messages", restore._HEADER_TAG, 1, seed)
+    arguments = ("messages", restore._HEADER_TAG, 0, seed)
     message, host_is_untouched = run_ranks(2, damaged, tmp_path, *arguments, silent=frozenset({0}))[1]
     assert "from rank 0 arrived with a wrong checksum" in message
     assert "bucket" not in message
@@ -458,8 +458,11 @@ def forged(rank: int, size: int, path: Path, what: str) -> str:
         if what == "nonsense":
             restore._send_sealed(b"\xc1ab", 1, group)
         else:
-            number = {"empty": 0, "negative": -1, "huge": 1 << 40}[what]
-            group.send([torch.tensor([number])], 1, restore._HEADER_TAG).wait()
+            message = torch.zeros(restore._SHORT_BYTES, dtype=torch.uint8)
+            message[:8] = torch.frombuffer(
+                bytearray({"empty": 0, "huge": 1 << 40}[what].to_bytes(8, "little")), dtype=torch.uint8
+            )
+            group.send([message], 1, restore._HEADER_TAG).wait()
         meet(path, size, "never")
     try:
         receive(state, 0, Transfer((0,), (1,)), group)
@@ -472,7 +475,6 @@ def forged(rank: int, size: int, path: Path, what: str) -> str:
     ("what", "text"),
     [
         ("empty", "rank 0 announces a header of 0 bytes; at most 1073741824 are allowed"),
-        ("negative", "rank 0 announces a header of -1 bytes"),
         ("huge", "rank 0 announces a header of 1099511627776 bytes"),
         ("nonsense", "rank 0 sent"),
     ],

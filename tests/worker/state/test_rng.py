@@ -1,6 +1,7 @@
 """Random numbers as a function of seed, rank and step."""
 
 import random
+import types
 from itertools import product
 
 import numpy as np
@@ -76,3 +77,17 @@ def test_the_start_up_has_numbers_of_its_own(seed: int) -> None:
     seed_start_up(seed)
     assert (random.random(), np.random.random(), torch.rand(1).item()) == first
     assert drawn(seed, 0, 0)[0][0] != first[0]
+
+
+def test_a_step_draws_from_torch_what_it_draws_after_manual_seed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every generator of an accelerator is seeded with the number that torch's own function would give it."""
+    numbers: list[int] = []
+    module = types.SimpleNamespace(manual_seed_all=numbers.append)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    seed_step(seed, 1, 2)
+    drawn_after = torch.rand(3)
+    monkeypatch.undo()
+    torch.manual_seed(numbers.pop())
+    assert torch.equal(drawn_after, torch.rand(3))
+    assert not numbers

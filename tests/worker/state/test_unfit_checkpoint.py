@@ -140,7 +140,7 @@ def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path, seed: int) -> None:
         Checkpoints(ProtectedState({"model": small()}), tmp_path, every=1).load(1)
 
 
-def test_a_file_that_somebody_puts_beside_it_does_no_harm(tmp_path: Path, seed: int) -> None:
+def test_a_foreign_file_beside_it_does_no_harm(tmp_path: Path, seed: int) -> None:
     job = Job(seed)
     written(tmp_path, {"model": job.model})
     (tmp_path / "step_0000000001" / "notes.txt").write_text("good one")

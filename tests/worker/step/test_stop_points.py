@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.protocol.phases import Phase
-from keepstep.worker.step.stop_points import NUM_STOP_POINTS, install, spread
+from keepstep.worker.step.stop_points import LEARNING_STEPS, NUM_STOP_POINTS, SPACING_S, StopPoints, spread
 
 
 @given(st.integers(0, 300), st.integers(1, 100))
@@ -31,7 +31,7 @@ class Watched:
         self.phases: list[Phase] = []
         self.num_checks: Counter[Phase | None] = Counter()
         self.stops_in: Phase | None = None
-        install({"model": self.model, "empty": torch.nn.ReLU()}, self._check, self.phases.append)
+        self.points = StopPoints({"model": self.model, "empty": torch.nn.ReLU()}, self._check, self.phases.append)
 
     def _check(self) -> None:
         phase = self.phases[-1] if self.phases else None
@@ -70,3 +70,19 @@ def test_an_evaluation_is_no_forward_of_a_step() -> None:
     with torch.no_grad():
         watched.forward()
     assert watched.phases == []
+
+
+@pytest.mark.parametrize(("step_s", "per_direction"), [(SPACING_S / 2, 0), (3.5 * SPACING_S, 3), (1.0, 10)])
+def test_short_steps_keep_few(step_s: float, per_direction: int) -> None:
+    """The phases are marked all the same."""
+    watched = Watched(10)
+    watched.stops_in = Phase.SYNCED
+    for _ in range(LEARNING_STEPS):
+        watched.points.step_took(step_s)
+    watched.points.step_took(100.0)  # it is known by now
+    watched.forward().backward()
+    assert watched.num_checks[Phase.FORWARD] == 1 + per_direction
+    assert watched.num_checks[Phase.BACKWARD] == (
+        20 if per_direction == 10 else per_direction
+    )  # two parameters a layer
+    assert set(watched.phases) == {Phase.FORWARD, Phase.BACKWARD}

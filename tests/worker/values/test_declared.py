@@ -223,7 +223,7 @@ def test_a_checkpoint_of_other_values_is_refused(monkeypatch: pytest.MonkeyPatch
         table.load_state_dict(state | {"names": {"session.state(per_rank=True)": ["b"]}})
 
 
-def test_a_table_that_nobody_has_filled_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_was_not_filled_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     table, state = a_table(monkeypatch)
     with pytest.raises(InternalError, match="local values of 0 ranks"):
         table.load_state_dict(state | {"num_rows": 0})

@@ -8,7 +8,16 @@ import sys
 from pathlib import Path
 
 from keepstep.errors import ConfigurationError, LeaseLost
-from keepstep.launcher.cluster.flags import add_controller_flags, add_placement_flags, endpoint_of, shape_of
+from keepstep.launcher.cluster.flags import (
+    MAX_NODES_ALONE,
+    MAX_RELAYS,
+    NODES_PER_RELAY,
+    add_controller_flags,
+    add_placement_flags,
+    endpoint_of,
+    num_relays_for,
+    shape_of,
+)
 from keepstep.launcher.cluster.hosting import EXIT_SUPERSEDED
 from keepstep.launcher.cluster.service import ControllerOptions, run_controller
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of, server_files_of
@@ -35,6 +44,8 @@ def main(arguments: list[str]) -> int:
             f"--takeover-after {chosen.takeover_after}: allowed are {MIN_TAKEOVER_S:g} to {MAX_TAKEOVER_S:g} s"
         )
     shape = shape_of(chosen.nnodes, chosen.nproc_per_node, chosen.spares)
+    if chosen.relays is not None and not 0 <= chosen.relays <= MAX_RELAYS:
+        raise ConfigurationError(f"--relays {chosen.relays}: allowed are 0 to {MAX_RELAYS}")
     options = ControllerOptions(
         recovery=shape.recovery(chosen),
         run_dir=make_folder("--run-dir", Path(chosen.run_dir), 0o700),
@@ -47,6 +58,7 @@ def main(arguments: list[str]) -> int:
         is_draining=chosen.drain,
         is_standby=chosen.standby,
         takeover_s=chosen.takeover_after,
+        num_relays=num_relays_for(shape.max_nodes) if chosen.relays is None else chosen.relays,
         is_durable=chosen.parent is None,  # a child only comes back where it was
     )
     try:
@@ -81,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--takeover-after", type=float, default=HOLD_S, metavar="SECONDS",
         help="not heard of for so long, this controller is taken for gone by others (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--relays", type=int, metavar="N",
+        help="processes that share the connections to agents; 0: the controller holds them (default: one for "
+        f"{NODES_PER_RELAY} nodes where there are more than {MAX_NODES_ALONE})",
     )  # fmt: skip
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--drain", action="store_true", help=argparse.SUPPRESS)

@@ -27,6 +27,13 @@ ENGINE_TIMEOUT_S = 600.0
 """A cloud takes minutes to bring a machine up."""
 
 
+NODES_PER_RELAY = 256
+"""gRPC takes about 0.1 ms of a relay for each message, so these answer an order within some 25 ms."""
+MAX_NODES_ALONE = 1024
+"""As many nodes one process serves in the time that benchmarks/results shows."""
+MAX_RELAYS = 256
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
     """How many ranks, nodes and spares a job has; the same on every node."""
@@ -191,6 +198,11 @@ def shape_of(nnodes: str, ranks_per_node: int, num_spares: int) -> Shape:
     if num_spares < 0:
         raise ConfigurationError(f"--spares {num_spares}: allowed are 0 and more")
     return Shape(min_nodes, max_nodes, ranks_per_node, num_spares)
+
+
+def num_relays_for(num_nodes: int) -> int:
+    """How many relays a controller of so many nodes has by default: none where one process holds all connections."""
+    return 0 if num_nodes <= MAX_NODES_ALONE else math.ceil(num_nodes / NODES_PER_RELAY)
 
 
 def _quarantine_of(text: str) -> tuple[int, float]:

@@ -22,7 +22,7 @@ from keepstep.controller import gc_freeze
 from keepstep.controller.controller import Controller
 from keepstep.controller.lease import RunLease
 from keepstep.controller.stores import ControllerStores
-from keepstep.errors import ConfigurationError, TokenRefused
+from keepstep.errors import ConfigurationError
 from keepstep.launcher import control
 from keepstep.launcher.cluster.flags import split
 from keepstep.launcher.console import follow
@@ -36,9 +36,10 @@ from keepstep.trace.record import journal, runfolder
 from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
 from keepstep.trace.timeline.describe import describe
+from keepstep.transports.relay.connections import RelayedNodeConnections
 from keepstep.transports.rpc.server import RpcNodeConnections
 from keepstep.trust.certificates import ServerFiles
-from keepstep.trust.tokens import Role, Secret, check
+from keepstep.trust.tokens import Secret, check
 
 REFUSALS_S = 10.0
 MAX_REFUSALS = 20
@@ -66,6 +67,8 @@ class ControllerOptions:
     """Wait until the controller of the folder's run is gone, then go on in its place."""
     takeover_s: float = HOLD_S
     """Another controller may take this one's place when it was not heard of for so long."""
+    num_relays: int = 0
+    """Processes that hold the connections to agents; 0: the controller holds them."""
     is_durable: bool = True
     """The run can go on on another machine when this one is lost."""
 
@@ -167,7 +170,7 @@ async def _serve(
         machine = ControllerMachine.from_journal(options.recovery, relived, clock.now_s(), options.lease_s)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection takes one
-    connections = RpcNodeConnections(lambda token: _node_of(options.secret, token), Refusals().tell, lease.term)
+    connections = _connections(options, lease.term)
     port = await connections.start(*split(options.listen), options.tls)
     print(f"keepstep: controller listens on port {port}", file=sys.stderr, flush=True)
     stores = ControllerStores(options.run_dir, is_durable=options.is_durable)
@@ -190,6 +193,13 @@ async def _serve(
             await connections.stop()
             stores.close()
     return describe(machine.job)
+
+
+def _connections(options: ControllerOptions, term: int) -> RpcNodeConnections | RelayedNodeConnections:
+    """The agents' connections: the controller's own, or its relays'."""
+    if options.num_relays:
+        return RelayedNodeConnections(options.num_relays, options.secret, Refusals().tell, term)
+    return RpcNodeConnections(lambda token: check(options.secret, token).name, Refusals().tell, term)
 
 
 def _confirmed(entries: list[JournalEntry], lease: RunLease) -> Iterator[JournalEntry]:
@@ -240,13 +250,6 @@ def _places(job: RecoveryMachine) -> list[dict[str, object]]:
         for worker in job.roster.workers.values()
         if not worker.lost and not worker.done
     ]
-
-
-def _node_of(secret: Secret, token: str) -> str:
-    claim = check(secret, token)
-    if claim.role is not Role.AGENT:
-        raise TokenRefused(f"the token of {claim.role} {claim.name!r} is not for agents")
-    return claim.name
 
 
 class Refusals:

@@ -19,7 +19,7 @@ from keepstep.protocol.messages.base import (
     Seconds,
     Tag,
 )
-from keepstep.protocol.messages.membership import Member, Membership
+from keepstep.protocol.messages.membership import Member, Membership, MembershipChange
 from keepstep.protocol.messages.orders import (
     Abandon,
     Assign,
@@ -29,6 +29,7 @@ from keepstep.protocol.messages.orders import (
     EndJob,
     FenceWorker,
     Hold,
+    MembershipTold,
     OnceAnswered,
     Recover,
     Rescue,
@@ -96,6 +97,8 @@ __all__ = [
     "JobStalled",
     "Member",
     "Membership",
+    "MembershipChange",
+    "MembershipTold",
     "Message",
     "NodeDraining",
     "NodeEvicted",
@@ -151,7 +154,7 @@ AgentReport: TypeAlias = NodeReport | WorkerStarted | WorkerLost | WorkerEnded |
 HolderOrder: TypeAlias = Stop | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
 """For every worker that holds a rank."""
 WorkerOrder: TypeAlias = HolderOrder | Assign | StoreAnswered | OnceAnswered
-AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | WorkerOrder
+AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | MembershipTold | WorkerOrder
 
 Report: TypeAlias = WorkerReport | AgentReport
 

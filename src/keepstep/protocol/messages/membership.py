@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
+
+from keepstep.errors import RemoteProtocolError
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -18,7 +20,14 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """What the rank holds; ranks of equal shards are replicas of each other."""
 
 
-class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
+class MembershipChange(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """What makes one membership of another one: the ranks that have another member."""
+
+    members: tuple[tuple[int, Member], ...]
+    """Rank and member."""
+
+
+class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """One immutable value per generation: the member at each rank. A job that shrinks or grows has another one.
 
     Nodes and shards are written once, and by rank their numbers: for 16,384 replicas on 2,048 nodes that makes 130 KiB
@@ -53,6 +62,28 @@ class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             tuple(shards[member.shard] for member in listed),
         )
 
+    def changed(self, change: MembershipChange) -> Membership:
+        """The membership that follows from a change, which is the same value as one made of all its members.
+
+        Raises:
+            RemoteProtocolError: it names a rank that there is not.
+        """
+        members = dict(change.members)
+        if not all(0 <= rank < self.world_size for rank in members):
+            raise RemoteProtocolError(f"a change of ranks {sorted(members)} in a membership of {self.world_size} ranks")
+        workers, node_numbers, shard_numbers = map(list, (self.workers, self.node_numbers, self.shard_numbers))
+        nodes, shards = (dict(zip(names, range(len(names)), strict=True)) for names in (self.nodes, self.shards))
+        for rank, member in members.items():
+            workers[rank] = member.worker
+            node_numbers[rank] = nodes.setdefault(member.node, len(nodes))
+            shard_numbers[rank] = shards.setdefault(member.shard, len(shards))
+        return Membership(tuple(workers), *_in_order(nodes, node_numbers), *_in_order(shards, shard_numbers))
+
+    def change_to(self, after: Membership) -> MembershipChange:
+        """What makes this membership the other one, of as many ranks. A worker is always on the same node."""
+        pairs = enumerate(zip(self.workers, after.workers, strict=True))
+        return MembershipChange(tuple((rank, after.member(rank)) for rank, (was, now) in pairs if was != now))
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -77,3 +108,12 @@ class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def is_first_replica(self, rank: int) -> bool:
         """Whether a rank is the one of its replica group that does what one of them does, such as to save."""
         return self.replicas[self.shard(rank)][0] == rank
+
+
+def _in_order(names: Iterable[str], numbers: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The names that occur, in the order in which they do, and their numbers by rank; as `Membership.of` has them."""
+    names, order = tuple(names), list(dict.fromkeys(numbers))
+    if order == list(range(len(names))):
+        return names, tuple(numbers)
+    renumbered = {number: new for new, number in enumerate(order)}
+    return tuple(names[number] for number in order), tuple(map(renumbered.__getitem__, numbers))

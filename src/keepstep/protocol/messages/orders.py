@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.protocol.messages.base import Message, Seconds
-from keepstep.protocol.messages.membership import Membership
+from keepstep.protocol.messages.membership import Membership, MembershipChange
 
 
 class StartWorker(Message, frozen=True):
@@ -68,8 +68,15 @@ class Recover(Message, frozen=True):
     generation: int
     resume_step: int
     transfers: tuple[Transfer, ...]
+    membership: Membership | MembershipChange
+    """Of this generation. To an agent the controller sends what has changed since the last membership that it told it;
+    a worker gets the whole."""
+
+
+class MembershipTold(Message, frozen=True):
+    """The membership that the next `Recover` changes, for a node that joins when there is one."""
+
     membership: Membership
-    """Of this generation."""
 
 
 class Resume(Message, frozen=True):
@@ -97,7 +104,7 @@ class Rescue(Message, frozen=True):
 
 
 class Hold(Message, frozen=True):
-    """The job is to end: complete the step that you are in, and wait. SendReport at once before which step that is."""
+    """The job is to end: complete the step that you are in, and wait. Say at once before which step that is."""
 
     generation: int
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.protocol.messages import Membership
+from keepstep.protocol.messages import Membership, MembershipChange
 from keepstep.protocol.recovery.end.drain import JobDrain
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.quarantine import Quarantine
@@ -24,6 +24,8 @@ class JobState:
         self.roster = Roster(settings, self.quarantine)
         self.membership: Membership | None = None
         """Of the last generation in which all ranks stood ready; None while all start."""
+        self.told: Membership | None = None
+        """The membership that every agent was told last."""
         self.progress = Progress()
         self.standstill = Standstill(self.roster)
         self.orders = Orders()
@@ -36,6 +38,21 @@ class JobState:
         self.records: list[RecoveryRecord] = []
         self.record = RecoveryRecord(self.generation, "start", "no failure was seen", 0.0)
         """What happens in this generation. That of the first is not among ``records``: it recovers from nothing."""
+
+    def tell(self, before: Membership, change: MembershipChange) -> Membership | MembershipChange:
+        """What agents are told of the present membership, which they know from then on.
+
+        Args:
+            before: the membership that it was made of.
+            change: of that one.
+        """
+        assert self.membership is not None
+        told, self.told = self.told, self.membership
+        if told is before:
+            return change
+        if told is None or told.world_size != self.membership.world_size:
+            return self.membership
+        return told.change_to(self.membership)
 
     def begin_generation(self, cause: str, detail: str, now_s: float) -> None:
         """A failure has interrupted the ranks: what they said in the last generation counts no more."""

@@ -10,7 +10,7 @@ ends by asking whether it has: so a report costs the same in a world of any size
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 from keepstep.errors import InternalError
@@ -96,6 +96,15 @@ class RecoveryMachine:
         if self.stage is Stage.ENDED or generation not in (None, self.generation):
             return []
         self._dispatch(node, message, now_s)
+        return self._proceed(now_s)
+
+    def answered(
+        self, nodes: Sequence[str], workers: Sequence[Sequence[int]], answer: msg.GroupAnswer, now_s: float
+    ) -> list[Effect]:
+        """The same answer of several nodes, for these workers of each."""
+        if self.stage is Stage.ENDED or answer.generation != self.generation:
+            return []
+        self._answered(nodes, workers, answer, now_s)
         return self._proceed(now_s)
 
     def node_lost(self, node: str, why: str, since_s: float, now_s: float, *, is_fault: bool = True) -> list[Effect]:
@@ -207,6 +216,10 @@ class RecoveryMachine:
         match message:
             case msg.NodeJoined():
                 self.roster.add_node(message)
+                if self._job.told is not None:
+                    self._job.orders.send(
+                        message.node, msg.MembershipTold(self._job.told), "it joins a job that goes on"
+                    )
                 self._go(self._stage.node_joined(message.node, now_s), now_s)
             case msg.NodeDraining():
                 self._job.processes.close_node(node, message.reason)
@@ -223,38 +236,39 @@ class RecoveryMachine:
             case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
             case _ if isinstance(message, msg.GroupAnswer):
-                self._answered(node, message, now_s)
+                self._answered((node,), (message.workers,), message, now_s)
             case _:
                 worker = self.roster.workers.get(message.worker)
                 if worker is not None and worker.node == node:
                     self._from_worker(worker, message, now_s)
 
-    def _answered(self, node: str, message: msg.GroupAnswer, now_s: float) -> None:
-        """An answer that all ranks give, for those of one node: a hundred thousand of them come at once."""
-        known, job = self.roster.workers, self._job
-        speakers = [known[number] for number in message.workers if number in known]
-        speakers = [worker for worker in speakers if worker.node == node and not worker.lost]
-        if not speakers:
+    def _answered(
+        self, nodes: Sequence[str], workers: Sequence[Sequence[int]], message: msg.GroupAnswer, now_s: float
+    ) -> None:
+        """An answer that all ranks give, for those of some nodes: a hundred thousand of them come at once."""
+        job = self._job
+        numbers = self.roster.live_on(nodes, workers)
+        if not numbers:
             return
-        numbers = [worker.worker for worker in speakers]
         if type(message) is self._stage.answer:
             self._stage.awaited.difference_update(numbers)
         match message:
             case msg.SafePointReached():
-                for worker in speakers:
-                    worker.safe = message
+                for number in numbers:
+                    self.roster.workers[number].safe = message
                 self.progress.reached(min(message.reach, default=0))
             case msg.GroupsReset():
                 job.connected.update(numbers)
             case msg.StateRecovered():
                 job.record.received_bytes += message.received_bytes * len(numbers)
             case msg.Holding() | msg.Drained():
-                self._go(self._stage.drain_answered(message), now_s)
+                self._go(self._stage.drain_answered(numbers, message), now_s)
             case msg.StepsFinished():
                 self.standstill.finished(numbers, message.step)
                 self.progress.reached(message.step)
                 if message.digest is not None:
-                    self.digests |= {worker.rank: message.digest for worker in speakers if worker.rank is not None}
+                    ranks = (self.roster.workers[number].rank for number in numbers)
+                    self.digests |= {rank: message.digest for rank in ranks if rank is not None}
 
     def _from_worker(self, worker: Worker, message: msg.WorkerReport | msg.AgentReport, now_s: float) -> None:
         match message:

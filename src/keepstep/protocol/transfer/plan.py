@@ -74,11 +74,6 @@ class Bucket:
     devices: tuple[int, ...]
     """Where those readers are, ascending."""
 
-    @property
-    def is_lone(self) -> bool:
-        """Whether it is one block of one tensor."""
-        return len(self.pieces) == 1
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:

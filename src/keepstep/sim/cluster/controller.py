@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import ControllerMachine, JournalEntry
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.scripts.startup import StartUp
-from keepstep.sim.cluster.network import CONTROLLER
+from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
+from keepstep.sim.cluster.control.network import CONTROLLER
+from keepstep.sim.cluster.control.relays import PIPE_S, Frame
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ class SimulatedController:
     def __init__(self, world: World) -> None:
         self.world = world
         self.is_up = True
+        self.life = 0
+        """One more at each crash."""
         self.machine = ControllerMachine(world.layout.settings)
         self.journal: list[JournalEntry] = []
         """What is on disk."""
@@ -28,7 +33,16 @@ class SimulatedController:
         self._start_up_file: list[msg.StoreRequested] = []
         """What of it is on disk."""
         self._dies_before: str | None = None
+        self._routes: dict[str, int] = {}
+        """node -> the relay that holds its connection, as the relays have said."""
+        self._taken: tuple[int, int] | None = None
+        """The relay, and which life of it, whose frame it works on."""
         self._wake_s: float | None = None
+
+    def boot(self) -> None:
+        """It starts, for the first time."""
+        self.machine.begin(self.world.schedule.now_s)
+        self._wake_later()
 
     def hear(self, packet: msg.Packet | msg.NodeEvicted | msg.NodeLeft) -> None:
         """A packet of a node has come."""
@@ -39,6 +53,47 @@ class SimulatedController:
         elif self.is_up and isinstance(packet, msg.NodeLeft):
             self.machine.left(packet, self.world.schedule.now_s)
             self._proceed()
+
+    def take(self, frame: Frame) -> None:
+        """A frame of a relay has come. The controller takes it even if the relay has died since."""
+        if not self.is_up or frame.controller_life != self.life:
+            return
+        now_s, self._taken = self.world.schedule.now_s, (frame.relay, frame.relay_life)
+        for packet in frame.originals:
+            if isinstance(packet, msg.Packet):
+                self.world.oracle.listens(packet)
+        for item in frame.items:
+            match item:
+                case PacketBundle():
+                    refused = self.machine.receive_bundle(item, now_s)
+                    assert not refused, refused
+                case NodeConnected():
+                    self._refuse_former(item.node, frame.relay)
+                    self._routes[item.node] = frame.relay
+                    self.machine.reconnected(item.node)
+                case NodeSaid(_, msg.Packet() as packet):
+                    self.machine.receive(packet, now_s)
+                case NodeSaid(_, msg.NodeLeft() as message):
+                    self.machine.left(message, now_s)
+                case NodeSaid():
+                    raise InternalError(f"a simulated node sent {item.message}")
+        self._proceed()
+
+    def _refuse_former(self, node: str, relay: int) -> None:
+        """A node has connected to a relay. If it has a connection to another one, that one is to end it: the word of
+        either may be the older one, and in doubt the node connects once more."""
+        if (number := self._routes.get(node)) in (None, relay):
+            return
+        former = self.world.relays.all[number]
+        self.world.schedule.after(PIPE_S, Event(former.name, "refuse", (former.life, node)))
+
+    def relay_lost(self, relay: int) -> None:
+        """A relay has ended."""
+        if self.is_up:
+            nodes = [node for node, at in self._routes.items() if at == relay]
+            for node in nodes:
+                del self._routes[node]
+            self.machine.relay_lost(nodes, self.world.schedule.now_s)
 
     def requested(self, node: str, request: msg.StoreRequested) -> None:
         """A process asks the record of the start-up. What is kept is on disk before the answer is transmitted."""
@@ -90,12 +145,31 @@ class SimulatedController:
             return
         self._write(entries)
         self._settle()
-        for packet in self.machine.packets(self.world.schedule.now_s):
-            self.world.network.send(CONTROLLER, packet.node, packet)
+        self._transmit()
         self._wake_later()
         if self.machine.job.stage is Stage.ENDED:
             assert self.machine.job.ended is not None
             self.world.job_ended(self.machine.job.ended)
+
+    def _transmit(self) -> None:
+        now_s, relays = self.world.schedule.now_s, self.world.relays.all
+        if not relays:
+            for packet in self.machine.packets(now_s):
+                self.world.network.send(CONTROLLER, packet.node, packet)
+            return
+        alone, bundles = self.machine.bundles(now_s, self._routes)
+        sent: dict[int, list[PacketBundle | msg.Packet | msg.NodeEvicted]] = {relay.number: [] for relay in relays}
+        for each in alone:
+            if (number := self._routes.get(each.node)) is not None:
+                sent[number].append(each)
+        for number, bundle in bundles:
+            sent[number].append(bundle)
+        for relay in relays:
+            has_taken = self._taken == (relay.number, relay.life)
+            if sent[relay.number] or has_taken:
+                event = Event(relay.name, "transmit", (relay.life, tuple(sent[relay.number]), has_taken))
+                self.world.schedule.after(PIPE_S, event)
+        self._taken = None
 
     def _write(self, entries: list[JournalEntry]) -> None:
         self.journal += entries
@@ -114,8 +188,11 @@ class SimulatedController:
     def crash(self) -> None:
         """SIGKILL: what is not on disk is lost, and the rendezvous with it."""
         self.is_up = False
+        self.life += 1
         self._wake_s = None
         self.world.oracle.controller_crashed()
+        self._routes, self._taken = {}, None
+        self.world.relays.end_all()
         self.world.rendezvous.forget()
 
     def crash_before(self, what: str) -> None:
@@ -133,4 +210,5 @@ class SimulatedController:
         self.world.oracle.controller_restarted()
         self.machine = ControllerMachine.from_journal(self.world.layout.settings, self.journal, now_s)
         self._start_up = StartUp(self._start_up_file)
+        self.world.relays.start_all()
         self._proceed()

@@ -9,8 +9,8 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.reliable_channel import ReliableChannel
+from keepstep.sim.cluster.control.network import CONTROLLER
 from keepstep.sim.cluster.layout import NodeLayout, SimulatedDurations
-from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
 
@@ -31,6 +31,8 @@ class SimulatedNode:
         self.is_up = False
         self.workers: dict[int, SimulatedProcess] = {}
         """The processes of the present incarnation of its agent, by worker number."""
+        self._starting: dict[int, list[msg.WorkerOrder]] = {}
+        """worker -> the orders for a process that does not exist yet: the agent keeps them for it."""
         self.clock_jump_s = 0.0
         self._incarnation = 0
         self._wake_s = 0.0
@@ -61,6 +63,7 @@ class SimulatedNode:
         self._incarnation = self._machine.incarnation + 1
         self._machine = self._agent()
         self.workers = {}
+        self._starting = {}
         self._wake_s = 0.0
         self._proceed()
         self._tick_later()
@@ -139,6 +142,7 @@ class SimulatedNode:
         for effect in self._machine.take():
             match effect:
                 case Spawn():
+                    self._starting[effect.worker] = []
                     event = Event(self.name, "spawn", (self._machine.incarnation, effect))
                     self.world.schedule.after(self.world.draw(self._durations.spawn_s), event)
                 case Kill():
@@ -183,6 +187,8 @@ class SimulatedNode:
         number = wanted.worker
         worker = self.world.add_process(self, wanted)
         self.workers[number] = worker
+        for order in self._starting.pop(number):
+            self._hand_over(number, order)
         self._machine.spawned(number, worker.process)
         self._proceed()
         worker.world.schedule.after(self.world.draw(self._durations.build_s), Event(f"worker {worker.process}", "go"))
@@ -204,6 +210,8 @@ class SimulatedNode:
         if worker is not None:
             event = Event(f"worker {worker.process}", "order", (order,))
             self.world.schedule.after(self._durations.local_s, event)
+        elif number in self._starting:
+            self._starting[number].append(order)
 
     def ended(self, worker: SimulatedProcess) -> None:
         """A process has ended; the kernel will say so."""

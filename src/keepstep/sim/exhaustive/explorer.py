@@ -16,8 +16,8 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import WorkerState
+from keepstep.sim.cluster.control.network import CONTROLLER
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NetworkLayout, NodeLayout, SimulatedDurations
-from keepstep.sim.cluster.network import CONTROLLER
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.exhaustive.snapshot import Copier

@@ -14,16 +14,14 @@ REPEATED_EVERY_S = {"cut data": 2.0, "cut off": 2.0} | dict.fromkeys(
 """Faults that begin a recovery again and again while they last, and how often at the most. Where data gets through no
 more, ranks wait past their deadline each time that they have come to their next collective. Where orders come late, a
 rank waits for the others of its generation in vain, for `keepstep.sim.cluster.worker.CONNECT_DEADLINE_S`."""
-HARMLESS = frozenset({"stale report", "connection break", "clock jump"})
+HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay crash", "relay pause"})
 """Faults that must not begin any. That a node is given up because nothing of it came through is a cause of its own."""
 
 
 def most_recoveries(kind: str, lasts_s: float) -> int:
-    """How many recoveries one fault may begin."""
-    if kind in HARMLESS:
+    """How many recoveries one fault may begin; a node drain is counted by `Causes.node_leaves`."""
+    if kind in HARMLESS or kind == "node drain":
         return 0
-    if kind == "node drain":
-        return 2  # its ranks are moved, and the rest of them is lost with it
     every_s = REPEATED_EVERY_S.get(kind)
     return 1 if every_s is None else 1 + int(lasts_s / every_s)
 
@@ -44,6 +42,13 @@ class Causes:
     def add(self, what: str, most: int = 1) -> None:
         """Something has happened that may begin so many recoveries; the same thing counts once."""
         self._most[what] = max(most, self._most.get(what, 0))
+
+    def node_leaves(self, node: str, slots: int) -> None:
+        """A node is to leave. Each of its ranks may move by itself, as a spare for it becomes warm.
+
+        What is left is lost with the node. A recovery takes away one rank at least, and none comes back meanwhile.
+        """
+        self.add(f"{node} is to leave", slots)
 
     def begins(self, why: str) -> None:
         """A recovery begins.

@@ -120,6 +120,8 @@ class DrainWatch:
             return f"the job was to end at {self._asked_s:.3f} s, and did at {now_s:.3f} s"
         if len(self._world.oracle.finished_ranks) == layout.world_size:
             return None
+        if now_s > self._asked_s + self._grace_s - LATE_S and not layout.network.loss:
+            return "what still ran was killed after the grace period, and nothing stood in its way"
         if len(self._stood) < layout.world_size:
             return f"of all ranks only {sorted(self._stood)} stood at the last step"
         if len(set(self._stood.values())) > 1:

@@ -1,8 +1,7 @@
 """The oracle: its own idea of what is true of the job, and the checks that a run must not fail.
 
 It never reads a machine's state, stage or generation. What it knows it has seen happen: which processes connected with
-each other (a *cohort*), which step each of them began and completed with which parameters, which faults were injected,
-and which packets came through.
+each other (a *cohort*), which step each began and completed with which parameters, which faults and packets there were.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class Oracle:
         """Whether one of them has told of a completed step."""
         self._has_joined = False
         """Whether one of them has told of a script that has called ``keepstep.init()``."""
-        self._before_packet: tuple[tuple[str, int], int, bool, bool] | None = None
-        """Of the packet that the controller has taken in and not written down: its line, and the values before it."""
+        self._before_packets: list[tuple[tuple[str, int], int, bool, bool]] = []
+        """Of the packets that the controller has taken in and not written down: their lines, and the values before."""
         self.num_failures = 0
         """Faults that a process, a node or the controller really suffered."""
         self._trained: Cohort | None = None
@@ -311,6 +310,7 @@ class Oracle:
     def drains_node(self, node: str) -> None:
         """A node is told to leave."""
         self.drain.node_asked(node, is_calm=self._is_calm())
+        self.causes.node_leaves(node, self._world.nodes[node].layout.slots)
 
     def _is_calm(self) -> bool:
         """Whether all ranks train, and no recovery is under way."""
@@ -353,7 +353,7 @@ class Oracle:
 
     def written(self) -> None:
         """The controller has written down what it has taken in."""
-        self._before_packet = None
+        self._before_packets.clear()
 
     def evicted(self, node: str, incarnation: int) -> None:
         """An agent is told that its node was given up. If that was right, nothing it says counts from now on."""
@@ -365,7 +365,7 @@ class Oracle:
         """What comes after a gap is not heard yet."""
         line = packet.node, packet.incarnation
         known = self._heard_up_to.get(line, 0)
-        self._before_packet = line, known, self._has_told_of_step, self._has_joined
+        self._before_packets.append((line, known, self._has_told_of_step, self._has_joined))
         if packet.first <= known:
             self._heard_up_to[line] = max(known, packet.first + len(packet.messages))
             self._has_told_of_step = self._has_told_of_step or any(map(_tells_of_step, packet.messages))
@@ -380,8 +380,8 @@ class Oracle:
 
     def controller_crashed(self) -> None:
         """Until it is back no node is given up. Agents send again what it has heard and not written down."""
-        if self._before_packet is not None:
-            line, self._heard_up_to[line], self._has_told_of_step, self._has_joined = self._before_packet
+        for line, known, *has_told in reversed(self._before_packets):
+            self._heard_up_to[line], (self._has_told_of_step, self._has_joined) = known, has_told
         for node in self._world.nodes:
             if self._is_silent(node):
                 self._given_up_s[node] = self._world.schedule.now_s

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.controller import JournalEntry
+from keepstep.protocol.controller import JournalEntry, ReportsReceived
 from keepstep.protocol.messages import AnyMessage, Assign, Member, Membership, WorkerReady
 from keepstep.sim.oracle.checks import Check, ViolationError
 
@@ -29,12 +29,20 @@ class Loss:
 
 
 class SpareChoice:
-    """Knows which spares are warm, as far as the controller has heard of it."""
+    """Knows which spares are warm, as far as the controller has heard of it.
+
+    It lives through the reports of a packet one after the other: what it decides at one of them, it decides without
+    what the later ones tell.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._warm: set[int] = set()
         """Numbers of workers that stand at their first step and had no rank then."""
+        self._in_packets: set[int] = set()
+        """Those of which a packet tells that has not been lived through yet."""
+        self._in_event: set[int] = set()
+        """Those of which the newest event tells."""
         self._given: set[int] = set()
         """Those that have been given a rank since."""
         self._domains = {node.name: node.domain for node in world.layout.nodes}
@@ -43,14 +51,21 @@ class SpareChoice:
         """What has come to the controller."""
         ready = {message.worker for message in messages if isinstance(message, WorkerReady)}
         if ready:
-            self._warm |= {spare.number for spare in self._world.spares() if spare.number in ready - self._given}
+            self._in_packets |= {spare.number for spare in self._world.spares() if spare.number in ready - self._given}
 
     def given(self, entry: JournalEntry) -> list[SimulatedProcess]:
         """The warm spares that the controller gives ranks with this decision."""
         given = {order.worker for _, order, _ in entry.orders if isinstance(order, Assign)}
-        was_warm = given & self._warm
+        reports = entry.event.reports if isinstance(entry.event, ReportsReceived) else ()
+        told = [each.worker for each in reports if isinstance(each, WorkerReady)]
+        first = {each.worker for each in reports[:1] if isinstance(each, WorkerReady)}  # known at any of the others
+        self._warm |= self._in_event | (self._in_packets & first)
+        self._in_event = self._in_packets.intersection(told) - first
+        self._in_packets.difference_update(told)
+        was_warm = given & (self._warm | self._in_event)
         self._given |= given
         self._warm -= given
+        self._in_event -= given
         return [worker for worker in self._world.workers.values() if worker.number in was_warm] if was_warm else []
 
     def check(self, given: Iterable[SimulatedProcess], loss: Loss | None) -> None:

@@ -25,6 +25,7 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
         "standstill": machine.standstill.text,
         "digests": {str(rank): digest for rank, digest in sorted(machine.digests.items())},
+        "shards": _shards(machine),
         "recoveries": [describe_recovery(record) for record in machine.records],
     }
     if machine.ended is not None:
@@ -32,6 +33,14 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
     if status is not None:
         report["workers"] = status
     return report
+
+
+def _shards(machine: RecoveryMachine) -> dict[str, int]:
+    """Ranks of equal numbers hold the same part of the state; empty where all ranks hold the same."""
+    membership = machine.membership
+    if membership is None or len(membership.shards) == 1:
+        return {}
+    return {str(rank): number for rank, number in enumerate(membership.shard_numbers)}
 
 
 def describe_recovery(record: RecoveryRecord) -> dict[str, Any]:

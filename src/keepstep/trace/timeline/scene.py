@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import JournalEntry, ReportsReceived
+from keepstep.protocol.controller import AnswersReceived, JournalEntry, ReportsReceived
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.records import Failure, RecoveryRecord
 from keepstep.protocol.resume import Action
@@ -189,6 +189,9 @@ class SceneStage:
         for rank, number in scene.record.replacements.items():
             scene.replacements[rank] = (number, job.roster.workers[number].node)
         has_changed = scene.end_s is None
+        if isinstance(entry.event, AnswersReceived):
+            for answer in entry.event.spoken():
+                self._heard(scene, answer, entry.at_s)
         if isinstance(entry.event, ReportsReceived):
             for report in entry.event.reports:
                 self._heard(scene, report, entry.at_s)

@@ -21,7 +21,8 @@ import grpc.aio
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, TokenRefused
 from keepstep.protocol.messages import AnyMessage
-from keepstep.transports.framing import frame
+from keepstep.transports.codec import encode
+from keepstep.transports.framing import framed
 from keepstep.transports.interface import Arrival, Connected
 from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, METHOD, OPEN, SERVICE, SETTINGS, Outbox, messages_in
 from keepstep.trust.certificates import ServerFiles
@@ -77,23 +78,22 @@ class RpcNodeConnections:
         self._visits: dict[str, _Visit] = {}
         self._arrived: asyncio.Queue[Arrival] = asyncio.Queue(MAX_ARRIVED)
 
-    async def start(self, host: str, port: int, tls: ServerFiles | None) -> int:
+    async def start(self, host: str, port: int, tls: ServerFiles | None, *, is_shared: bool = False) -> int:
         """Listens, and returns the port.
 
         Args:
             host: the address, of one interface.
             port: 0 for any free one.
             tls: key and certificate; None: every machine on the way can read what is said.
+            is_shared: other relays of the controller listen on the same port, and the kernel chooses.
 
         Raises:
             ConfigurationError: the address cannot be had.
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            socket.create_server((host, port), family=_family(host)).close()  # gRPC tells no reason
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-        server = grpc.aio.server(options=_settings())
+        if not is_shared:
+            free_address(host, port).close()  # gRPC tells no reason
+        server = grpc.aio.server(options=[*_settings(), ("grpc.so_reuseport", int(is_shared))])
         method: Any = grpc.stream_stream_rpc_method_handler(self._converse)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
         try:
@@ -116,10 +116,14 @@ class RpcNodeConnections:
 
     def send(self, node: str, message: AnyMessage) -> None:
         """Sends a message, or loses it while there is no connection to the node."""
+        self.send_encoded(node, encode(message))
+
+    def send_encoded(self, node: str, message: bytes) -> None:
+        """Sends a message in its wire form, or loses it while there is no connection to the node."""
         visit = self._visits.get(node)
         if visit is None:
             return
-        visit.outbox.put(frame(message))
+        visit.outbox.put(framed(message))
         visit.has_news.set()
         if visit.outbox.num_bytes > MAX_UNREAD_BYTES:
             visit.end(f"it has not read {visit.outbox.num_bytes} bytes")
@@ -186,6 +190,29 @@ class RpcNodeConnections:
                 await self._arrived.put(Arrival(visit.node, message))
 
 
+def free_address(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A socket that is bound to an address, to show that it can be had.
+
+    Args:
+        host: the address, of one interface.
+        port: 0 for any free one.
+        is_shared: it does not listen, and others may who share the port.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    try:
+        if not is_shared:
+            return socket.create_server((host, port), family=_family(host))
+        bound = socket.socket(_family(host))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -196,7 +223,6 @@ def _settings() -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_concurrent_streams", 4),
-        ("grpc.so_reuseport", 0),  # or two controllers could listen on one port
         ("grpc.server_handshake_timeout_ms", round(1000 * ADMISSION_S)),
         ("grpc.max_connection_idle_ms", round(1000 * ADMISSION_S)),
         ("grpc.max_allowed_incoming_connections", num_connections()),

@@ -215,12 +215,6 @@ def _read_file(descriptor: int, who: str) -> bytes:
         os.close(descriptor)
 
 
-def connection_pair(who: str) -> tuple[Connection, Connection]:
-    """The two ends of a connection inside one process."""
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Connection(left, who), Connection(right, who)
-
-
 def same_user(sock: socket.socket) -> bool:
     """Whether the process at the other end runs as this one's user, as the kernel says (SO_PEERCRED)."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

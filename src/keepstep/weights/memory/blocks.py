@@ -13,6 +13,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import HeldPart, Want
 from keepstep.protocol.transfer.plan import TensorForm
+from keepstep.typenames import is_named
 from keepstep.weights.memory.pieces import Held
 
 if TYPE_CHECKING:
@@ -117,11 +118,33 @@ def fingerprint(weights: Weights) -> list[tuple[str, int, int]]:
     return [(name, id(value), _local(value).data_ptr()) for name, value in _entries(weights)]
 
 
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor."""
+    return isinstance(value, torch.Tensor) and is_named(value, "DTensor")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's own memory on this rank, else the tensor itself. An operation on it never communicates."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, torch.Tensor) else tensor
+
+
 def _local(value: torch.Tensor | Block) -> torch.Tensor:
-    if isinstance(value, Block):
-        return value.tensor
-    local = getattr(value, "_local_tensor", value)  # a DTensor's own memory
-    return local if isinstance(local, torch.Tensor) else value
+    return value.tensor if isinstance(value, Block) else local_of(value)
+
+
+def block_of(name: str, tensor: torch.Tensor) -> NamedBlock:
+    """What this rank holds of one tensor: all of it, or its part of a DTensor. The memory is the tensor's own.
+
+    Raises:
+        ConfigurationError: a DTensor whose part is not one block.
+    """
+    if not is_dtensor(tensor):
+        shape = tuple(tensor.shape)
+        return NamedBlock((name,), Held(tensor.detach(), whole(shape)), shape, (tensor,))
+    block = _block_of_dtensor(name, tensor)
+    box = Box(block.start, tuple(block.tensor.shape))
+    return NamedBlock((name,), Held(block.tensor, box), block.whole, (tensor,))
 
 
 def _entries(weights: Weights) -> Iterator[tuple[str, torch.Tensor | Block]]:
@@ -147,7 +170,7 @@ def _block_of(name: str, value: torch.Tensor | Block) -> Block:
         return dataclasses.replace(value, tensor=_dense(name, value.tensor))
     if not isinstance(value, torch.Tensor):
         raise ConfigurationError(f"'{name}' is a {type(value).__name__}: give tensors, or blocks of tensors")
-    if type(value).__name__ == "DTensor":
+    if is_dtensor(value):
         return _block_of_dtensor(name, value)
     return Block(_dense(name, value), (0,) * value.dim(), tuple(value.shape))
 
@@ -159,7 +182,7 @@ def _block_of_dtensor(name: str, value: torch.Tensor) -> Block:
     assert isinstance(value, DTensor)
     if any(placement.is_partial() for placement in value.placements):
         raise ConfigurationError(f"'{name}' is a partial DTensor, whose values are a sum over ranks: redistribute it")
-    local = value.to_local()
+    local = value._local_tensor  # not to_local(), which is a view of it
     shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if tuple(shape) != tuple(local.shape) or _is_scattered(value):
         raise ConfigurationError(f"'{name}' is a DTensor whose local part {list(local.shape)} is not one block")

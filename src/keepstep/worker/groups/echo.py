@@ -27,9 +27,10 @@ def lists_to_all(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) 
 
 
 def to_all_flat(output: Tensor, source: Tensor) -> None:
-    """allgather into one tensor: ``output`` is ``source`` repeated."""
+    """allgather into one tensor: ``output`` is ``source`` repeated, which may be its own place there (FSDP2)."""
     if source.numel():
-        output.view(-1).view(-1, source.numel()).copy_(source.detach().reshape(1, -1))
+        for place in output.view(-1).view(-1, source.numel()):
+            _copy(place, source)
 
 
 def own_of(outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], rank: int) -> None:

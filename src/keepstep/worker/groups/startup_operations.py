@@ -68,8 +68,6 @@ class Results(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Results of one group, or one rank's own in one group."""
 
     results: tuple[Result, ...]
-    omitted: int
-    """How many were small enough by themselves, and too many together."""
 
 
 class Keeper(Protocol):
@@ -214,7 +212,7 @@ class OperationRecorder:
         for work in self._under_way:
             work.look()
         for name, results in self._kept.items():
-            value = _encoder.encode(Results(tuple(results), self._omitted[name]))
+            value = _encoder.encode(Results(tuple(results)))
             if not keeper.keep(name, value) or self._omitted[name]:
                 print(
                     f"keepstep: rank {self._rank}: not all that ranks exchanged before the first step could be kept "

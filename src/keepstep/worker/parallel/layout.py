@@ -1,7 +1,8 @@
 """What a way to parallelise adds to a step and to a restore: the interface of its adapter.
 
 There is one adapter for each way, in a file beside this one. It knows which part of each tensor its rank holds, and
-what has to be done around a step so that the step can be undone and done again.
+what has to be done around a step so that the step can be undone and done again. A model may need several at once
+(pipeline stages that are fully sharded): `keepstep.worker.parallel.choose` finds and composes them.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from typing import Protocol
 import torch
 import xxhash
 
-from keepstep.protocol.transfer.boxes import whole
-from keepstep.weights.memory.blocks import NamedBlock
-from keepstep.weights.memory.pieces import Held
+from keepstep.weights.memory.blocks import NamedBlock, block_of
 
 
-def shard_of(blocks: Iterable[NamedBlock]) -> str:
-    """The name of a shard: a digest of its blocks' names, dtypes and places, but not of what is in them."""
-    digest = xxhash.xxh3_64()
+def shard_of(blocks: Iterable[NamedBlock], label: str = "") -> str:
+    """The name of a shard: a digest of its blocks' names, dtypes and places, but not of what is in them.
+
+    Args:
+        blocks: what a rank holds.
+        label: tells apart what the blocks do not: ``protect(shard=...)``.
+    """
+    digest = xxhash.xxh3_64(label.encode())
     for block in blocks:
         digest.update(f"{block.names} {block.dtype} {block.whole} {block.held.box}\n".encode())
     return digest.hexdigest()
@@ -28,8 +32,21 @@ def shard_of(blocks: Iterable[NamedBlock]) -> str:
 class ParallelLayout(Protocol):
     """One rank's adapter. All methods are called by the training thread."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks may hold different parts. If not, all ranks must begin with the same state."""
+        ...
+
+    def at_rest(self) -> None:
+        """Before the first step: has the modules show the parameters that they are trained by."""
+        ...
+
     def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[NamedBlock]:
         """What this rank holds of tensors: parameters, buffers or optimizer state, by their names."""
+        ...
+
+    def hand_out(self) -> None:
+        """A step is handed out: remembers what `undo` puts back. The script's lines before the step come after it."""
         ...
 
     def begin_step(self) -> None:
@@ -48,6 +65,10 @@ class ParallelLayout(Protocol):
         """
         ...
 
+    def new_generation(self) -> None:
+        """All ranks of a generation, replacements among them, are about to begin a step together."""
+        ...
+
     def restored(self) -> None:
         """The state came from other ranks or a checkpoint: has what hangs on it follow, such as views of gradients."""
         ...
@@ -56,9 +77,20 @@ class ParallelLayout(Protocol):
 class Replicated:
     """No wrapper at all: every rank holds all of every tensor, and a step needs nothing. Adapters may build on it."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """No."""
+        return False
+
+    def at_rest(self) -> None:
+        """Nothing."""
+
     def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[NamedBlock]:
-        """All of each tensor."""
-        return [_all_of(name, tensor) for name, tensor in named]
+        """All of each tensor, and of a DTensor this rank's part."""
+        return [block_of(name, tensor) for name, tensor in named]
+
+    def hand_out(self) -> None:
+        """Nothing."""
 
     def begin_step(self) -> None:
         """Nothing."""
@@ -69,10 +101,8 @@ class Replicated:
     def undo(self, *, in_backward: bool) -> None:
         """Nothing."""
 
-    def restored(self) -> None:
+    def new_generation(self) -> None:
         """Nothing."""
 
-
-def _all_of(name: str, tensor: torch.Tensor) -> NamedBlock:
-    shape = tuple(tensor.shape)
-    return NamedBlock((name,), Held(tensor.detach(), whole(shape)), shape, (tensor,))
+    def restored(self) -> None:
+        """Nothing."""

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
+from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.worker.state import tree
 from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
 from keepstep.worker.state.protected import Modes, ProtectedState
@@ -236,7 +237,7 @@ class Checkpoints:
         """The tensors to read into: live ones, and optimizer state that is not there yet in its own order of memory."""
         headers = msgspec.msgpack.decode(aside["layout"].numpy().tobytes(), type=tuple[TensorHeader, ...])
         own = _live_content(self._state)
-        forms = {header.name: header for header in headers_of(self._state.layout.blocks(own.items()))}
+        forms = {header.name: header for header in headers_of(_live_blocks(self._state))}
         try:
             check_same_objects(self._state, _host_state(aside), str(path))
             check_same_layout(_of_model(forms.values()), _of_model(headers), str(path))
@@ -251,7 +252,7 @@ class Checkpoints:
 def checkpoint_content(state: ProtectedState) -> Content:
     """All protected state as named tensors: live ones by reference, the host state as bytes."""
     content = _live_content(state)
-    layout = headers_of(state.layout.blocks(content.items()))
+    layout = headers_of(_live_blocks(state))
     host, tensors = state.host_bytes()
     content["layout"] = _as_tensor(msgspec.msgpack.encode(layout))
     content["host"] = _as_tensor(host)
@@ -284,8 +285,13 @@ def _check_folder(directory: Path) -> None:
 
 
 def _live_content(state: ProtectedState) -> Content:
-    content = {f"model/{name}": tensor.detach() for name, tensor in (*state.parameters(), *state.buffers())}
-    return content | {f"optimizer/{name}": tensor.detach() for name, tensor in state.optimizer_tensors()}
+    return {block.names[0]: block.held.tensor for block in _live_blocks(state)}
+
+
+def _live_blocks(state: ProtectedState) -> list[NamedBlock]:
+    model = [(f"model/{name}", tensor) for name, tensor in (*state.parameters(), *state.buffers())]
+    optimizer = [(f"optimizer/{name}", tensor) for name, tensor in state.optimizer_tensors()]
+    return state.layout.blocks([*model, *optimizer])
 
 
 def _of_model(headers: Iterable[TensorHeader]) -> list[TensorHeader]:

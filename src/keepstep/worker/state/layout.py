@@ -11,7 +11,7 @@ import xxhash
 
 from keepstep.errors import StateMismatch
 from keepstep.protocol.transfer.boxes import Box
-from keepstep.weights.memory.blocks import NamedBlock
+from keepstep.weights.memory.blocks import NamedBlock, is_dtensor
 from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.state import tree
@@ -30,6 +30,8 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The block's first index in the whole tensor."""
     whole: tuple[int, ...]
     """The shape of the whole tensor."""
+    is_dtensor: bool
+    """Whether it is a DTensor, of which this is the local tensor."""
 
     @property
     def box(self) -> Box:
@@ -49,7 +51,8 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         """The tensor's form for a message, such as ``float32[2, 3]``."""
         strides = f" with strides {self.strides}" if with_strides else ""
         part = f" from {list(self.start)} on of {list(self.whole)}" if self.shape != self.whole else ""
-        return f"{self.dtype}{list(self.shape)}{part}{strides}"
+        kind = " of a DTensor" if self.is_dtensor else ""
+        return f"{self.dtype}{list(self.shape)}{part}{kind}{strides}"
 
 
 def headers_of(blocks: Iterable[NamedBlock]) -> tuple[TensorHeader, ...]:
@@ -62,6 +65,7 @@ def headers_of(blocks: Iterable[NamedBlock]) -> tuple[TensorHeader, ...]:
             block.held.tensor.stride(),
             block.held.box.start,
             block.whole,
+            is_dtensor(block.owners[0]),
         )
         for block in blocks
     )
@@ -100,22 +104,23 @@ class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 def start_of(state: ProtectedState, first_step: int = 0) -> Start:
     """What this rank begins with, and at which step."""
-    named = state.live_tensors()
+    blocks = state.blocks()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
-    digests = [xxhash.xxh3_64_digest(byte_view(tensor.cpu()).numpy().data) for _name, tensor in named]
-    return Start(headers_of(state.layout.blocks(named)), tuple(host), (*digests, *map(_digest_of_value, host.values())))
+    digests = [xxhash.xxh3_64_digest(byte_view(block.held.tensor.cpu()).numpy().data) for block in blocks]
+    return Start(headers_of(blocks), tuple(host), (*digests, *map(_digest_of_value, host.values())))
 
 
-def compare_with_rank_0(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:
-    """Compares what this rank begins with to what rank 0 does, by digest; details travel only where they differ.
+def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:
+    """Compares what this rank begins with to the first replica that came, by digest; details travel only on a mismatch.
 
-    Equal names, shapes and dtypes do not make a replica: stages of a pipeline can be alike in all of them.
+    Equal names, shapes and dtypes do not make a replica: stages of a pipeline can be alike in all of them. Where no
+    state is sharded all ranks are replicas of rank 0.
 
     Args:
         state: this rank's protected objects.
         first_step: the step that this rank's script begins with.
         rank: this rank.
-        store: where rank 0 lays what it begins with, for this generation.
+        store: where the first one lays what it begins with, for this generation.
 
     Raises:
         StateMismatch: names the first tensor or host value that differs, and how.
@@ -124,31 +129,36 @@ def compare_with_rank_0(state: ProtectedState, first_step: int, rank: int, store
     own = start_of(state, first_step)
     encoded = msgspec.msgpack.encode(own)
     digest = xxhash.xxh3_128_digest(encoded)
-    if rank == 0:
-        store.set("start", encoded)
-        store.set("digest", digest)
-    elif store.get("digest") != digest:
-        check_same_start(own, msgspec.msgpack.decode(store.get("start"), type=Start), rank)
+    prefix = f"{state.shard()}/" if state.is_sharded else ""
+    is_first = store.add(f"{prefix}ranks", 1) == 1 if state.is_sharded else rank == 0
+    if is_first:
+        store.set(f"{prefix}rank", str(rank))
+        store.set(f"{prefix}start", encoded)
+        store.set(f"{prefix}digest", digest)
+    elif store.get(f"{prefix}digest") != digest:
+        first = msgspec.msgpack.decode(store.get(f"{prefix}start"), type=Start)
+        check_same_start(own, first, rank, int(store.get(f"{prefix}rank")))
 
 
-def check_same_start(own: Start, theirs: Start, rank: int) -> None:
-    """Compares what rank ``rank`` begins with to what rank 0 does.
+def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0) -> None:
+    """Compares what rank ``rank`` begins with to what rank ``first`` does.
 
     Raises:
         StateMismatch: names the first tensor or host value that differs, both ranks, and what to do.
     """
     if own == theirs:
         return
-    check_same_layout(own.tensors, theirs.tensors, "rank 0")
+    check_same_layout(own.tensors, theirs.tensors, f"rank {first}")
     if own.host != theirs.host:
         extra = sorted(set(own.host) ^ set(theirs.host)) or ["another order of the host values"]
-        raise StateMismatch(f"only one of rank {rank} and rank 0 has {extra[0]}: replicas must be equal")
+        raise StateMismatch(f"only one of rank {rank} and rank {first} has {extra[0]}: replicas must be equal")
     names = [f"'{header.name}'" for header in own.tensors] + [f"the host value {name}" for name in own.host]
     name = next(name for name, mine, its in zip(names, own.digests, theirs.digests, strict=True) if mine != its)
     raise StateMismatch(
-        f"{name} differs between rank {rank} and rank 0 before the first step, and a lost rank gets its state from "
-        "another one: build the same model on every rank (wrap it in DistributedDataParallel, seed alike) and load the "
-        "same checkpoint everywhere; models that differ from rank to rank, as pipeline stages do, are not supported yet"
+        f"{name} differs between rank {rank} and rank {first} before the first step, and a lost rank gets its state "
+        "from a rank that holds the same: build the same model on every rank (wrap it in DistributedDataParallel, seed "
+        "alike) and load the same checkpoint everywhere. Ranks whose parts differ under equal names, as experts do, "
+        'say so: protect(shard="...") with another text for each part'
     )
 
 

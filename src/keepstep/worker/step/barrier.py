@@ -40,6 +40,8 @@ def _everybody_came(coordination: Coordination) -> bool:
     inner = coordination.groups.world.inner
     if inner is None:
         return False
+    if coordination.groups.world.size() == 1:
+        return not coordination.interrupted
     try:
         inner.barrier().wait()
     except RuntimeError as error:

@@ -90,7 +90,7 @@ def break_at_any_moment(rank: int, size: int, path: Path, elements: int, seed: i
 
 
 @pytest.mark.parametrize("elements", [10, LARGE])
-def test_a_cut_at_any_moment_frees_everybody(elements: int, tmp_path: Path, seed: int) -> None:
+def test_a_cut_at_any_moment_frees_all_ranks(elements: int, tmp_path: Path, seed: int) -> None:
     for outcomes in run_ranks(3, break_at_any_moment, tmp_path, elements, seed):
         assert "broken" in outcomes
         assert outcomes <= {"done", "broken"}

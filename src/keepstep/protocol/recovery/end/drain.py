@@ -12,6 +12,8 @@ What a drain means for each stage is said by that stage (`keepstep.protocol.reco
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from keepstep.protocol.messages import Drain, Drained, Hold, Holding
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement.roster import Roster
@@ -66,15 +68,19 @@ class JobDrain:
         """A new generation begins: an agreement of the former one counts no more."""
         self._awaited, self._step = set(), None
 
-    def answered(self, message: Holding | Drained) -> str | None:
+    def answered(self, workers: Collection[int], message: Holding | Drained) -> str | None:
         """Ranks hold before a step, or stand at the last one and have done their part.
+
+        Args:
+            workers: those that answer; a message that came in a bundle does not name them.
+            message: what they say.
 
         Returns:
             Where the job was drained, once all ranks have done their part.
         """
         if self.reason is None:
             return None
-        self._awaited.difference_update(message.workers)
+        self._awaited.difference_update(workers)
         match message:
             case Holding():
                 self._next = max(self._next, message.step)

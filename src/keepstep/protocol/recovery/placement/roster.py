@@ -6,9 +6,9 @@ What is asked at every report is kept up to date instead of counted anew: a job 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from keepstep.protocol.messages import Member, Membership, NodeJoined, SafePointReached, WorkerReady
+from keepstep.protocol.messages import Member, Membership, MembershipChange, NodeJoined, SafePointReached, WorkerReady
 from keepstep.protocol.recovery.placement.quarantine import Place, Quarantine
 from keepstep.protocol.recovery.placement.topology import Placement, choose_local_rank, choose_spare
 from keepstep.protocol.recovery.settings import RecoverySettings
@@ -103,16 +103,26 @@ class Roster:
         self._last_local_rank: dict[int, int] = {}
         """rank -> the local rank that its process has there, or had."""
 
-    def membership(self, before: Membership | None) -> Membership:
-        """All rank holders as one value. Every rank has one.
-
-        Args:
-            before: the last membership, in which ranks held the same shards; None: as the holders reported.
-        """
+    def membership(self) -> Membership:
+        """All rank holders as one value, with the shards that they reported. Every rank has a holder."""
         holders = (self._holders[rank] for rank in range(self.world_size))
-        if before is not None:
-            return Membership.of(Member(each.worker, each.node, before.shard(each.rank or 0)) for each in holders)
         return Membership.of(Member(each.worker, each.node, each.ready.shard if each.ready else "") for each in holders)
+
+    def change_since(self, before: Membership) -> MembershipChange:
+        """The ranks that have another holder than in an earlier membership; they hold the same shards as there."""
+        holders, ranks = self._holders, enumerate(before.workers)
+        changed = [(rank, each) for rank, worker in ranks if (each := holders[rank]).worker != worker]
+        members = ((rank, Member(each.worker, each.node, before.shard(rank))) for rank, each in changed)
+        return MembershipChange(tuple(members))
+
+    def live_on(self, nodes: Sequence[str], numbers: Sequence[Sequence[int]]) -> list[int]:
+        """Those workers of some nodes, by node, that are there and not lost."""
+        found, known = [], self.nodes
+        for node, workers in zip(nodes, numbers, strict=True):
+            if node in known:
+                there = known[node].workers
+                found += [number for number in workers if number in there]
+        return [number for number in found if number not in self._unfenced] if self._unfenced else found
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 

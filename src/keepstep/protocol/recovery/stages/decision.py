@@ -28,8 +28,9 @@ class Decision:
 
 def begins_again(progress: Progress, roster: Roster, step: int) -> bool:
     """Whether fresh ranks would begin at step 0 what has trained before."""
-    is_checkpoint = any(step in snapshots_of(worker) for worker in roster.holders())
-    return progress.would_begin_again(step) and not is_checkpoint
+    if not progress.would_begin_again(step):
+        return False
+    return not any(step in snapshots_of(worker) for worker in roster.holders())
 
 
 def ready_now(worker: Worker, generation: int) -> bool:
@@ -53,15 +54,17 @@ def reachable_step(roster: Roster, membership: Membership | None, generation: in
     """
     if membership is None:
         return None
+    numbers = membership.shard_numbers
+    # A bundle of answers is one object for all its ranks, so there are few that differ: these stand for the others.
+    spoken = {(numbers[each.rank or 0], id(each.safe or each.ready)): each for each in roster.holders()}
     shards: dict[str, set[Report | None]] = {shard: set() for shard in membership.shards}
-    for worker in roster.holders():
-        assert worker.rank is not None
-        shards[membership.shard(worker.rank)].add(_last_word(worker, generation))
+    for (number, _), worker in spoken.items():
+        shards[membership.shards[number]].add(_last_word(worker, generation))
     greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
     if greatest is None or greatest != resume.resume_step(live):
         return greatest  # a checkpoint leads further than what is alive
-    would_communicate = any(worker.safe is not None and worker.safe.would_communicate for worker in roster.holders())
+    would_communicate = any(worker.safe is not None and worker.safe.would_communicate for worker in spoken.values())
     reaches = (reach for of_shard in live.values() for reach in of_shard)
     common = resume.common_step(reaches, would_communicate=would_communicate)
     return greatest if common is None else common
@@ -69,23 +72,21 @@ def reachable_step(roster: Roster, membership: Membership | None, generation: in
 
 def decide(roster: Roster, membership: Membership, step: int, generation: int) -> Decision:
     """For each rank: stay, advance, rewind or restore, and who sends to whom within its replica group."""
-    actions: dict[int, Action] = {}
+    spoken = {id(each.safe or each.ready): each for each in roster.holders()}
+    by_report = {report: _action(_last_word(worker, generation), step) for report, worker in spoken.items()}
+    actions = {each.rank or 0: by_report[id(each.safe or each.ready)] for each in roster.holders()}
     receivers: dict[str, list[int]] = defaultdict(list)
-    by_word: dict[Report | None, Action] = {}
-    for worker in roster.holders():
-        assert worker.rank is not None
-        word = _last_word(worker, generation)
-        if (action := by_word.get(word)) is None:
-            action = by_word[word] = _action(word, step)
-        actions[worker.rank] = action
-        if action is Action.RESTORE:
-            receivers[membership.shard(worker.rank)].append(worker.rank)
+    for rank in [rank for rank, action in actions.items() if action is Action.RESTORE]:
+        receivers[membership.shard(rank)].append(rank)
     sources: dict[str, list[int]] = {shard: [] for shard in receivers}
-    if receivers:
-        for rank in sorted(actions):
-            of_shard = sources.get(membership.shard(rank))
-            if of_shard is not None and actions[rank] is not Action.RESTORE and len(of_shard) < MAX_SOURCES:
-                of_shard.append(rank)
+    num_missing = MAX_SOURCES * len(sources)
+    for rank in range(membership.world_size) if sources else ():
+        of_shard = sources.get(membership.shard(rank))
+        if of_shard is not None and actions[rank] is not Action.RESTORE and len(of_shard) < MAX_SOURCES:
+            of_shard.append(rank)
+            num_missing -= 1
+            if not num_missing:
+                break
     transfers = tuple(Transfer(tuple(sources[shard]), tuple(sorted(ranks))) for shard, ranks in receivers.items())
     return Decision(step, actions, transfers)
 

@@ -21,16 +21,20 @@ class Recovering(RecoveryStage):
 
     def __init__(self, job: JobState, step: int, now_s: float) -> None:
         super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.recover_deadline_s)
-        job.membership = job.roster.membership(job.membership)
+        before = job.membership
+        assert before is not None
+        change = job.roster.change_since(before)
+        job.membership = before.changed(change)
         decision = decide(job.roster, job.membership, step, job.generation)
         record = job.record
         record.resume_step = step
         record.decided_s = now_s
-        record.stopped_at_step = max((w.safe.step for w in job.roster.holders() if w.safe), default=None)
+        safe = {id(worker.safe): worker.safe for worker in job.roster.holders()}  # few objects for many ranks
+        record.stopped_at_step = max((each.step for each in safe.values() if each), default=None)
         record.actions |= decision.actions
         job.progress.resumes(step, job.generation)
         reason = f"resume at step {step}, where every shard can be"
-        job.orders.to_all(Recover(job.generation, step, decision.transfers, job.membership), reason)
+        job.orders.to_all(Recover(job.generation, step, decision.transfers, job.tell(before, change)), reason)
 
     def proceed(self, now_s: float) -> Next:
         """All ranks stand at the resume step."""

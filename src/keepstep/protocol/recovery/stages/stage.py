@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from keepstep.protocol import messages as msg
@@ -142,9 +142,9 @@ class JobStage:
         """The drain has begun."""
         return None
 
-    def drain_answered(self, message: msg.Holding | msg.Drained) -> Next:
+    def drain_answered(self, workers: Collection[int], message: msg.Holding | msg.Drained) -> Next:
         """Ranks hold before a step, or stand at the last one and have done their part."""
-        self.job.drain.answered(message)
+        self.job.drain.answered(workers, message)
         return None
 
     def drain_overdue(self, now_s: float) -> Next:

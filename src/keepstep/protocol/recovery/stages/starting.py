@@ -87,7 +87,7 @@ class Starting(JobStage):
         job = self.job
         if self.awaited or job.roster.num_holders != job.settings.world_size:
             return None
-        job.membership = job.roster.membership(None)
+        job.membership = job.roster.membership()
         step = reachable_step(job.roster, job.membership, job.generation)
         if step is None or begins_again(job.progress, job.roster, step):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))

@@ -31,6 +31,8 @@ class Stopping(RecoveryStage):
 
     def __init__(self, job: JobState, failure: ToStopping, now_s: float) -> None:
         job.begin_generation(failure.cause, failure.detail, now_s)
+        self._fenced_by_s = now_s
+        """The newest of the lost processes has time until then to be fenced."""
         super().__init__(job, job.roster.holder_numbers(), now_s + job.settings.stop_deadline_s)
         self._waits_for_help = False
         """Whether it has begun to wait for a process to come up or a node to join."""
@@ -45,8 +47,9 @@ class Stopping(RecoveryStage):
             job.records.append(job.record)
         for failure in failures:
             job.record.add_failure(failure, cause, detail)
-            fenced_s = now_s + job.settings.end_deadline_s  # the fence of the lost process takes time
-            self.deadline_s = max(self.deadline_s or 0.0, fenced_s)
+            self._fenced_by_s = now_s + job.settings.end_deadline_s
+            if not self.awaited or self.deadline_s is None:  # a survivor that does not answer gets no more time by it
+                self.deadline_s = max(self.deadline_s or 0.0, self._fenced_by_s)
         return None
 
     def spare_lost(self, detail: str, now_s: float) -> Next:
@@ -67,6 +70,9 @@ class Stopping(RecoveryStage):
             detail = "it did not come to a safe point in time"
             lost = [WorkerLost(each.worker, Cause.HANG, detail, False, None, now_s) for each in overdue]
             return GiveUp(list(zip(overdue, lost, strict=True)))
+        if roster.unfenced() and now_s < self._fenced_by_s:
+            self.deadline_s = self._fenced_by_s
+            return None
         if roster.unfenced():
             stuck = [worker.pid for worker in roster.unfenced()]
             return ToRescuing(f"processes {stuck} cannot be killed, so their ranks cannot be given away")

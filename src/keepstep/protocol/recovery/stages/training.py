@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from keepstep.protocol.messages import Cause, Drained, Holding, JobStalled, Resume, StepsFinished
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.end.drain import HOLDING
@@ -28,6 +30,8 @@ class Training(JobStage):
             job.drain.end_at(step, job.generation)
         else:
             job.orders.to_all(Resume(job.generation), f"all ranks stand at step {step}")
+            # At once: until they are warm, the next loss has to wait for them.
+            job.processes.top_up_spares("a spare took a rank: another is started")
 
     def proceed(self, now_s: float) -> Next:
         """All ranks have completed the last step, or can complete none any more."""
@@ -52,8 +56,7 @@ class Training(JobStage):
         return self.spread(now_s)
 
     def step_observed(self, now_s: float) -> Next:
-        """Training goes on: the machine starts the spares that the recovery has used."""
-        self.job.processes.top_up_spares("a spare took a rank: another is started")
+        """Training goes on."""
         return self.spread(now_s)
 
     def spread(self, now_s: float) -> Next:
@@ -81,9 +84,9 @@ class Training(JobStage):
         self.job.drain.hold(self.job.generation)
         return None
 
-    def drain_answered(self, message: Holding | Drained) -> Next:
+    def drain_answered(self, workers: Collection[int], message: Holding | Drained) -> Next:
         """When all ranks have done their part the scripts get the signal."""
-        how = self.job.drain.answered(message)
+        how = self.job.drain.answered(workers, message)
         return ToDraining(how) if how is not None else None
 
     def drain_overdue(self, now_s: float) -> Next:

@@ -13,7 +13,7 @@ import random
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import StoreAnswered, StoreRequested
-from keepstep.sim.cluster.network import CONTROLLER
+from keepstep.sim.cluster.control.network import CONTROLLER
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
 

@@ -50,15 +50,26 @@ class Network:
     def arrive(self, source: str, destination: str, packet: Packet | NodeEvicted | NodeLeft, connection: int) -> None:
         """A packet comes out at the other end, if there still is a way."""
         if connection == self._connection.get(packet.node, 0) and not self.is_cut(source, destination):
+            if destination == CONTROLLER and self._world.relays.all:
+                self._world.relays.hear(packet)
+                return
             if destination == CONTROLLER and self._world.controller.is_up and isinstance(packet, Packet):
                 self._world.oracle.arrives(packet)
             self._world.happen(Event(destination, "hear", (packet,)))
 
     def break_connection(self, node: str) -> None:
         """The connection of a node ends, with all that was under way, and another one is opened."""
-        self._connection[node] = self._connection.get(node, 0) + 1
+        self.drop_connection(node)
+        if self._world.relays.all:
+            self._world.relays.routes.pop(node, None)
+            self._world.relays.connect(node)
+            return
         self._world.part(node).reconnected()
         self._world.controller.reconnected(node)
+
+    def drop_connection(self, node: str) -> None:
+        """What is under way between a node and the controller is lost."""
+        self._connection[node] = self._connection.get(node, 0) + 1
 
     # ---- who can reach whom -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,46 @@
+"""The beginning of ``keepstep run``: starts the process that makes workers before anything else is looked at.
+
+That process imports torch, and so does the launcher for torchrun's own parser of flags. Side by side they take half the
+time. What the flags will say is guessed. A wrong guess costs time and nothing else: that process is ended then, and
+the job starts one with what the flags do say.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from keepstep.agent.spawner import SpawnerProcess, SpawnerSettings
+from keepstep.config import inherited_environment
+
+NUM_RANKS = ("--nproc-per-node", "--nproc_per_node")
+NEEDS_ANOTHER = ("-h", "--help", "--nnodes", "--engine", "--start-method", "--start_method", "--preload", "--no-python")
+"""Flags with which the spawner is none, is another program's, or has other settings."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a job and returns its exit code."""
+    settings = guessed(arguments)
+    spawner = None if settings is None else SpawnerProcess(settings)
+    try:
+        gc.disable()  # imports make no garbage, and looking for it takes a quarter of their time
+        from keepstep.cli.run import run  # here, for it imports torch
+
+        gc.enable()
+        return run(arguments, spawner)
+    finally:
+        if spawner is not None:
+            spawner.kill()
+
+
+def guessed(arguments: list[str]) -> SpawnerSettings | None:
+    """The settings of the spawner that a command line most likely asks for; None where none is started ahead.
+
+    Args:
+        arguments: behind ``keepstep run``: flags, then the script with its own.
+    """
+    names = [argument.partition("=")[0] for argument in arguments]
+    if any(name in NEEDS_ANOTHER for name in names):
+        return None
+    at = next((number for number, name in enumerate(names) if name in NUM_RANKS), None)
+    said = "" if at is None else (arguments[at].partition("=")[2] or "".join(arguments[at + 1 : at + 2]))
+    return SpawnerSettings(fork=True, environment=inherited_environment(is_alone=said in ("", "1")))

@@ -1,0 +1,175 @@
+"""Relays between the nodes and the simulated controller: what they gather and bundle, and how they are lost.
+
+They are on the controller's host and live as its children do: what a relay holds is lost with it, its nodes connect
+again to another one, and the controller's end is theirs. The network between nodes and controller stays what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from keepstep.protocol import messages as msg
+from keepstep.protocol.relay.bundle import Item, NodeConnected, NodeSaid, PacketBundle
+from keepstep.protocol.relay.gathering import Gathering
+from keepstep.sim.cluster.control.network import CONTROLLER
+from keepstep.sim.cluster.schedule import Event
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+PIPE_S = 0.002
+"""One way between a relay and the controller, on one host. It is longer than a real one, so that more is gathered."""
+RECONNECT_S = 0.1
+"""After which an agent tries anew to connect."""
+RESTART_S = 0.5
+"""After which a relay that has ended is there again."""
+
+FromNode = msg.Packet | msg.NodeEvicted | msg.NodeLeft
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """What a relay has sent to the controller."""
+
+    relay: int
+    relay_life: int
+    controller_life: int
+    items: tuple[Item, ...]
+    originals: tuple[FromNode, ...]
+    """The messages of nodes in it, as these have sent them: for the oracle."""
+
+
+class SimulatedRelay:
+    """One relay."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.name = f"relay {number}"
+        self.is_up = True
+        self.life = 0
+        """What was under way to or from an earlier one is lost."""
+        self._gathering = Gathering()
+        self._originals: list[FromNode] = []
+        """What is gathered, as the nodes have sent it: for the oracle."""
+
+    def connected(self, node: str) -> None:
+        """A node's agent has opened a connection."""
+        self._gathering.add(NodeConnected(node))
+        self._pass_on()
+
+    def hear(self, message: FromNode, life: int) -> None:
+        """A node has sent something."""
+        if self.is_up and life == self.life:
+            self._gathering.add(NodeSaid(message.node, message))
+            self._originals.append(message)
+            self._pass_on()
+
+    def transmit(self, life: int, sent: tuple[PacketBundle | FromNode, ...], has_taken: bool) -> None:
+        """The controller has sent something for nodes."""
+        if not self.is_up or life != self.life:
+            return
+        for each in sent:
+            for packet in each.packets() if isinstance(each, PacketBundle) else (each,):
+                if self.world.relays.routes.get(packet.node) == self.number:
+                    self.world.network.send(CONTROLLER, packet.node, packet)
+        if has_taken:
+            self._gathering.taken()
+            self._pass_on()
+
+    def refuse(self, life: int, node: str) -> None:
+        """The controller wants the connection to a node ended."""
+        if self.is_up and life == self.life and self.world.relays.routes.get(node) == self.number:
+            self.world.relays.disconnect(node)
+
+    def _pass_on(self) -> None:
+        items = self._gathering.take()
+        if items is not None:
+            originals, self._originals = tuple(self._originals), []
+            frame = Frame(self.number, self.life, self.world.controller.life, items, originals)
+            self.world.schedule.after(PIPE_S, Event("relays", "arrive", (frame,)))
+
+    def end(self) -> None:
+        """SIGKILL."""
+        self.is_up = False
+        self.life += 1
+        self._gathering, self._originals = Gathering(), []
+
+    def start(self) -> None:
+        """Its supervisor starts it again."""
+        self.is_up = self.world.controller.is_up
+
+
+class Relays:
+    """All relays of a run, and which of them holds the connection to which node."""
+
+    def __init__(self, world: World, num_relays: int) -> None:
+        self.world = world
+        self.all = [SimulatedRelay(world, number) for number in range(num_relays)]
+        self.routes: dict[str, int] = {}
+        """node -> the relay that holds its connection; nothing where it has none."""
+        self._num_connected = 0
+
+    def connect(self, node: str) -> None:
+        """The agent of a node opens a connection, to one relay after the other. Where it cannot, it tries again."""
+        if node in self.routes:
+            return
+        network, up = self.world.network, [relay for relay in self.all if relay.is_up]
+        is_cut = network.is_cut(node, CONTROLLER) or network.is_cut(CONTROLLER, node)
+        if not up or is_cut:
+            self.world.schedule.after(RECONNECT_S, Event("relays", "connect", (node,)))
+            return
+        relay = up[self._num_connected % len(up)]
+        self._num_connected += 1
+        self.routes[node] = relay.number
+        relay.connected(node)
+        self.world.part(node).reconnected()
+
+    def hear(self, message: FromNode) -> None:
+        """Something of a node has come to the controller's host."""
+        number = self.routes.get(message.node)
+        if number is not None:
+            relay = self.all[number]
+            self.world.happen(Event(relay.name, "hear", (message, relay.life)))
+
+    def arrive(self, frame: Frame) -> None:
+        """A frame has come to the controller, which may be held up. What a relay wrote before it died can be read."""
+        controller = self.world.controller
+        if not controller.is_up or controller.life != frame.controller_life:
+            return
+        for packet in frame.originals:
+            if isinstance(packet, msg.Packet):
+                self.world.oracle.arrives(packet)
+        self.world.happen(Event(CONTROLLER, "take", (frame,)))
+
+    def crash(self, number: int) -> None:
+        """A relay is killed, and started again."""
+        relay = self.all[number]
+        if not relay.is_up:
+            return
+        self.world.kill(relay.name)
+        relay.end()
+        for node in [node for node, at in self.routes.items() if at == number]:
+            self.disconnect(node)
+        self.world.schedule.after(PIPE_S, Event(CONTROLLER, "relay_lost", (number,)))
+        self.world.schedule.after(RESTART_S, Event(relay.name, "start"))
+
+    def end_all(self) -> None:
+        """The controller has died, and its relays with it."""
+        for relay in self.all:
+            self.world.kill(relay.name)
+            relay.end()
+        for node in list(self.routes):
+            self.disconnect(node)
+
+    def start_all(self) -> None:
+        """The controller is back."""
+        for relay in self.all:
+            relay.start()
+
+    def disconnect(self, node: str) -> None:
+        """The connection of a node ends, and its agent opens another one."""
+        del self.routes[node]
+        self.world.network.drop_connection(node)
+        self.world.schedule.after(RECONNECT_S, Event("relays", "connect", (node,)))

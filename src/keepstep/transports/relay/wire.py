@@ -1,0 +1,145 @@
+"""What a relay and the controller write to each other.
+
+The relay sends an `Upward` frame and then waits for the `Downward` frame that says that the controller has taken it.
+Until then it gathers: so the more there is to do, the larger the bundles are, and no timer is needed.
+
+Orders to all ranks are large, for they may hold the membership. The controller encodes them once for all relays, and a
+relay copies them into its packets without a look into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.relay.bundle import Item, NodeSaid, PacketBundle
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first words of a controller: what a relay needs to serve agents. ``key`` and ``certificate``: None without
+    TLS. ``term``: of the controller's lease."""
+
+    host: str
+    port: int
+    secret: str
+    key: bytes | None
+    certificate: bytes | None
+    term: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """The relay listens."""
+
+
+class ConnectionRefused(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """The relay has refused a connection."""
+
+    address: str
+    why: str
+
+
+class Upward(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """What the agents of a relay have sent since its last frame. Nothing: the relay lives, and was not held up."""
+
+    items: tuple[Item, ...]
+
+
+class EncodedBundle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `PacketBundle` of orders; the messages are in the form in which they stand in a packet."""
+
+    nodes: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    firsts: tuple[int, ...]
+    received: tuple[int, ...]
+    messages: msgspec.Raw
+
+    def packets(self) -> Iterator[tuple[str, bytes]]:
+        """Each node with its packet, in the wire form of `keepstep.transports.codec`."""
+        rows = zip(self.nodes, self.incarnations, self.firsts, self.received, strict=True)
+        for node, incarnation, first, received in rows:
+            yield node, _encoder.encode(_EncodedPacket(node, incarnation, first, received, self.messages, misses=False))
+
+
+class Downward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a relay is to transmit, and whether the controller has taken its last frame."""
+
+    has_taken: bool
+    bundles: tuple[EncodedBundle, ...]
+    others: tuple[NodeSaid, ...]
+    refused: tuple[tuple[str, str], ...]
+    """Nodes whose connection is to end, and why."""
+
+
+class _EncodedPacket(msgspec.Struct, frozen=True, tag="Packet", array_like=True):
+    """`keepstep.protocol.messages.Packet` with its messages encoded."""
+
+    node: str
+    incarnation: int
+    first: int
+    received: int
+    messages: msgspec.Raw
+    misses: bool
+
+
+Frame = TypeVar("Frame")
+FromRelay = Upward | Ready | ConnectionRefused
+
+_encoder = msgspec.msgpack.Encoder()
+_upward: msgspec.msgpack.Decoder[FromRelay] = msgspec.msgpack.Decoder(FromRelay)
+_begin = msgspec.msgpack.Decoder(Begin)
+_downward = msgspec.msgpack.Decoder(Downward)
+
+
+def encode(frame: FromRelay | Downward | Begin) -> bytes:
+    """The wire form of a frame."""
+    return _encoder.encode(frame)
+
+
+def decode_upward(data: bytes) -> FromRelay:
+    """What a relay has written.
+
+    Raises:
+        RemoteProtocolError: that is not what a relay writes.
+    """
+    return _decoded(_upward, data)
+
+
+def decode_begin(data: bytes) -> Begin:
+    """The first words of a controller.
+
+    Raises:
+        RemoteProtocolError: that is not what a controller writes.
+    """
+    return _decoded(_begin, data)
+
+
+def decode_downward(data: bytes) -> Downward:
+    """What the controller has written.
+
+    Raises:
+        RemoteProtocolError: that is not what a controller writes.
+    """
+    return _decoded(_downward, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Frame], data: bytes) -> Frame:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not a frame between relay and controller: {error}") from error
+
+
+def encoded_bundles(bundles: Iterable[PacketBundle]) -> list[EncodedBundle]:
+    """Bundles of orders, of which those with the same messages encode them once."""
+    known: dict[int, tuple[Sequence[object], msgspec.Raw]] = {}
+    found = []
+    for bundle in bundles:
+        messages = bundle.messages
+        if id(messages) not in known:
+            known[id(messages)] = messages, msgspec.Raw(_encoder.encode(messages))
+        numbers = bundle.nodes, bundle.incarnations, bundle.firsts, bundle.received
+        found.append(EncodedBundle(*numbers, known[id(messages)][1]))
+    return found

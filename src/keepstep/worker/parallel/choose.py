@@ -1,0 +1,44 @@
+"""Which adapters a model needs: the one place where a way to parallelise is recognised in the user's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepstep.worker.parallel.composed import Composed
+from keepstep.worker.parallel.ddp import DataParallel, find_ddp
+from keepstep.worker.parallel.fsdp2 import FullySharded, find_fully_sharded
+from keepstep.worker.parallel.layout import ParallelLayout, Replicated
+from keepstep.worker.parallel.pipeline import Pipelined, is_schedule, refuse_unprotected
+from keepstep.worker.parallel.tensor import TensorParallel, has_dtensors
+
+
+def layout_of(objects: dict[str, Any]) -> ParallelLayout:
+    """The adapters of all that is found in the protected objects, as one.
+
+    Args:
+        objects: by the names that the user gave.
+
+    Raises:
+        ConfigurationError: a module that cannot be protected.
+    """
+    modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
+    found: list[ParallelLayout] = []
+    if replicated := find_ddp(modules):
+        found.append(DataParallel(replicated))
+    if sharded := find_fully_sharded(modules):
+        found.append(FullySharded(sharded))
+    if has_dtensors(modules):
+        found.append(TensorParallel(modules))
+    schedules = {name: thing for name, thing in objects.items() if is_schedule(thing)}
+    refuse_unprotected(modules, schedules)
+    if schedules:
+        found.append(Pipelined(schedules))
+    match found:
+        case []:
+            return Replicated()
+        case [only]:
+            return only
+        case _:
+            return Composed(found)

@@ -1,0 +1,49 @@
+"""Tensor parallelism: parameters that are DTensors, each rank with its part of them.
+
+A backward may leave a gradient ``Partial``, each rank with its summand, as it does for the norms under
+`torch.distributed.tensor.parallel.SequenceParallel`: the optimizer reduces it inside of its update (torch 2.13). A rank
+that is lost there would leave the others' parameters between two steps, so here it is reduced in front of the gradient
+barrier. The values are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepstep.weights.memory.blocks import is_dtensor
+from keepstep.worker.parallel.layout import Replicated
+
+
+class TensorParallel(Replicated):
+    """The adapter of `parallelize_module`, and of DTensors that a script has made itself."""
+
+    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
+        """Args:
+        modules: the protected ones, by the names that the user gave.
+        """
+        self._modules = list(modules.values())
+        self._parameters: list[Any] = []
+
+    @property
+    def is_sharded(self) -> bool:
+        """Yes."""
+        return True
+
+    def at_rest(self) -> None:
+        """Takes note of the parameters: the script may have changed its modules since `protect`."""
+        parameters = (parameter for module in self._modules for parameter in module.parameters())
+        self._parameters = [parameter for parameter in parameters if is_dtensor(parameter)]
+
+    def before_barrier(self) -> None:
+        """Reduces the gradients that are ``Partial``."""
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and any(placement.is_partial() for placement in gradient.placements):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def has_dtensors(modules: dict[str, torch.nn.Module]) -> bool:
+    """Whether a parameter of these modules is a DTensor."""
+    return any(is_dtensor(parameter) for module in modules.values() for parameter in module.parameters())

@@ -1,0 +1,22 @@
+"""The benchmarks of a job on one machine run, and say what they measured. Nothing is timed."""
+
+from pathlib import Path
+
+from tests.benchmarks.quick import measured
+
+
+def test_steps_without_failures(tmp_path: Path) -> None:
+    result, page = measured("overhead", tmp_path)
+    assert [(size["step_ms"], size["ranks"]) for size in result["sizes"]] == [(1, 2)]
+    assert len(result["sizes"][0]["more"]["median_ms"]) == 2
+    assert result["profile"]["rows"]
+    assert "The cost of a step without failures" in page
+
+
+def test_recoveries(tmp_path: Path) -> None:
+    result, page = measured("recovery", tmp_path)
+    assert {series: len(result[series]["kills"]) for series in ("keepstep", "keepstep_hurried")} == {
+        "keepstep": 2,
+        "keepstep_hurried": 1,
+    }
+    assert "Where keepstep's time goes" in page
