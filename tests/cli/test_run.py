@@ -269,7 +269,7 @@ def script(tmp_path: Path, body: str) -> Path:
         (
             "from torch.distributed.fsdp import FullyShardedDataParallel\n"
             "session.protect(model=FullyShardedDataParallel(model, device_id=torch.device('cpu')))",
-            "is a FullyShardedDataParallel, of which each rank holds another part",
+            "is a FullyShardedDataParallel (FSDP1), whose ranks hold runs of flattened tensors",
         ),
         ("session.protect(optimizer=optimizer)", "no torch.nn.Module"),
         ("session.protect(model=model, o=torch.optim.LBFGS(model.parameters()))", "closure"),
