@@ -44,6 +44,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The tag page."""
     lifeline_fd: int
     """The lock that tells the agent of this process's death."""
+    snapshots_fd: int
+    """The memory for snapshots, which the agent holds as well."""
     parks: bool = False
     """As a spare, wait for a rank in front of the script's first line."""
     preload: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """A small transformer under HSDP: fully sharded block by block over 2 ranks, and as many replicas as there are ranks.
 
-Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N]
+Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N]
 """
 
 import argparse
@@ -16,6 +16,7 @@ import keepstep
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--replicas", type=int, default=2)
+parser.add_argument("--snapshot-every", type=int, default=0)
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -46,7 +47,7 @@ for block in model:
         fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-session.protect(model=model, optimizer=optimizer)
+session.protect(model=model, optimizer=optimizer, snapshot_every=arguments.snapshot_every)
 for step in session.steps(arguments.steps):
     with step:
         tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1))

@@ -17,9 +17,20 @@ from keepstep.agent.environment import environment_of
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
 from keepstep.agent.settings import AgentSettings
+from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
 from keepstep.errors import ProtocolError, RemoteProtocolError
-from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
+from keepstep.protocol.agent import (
+    AgentMachine,
+    Depart,
+    HandOver,
+    Kill,
+    Leave,
+    LookCloser,
+    ReleaseMemory,
+    Signal,
+    Spawn,
+)
 from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -32,6 +43,7 @@ from keepstep.protocol.messages import (
     Packet,
     Recover,
     Resume,
+    SnapshotsKept,
     StoreAnswered,
     StoreRequested,
     WorkerJoined,
@@ -97,6 +109,7 @@ class Agent:
         # The time of day: it goes on when the machine is started again, so a later incarnation has a greater number.
         self._machine = AgentMachine(joined, time.time_ns(), settings.liveness)
         self._phases = PhaseReporter(place.node, connection)
+        self._snapshots = SnapshotMemory()
         self._asked: dict[tuple[int, int], StoreRequested] = {}
         """What workers have asked of the store, and were not answered yet, by worker and number."""
         self._ending = asyncio.Event()
@@ -153,6 +166,7 @@ class Agent:
         await self._spawner.stop()
         for worker in list(self.workers.values()):
             self._drop(worker)
+        self._snapshots.release(None, ())
 
     # ---- the machine ----------------------------------------------------------------------------------------------
 
@@ -195,6 +209,8 @@ class Agent:
                     self._connection.send(effect.message)
                 case LookCloser():
                     self._look_closer(effect.workers)
+                case ReleaseMemory():
+                    self._snapshots.release(effect.workers, self.workers)
                 case Leave():
                     self.left = effect
                     self._ending.set()
@@ -210,6 +226,7 @@ class Agent:
             match order:
                 case Assign():
                     worker.rank = order.rank
+                    self._hand_over_snapshots(order)
                 case Recover():
                     worker.resume_step = order.resume_step
                 case Resume():
@@ -217,6 +234,12 @@ class Agent:
                     worker.events_read = worker.page.read().events_written
                 case _:
                     pass
+
+    def _hand_over_snapshots(self, order: Assign) -> None:
+        """Tells a worker in front of its assignment where the snapshots of the rank's former process are."""
+        if order.former is not None and (path := self._snapshots.path(order.former)) is not None:
+            kept = SnapshotsKept(order.worker, path, self._snapshots.steps(order.former))
+            self._hand_over((order.worker,), kept)
 
     def _hand_over(self, workers: tuple[int, ...], order: WorkerOrder) -> None:
         data = frame(order)
@@ -257,7 +280,8 @@ class Agent:
             bool(output.redirects[0]),
             bool(output.redirects[1]),
         )
-        self._spawner.spawn(request, [theirs.fileno(), page, line, *output.descriptors])
+        memory = self._snapshots.create(effect.worker)
+        self._spawner.spawn(request, [theirs.fileno(), page, line, memory, *output.descriptors])
         output.handed_over()
         theirs.close()
         os.close(page)
@@ -302,7 +326,8 @@ class Agent:
         self._phases.gather(self.workers.values())  # of all: it may be the end of the job
         self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
-        self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s)
+        steps = self._snapshots.steps(report.worker)
+        self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s, steps)
         self._act()
 
     def _watch_lifeline(self, number: int) -> None:
@@ -321,13 +346,15 @@ class Agent:
             return  # without its spawner no worker lives, and none is the cause of anything
         self._watch_first_step(worker)
         self._phases.gather(self.workers.values())
-        self._machine.training_thread_died(number, worker.page.read().tag, time.monotonic())
+        steps = self._snapshots.steps(number)
+        self._machine.training_thread_died(number, worker.page.read().tag, time.monotonic(), steps)
         self._act()
 
     def _drop(self, worker: AgentWorker) -> None:
         self._asked = {key: request for key, request in self._asked.items() if request.worker != worker.worker}
         worker.output.close()  # while its lines still get its label
         self.workers.pop(worker.worker, None)
+        self._snapshots.ended(worker.worker)
         worker.listener.cancel()
         if worker.writer is not None:
             worker.writer.close()

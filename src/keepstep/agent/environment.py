@@ -6,7 +6,7 @@ from keepstep.agent.settings import AgentSettings
 from keepstep.config import VISIBLE_DEVICES, WorkerConfig, worker_environment
 from keepstep.devices import order_for
 from keepstep.protocol.agent import Spawn
-from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD
+from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD, SNAPSHOTS_FD
 
 
 def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
@@ -27,6 +27,7 @@ def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
         link_fd=LINK_FD,
         page_fd=PAGE_FD,
         lifeline_fd=LIFELINE_FD,
+        snapshots_fd=SNAPSHOTS_FD,
         parks=settings.parks_spares,
         preload=settings.preload,
         devices=settings.devices,

@@ -87,7 +87,14 @@ class LookCloser:
     workers: tuple[int, ...]
 
 
-AgentEffect = Spawn | Kill | Signal | HandOver | Leave | Depart | LookCloser
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReleaseMemory:
+    """Let go of the snapshots of workers that are gone; of all of them where it is None."""
+
+    workers: tuple[int, ...] | None
+
+
+AgentEffect = Spawn | Kill | Signal | HandOver | Leave | Depart | LookCloser | ReleaseMemory
 
 
 @dataclasses.dataclass(slots=True)
@@ -243,6 +250,8 @@ class AgentMachine:
                     self._processes[order.worker].rank = order.rank
                     self.liveness.watch(order.worker, order.rank, now_s)
                     self._effects.append(HandOver((order.worker,), order))
+            case msg.ReleaseSnapshots():
+                self._effects.append(ReleaseMemory(order.workers))
             case msg.MembershipTold():
                 self._membership = order.membership
             case msg.StoreAnswered() | msg.OnceAnswered():
@@ -304,6 +313,7 @@ class AgentMachine:
         self._evicted = True
         self._forget_answers()
         self._effects += [Kill(number) for number in self._processes]
+        self._effects.append(ReleaseMemory(None))
 
     def _join_again_if_empty(self, now_s: float) -> None:
         if self._processes or self._departing is not None:
@@ -328,7 +338,9 @@ class AgentMachine:
         if process.fenced or self._evicted:
             self._effects.append(Kill(number))
 
-    def exited(self, number: int, cause: Cause, detail: str, tag: Tag, at_s: float) -> None:
+    def exited(
+        self, number: int, cause: Cause, detail: str, tag: Tag, at_s: float, snapshots: tuple[int, ...] = ()
+    ) -> None:
         """A worker's process is gone.
 
         Args:
@@ -337,6 +349,7 @@ class AgentMachine:
             detail: how it ended; empty for exit code 0.
             tag: the last word of its tag page.
             at_s: when, on the clock of ``now_s``.
+            snapshots: the steps of those in its memory.
         """
         process = self._processes.pop(number, None)
         self.liveness.forget(number)
@@ -348,14 +361,14 @@ class AgentMachine:
         if process.told_lost:
             self._say(msg.WorkerEnded(number, cause, detail or MIDDLE_OF_A_STEP))
         elif process.fenced:
-            self._say(msg.WorkerFenced(number))
+            self._say(msg.WorkerFenced(number, snapshots))
         elif not detail and tag.phase in (Phase.STARTING, Phase.UPDATED):
             self._say(msg.WorkerDone(number, tag.step + 1 if tag.phase is Phase.UPDATED else None))
         else:
-            self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s))
+            self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s, snapshots))
         self._leave_if_drained()
 
-    def training_thread_died(self, number: int, tag: Tag, at_s: float) -> bool:
+    def training_thread_died(self, number: int, tag: Tag, at_s: float, snapshots: tuple[int, ...] = ()) -> bool:
         """A worker's training thread is dead; its process ends after it.
 
         In a step that is a loss, with any exit status: the process can touch nothing any more. Outside of a step
@@ -370,7 +383,7 @@ class AgentMachine:
         process.told_lost = True
         self.liveness.forget(number)
         self._effects.append(Kill(number))
-        self._say(msg.WorkerLost(number, Cause.EXIT, "its process died", True, tag, at_s))
+        self._say(msg.WorkerLost(number, Cause.EXIT, "its process died", True, tag, at_s, snapshots))
         return True
 
     # ---- what workers say and show ----------------------------------------------------------------------------------

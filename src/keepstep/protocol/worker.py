@@ -109,6 +109,9 @@ class WorkerMachine:
         self._reported = 0
         """The newest generation for which the safe point was reported, or which this rank fell out of."""
         self._snapshots: tuple[int, ...] = ()
+        """The steps of the snapshots and checkpoints that this rank can load."""
+        self.inherited: msg.SnapshotsKept | None = None
+        """Where the snapshots of the process are that held the rank before this one."""
         self._order: msg.Recover | None = None
         """From loading to training that of ``generation``, while standing that of a newer one; None before it came."""
         self._advanced = 0
@@ -138,6 +141,9 @@ class WorkerMachine:
         match order:
             case msg.Assign():
                 self.assignment, self.rank = order, order.rank
+            case msg.SnapshotsKept():
+                self.inherited = order
+                self._snapshots = tuple(sorted({*self._snapshots, *order.steps}))
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)
             case msg.Recover() if order.generation >= self._stop_generation:
@@ -471,7 +477,7 @@ class WorkerMachine:
         self.steps.advance(StepEvent.STEP_UNDONE)
 
     def can_load(self, snapshots: tuple[int, ...]) -> None:
-        """The steps of the checkpoints that this rank can read, as of the safe point it has come to."""
+        """The steps of the snapshots and checkpoints that this rank can load, as of the safe point it has come to."""
         self._snapshots = snapshots
 
     def saved(self, is_saved: bool) -> None:

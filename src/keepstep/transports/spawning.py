@@ -19,7 +19,8 @@ MAX_PACKET_BYTES = 4096
 
 
 class SpawnWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Make a worker. Its descriptors travel with it: link, tag page, lifeline, and stdout and stderr if redirected."""
+    """Make a worker. Its descriptors travel with it: link, tag page, lifeline, memory for snapshots, and
+    stdout and stderr if redirected."""
 
     worker: int
     command: tuple[str, ...]
@@ -60,7 +61,10 @@ _requests = msgspec.json.Decoder(SpawnWorker)
 LINK_FD = 3
 PAGE_FD = 4
 LIFELINE_FD = 5
-"""The descriptors under which every worker finds its link, its tag page and its lifeline."""
+SNAPSHOTS_FD = 6
+"""The descriptors under which every worker finds its link, its tag page, its lifeline and its memory for snapshots."""
+_MAX_DESCRIPTORS = 7
+"""The request itself, those, and stdout and stderr."""
 
 
 def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: list[int]) -> None:
@@ -73,7 +77,7 @@ def send_request(endpoint: socket.socket, request: SpawnWorker, descriptors: lis
 def receive_request(endpoint: socket.socket) -> tuple[SpawnWorker, list[int]] | None:
     """The next request with descriptors that the caller owns, or None at the end of the stream."""
     try:
-        data, descriptors, _flags, _address = socket.recv_fds(endpoint, 1, 6)
+        data, descriptors, _flags, _address = socket.recv_fds(endpoint, 1, _MAX_DESCRIPTORS)
     except ConnectionResetError:  # the other end was closed before it had read all reports
         return None
     if not data:

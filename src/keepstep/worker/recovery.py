@@ -15,6 +15,7 @@ from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.publication import StepPublication
+from keepstep.worker.snapshots import Snapshots
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.protected import ProtectedState
@@ -31,12 +32,14 @@ class Recovery:
         state: ProtectedState,
         attempt: Attempt,
         checkpoints: Checkpoints | None,
+        snapshots: Snapshots | None,
     ) -> None:
         self._coordination = coordination
         self._machine = coordination.machine
         self._state = state
         self._attempt = attempt
         self._checkpoints = checkpoints
+        self._snapshots = snapshots
         self._resumed = False
         self._source = Source()
         self._has_told_of_replicas = False
@@ -94,8 +97,29 @@ class Recovery:
         return rank is not None and membership is not None and membership.is_first_replica(rank)
 
     def snapshots(self) -> tuple[int, ...]:
-        """Steps of the checkpoints that can be loaded."""
-        return self._checkpoints.steps() if self._checkpoints is not None else ()
+        """Steps of the snapshots and checkpoints that this rank can load, ascending."""
+        steps: set[int] = set(self._checkpoints.steps()) if self._checkpoints is not None else set()
+        if self._snapshots is not None:
+            if self._machine.inherited is not None:
+                self._snapshots.inherit(self._machine.inherited.path, self._machine.inherited.steps)
+                self._machine.inherited = None
+            steps.update(self._snapshots.steps())
+        return tuple(sorted(steps))
+
+    def hand_out(self, step: int) -> None:
+        """A step is handed out, and what it may change is noted: its snapshot begins, if one is due."""
+        if self._snapshots is not None:
+            self._snapshots.hand_out(step)
+
+    def before_barrier(self) -> None:
+        """This rank is about to say that it is synced: its snapshot of the step is complete by then."""
+        if self._snapshots is not None:
+            self._snapshots.complete()
+
+    def passed_barrier(self) -> None:
+        """Every rank is synced, and has its snapshot."""
+        if self._snapshots is not None:
+            self._snapshots.passed_barrier()
 
     def take_resumed(self) -> bool:
         """Whether this is the first step since a recovery; asking forgets it."""
@@ -180,6 +204,8 @@ class Recovery:
         finally:
             coordination.page.set_waiting(False)
         self._machine.loaded(received)
+        if self._snapshots is not None:
+            self._snapshots.resumed(move.order.resume_step)
         if move.action in (Action.RESTORE, Action.REWIND):
             coordination.show()
         self._resumed = move.order.resume_step > 0 or move.order.generation > 1
@@ -188,6 +214,8 @@ class Recovery:
         """Carries the action out and sends what others need; the number of bytes received."""
         step, transfer, rank = move.order.resume_step, move.transfer, self._machine.rank
         received = 0
+        if self._snapshots is not None and move.action in (Action.RESTORE, Action.REWIND):
+            self._snapshots.release_state()
         match move.action:
             case Action.RESTORE:
                 assert transfer is not None
@@ -196,8 +224,7 @@ class Recovery:
                 received = receive_state(self._state, step, rank, transfer, transport, self._moved)
                 self._state.layout.restored()
             case Action.REWIND:
-                assert self._checkpoints is not None
-                self._checkpoints.load(step)
+                self._rewind(step)
                 self._state.layout.restored()
             case Action.STAY | Action.ADVANCE:
                 pass
@@ -206,6 +233,14 @@ class Recovery:
             transport = self._transport()
             send_state(self._state, step, rank, transfer, transport, self._source, self._moved)
         return received
+
+    def _rewind(self, step: int) -> None:
+        """Loads this rank's own snapshot of a step, or a checkpoint where there is none."""
+        if self._snapshots is not None and self._snapshots.load(step):
+            return
+        if self._checkpoints is None:
+            raise RemoteProtocolError(f"rank {self._machine.rank}: its snapshot of step {step} is gone")
+        self._checkpoints.load(step)
 
     def _transport(self) -> StateTransport:
         """What carries the state. Raises RuntimeError if a failure has broken it already."""

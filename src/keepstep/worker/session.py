@@ -34,6 +34,7 @@ from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
+from keepstep.worker.snapshots import Snapshots
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
@@ -197,6 +198,7 @@ class Session:
         *,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 100,
+        snapshot_every: int = 0,
         shard: str = "",
         **objects: Any,
     ) -> None:
@@ -206,6 +208,8 @@ class Session:
             checkpoint_dir: write a checkpoint here every ``checkpoint_every`` steps (torch DCP, in the background);
                 used when no live rank holds the state any more, and when the job is started again.
             checkpoint_every: steps from one checkpoint to the next.
+            snapshot_every: keep a copy of each rank's state in memory, made every so many steps: where no other rank
+                holds what a lost one held, all go back to the newest. 0: none.
             shard: a text for the part of the model that this rank holds, where the names and shapes of its tensors
                 are those of other parts: experts, stages of a pipeline. Ranks of equal texts are replicas. Parts that
                 are DTensors need none.
@@ -223,7 +227,8 @@ class Session:
         self._state = ProtectedState(objects, layout_of(objects), shard)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
         attempt = Attempt(self._coordination, self._state, self._declared)
-        self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints)
+        snapshots = self._snapshots(snapshot_every)
+        self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints, snapshots)
         self._controller = StepController(
             self._coordination,
             self._state,
@@ -232,6 +237,12 @@ class Session:
             seed_step=self._seed_step,
             final_digest=self._final_digest,
         )
+
+    def _snapshots(self, every: int) -> Snapshots | None:
+        if self._settings is None or every == 0:
+            return None
+        assert self._state is not None
+        return Snapshots(self._state, self._settings.snapshots_fd, every)
 
     def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:
         if directory is None:

@@ -130,6 +130,7 @@ class StepController:
         self._index = self._last_index = index
         self._was_begun = False
         self._undoing.hand_out()
+        self._recovery.hand_out(index)
 
     def _script_returns(self) -> None:
         """The script has come back from a step: what it did to the state until now is put back, or judged and kept."""
@@ -187,7 +188,7 @@ class StepController:
         coordination = self._coordination
         if coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
             self._refuse_leftover_gradients()
-            pass_gradient_barrier(coordination, self._undoing, self._recovery.decide_at_barrier)
+            self._pass_barrier()
         coordination.complete_step()
         self._is_inside = False
         self._undoing.complete()
@@ -212,6 +213,12 @@ class StepController:
         """Puts back what an interrupted attempt has changed."""
         self._is_inside = False
         self._undoing.undo()
+
+    def _pass_barrier(self) -> None:
+        recovery = self._recovery
+        recovery.before_barrier()
+        pass_gradient_barrier(self._coordination, self._undoing, recovery.decide_at_barrier)
+        recovery.passed_barrier()
 
     def _refuse_leftover_gradients(self) -> None:
         """A step without an update must not leave gradients for the next: a rollback would lose them."""
@@ -246,7 +253,7 @@ class StepController:
             return
         check_call(arguments, keywords)
         if coordination.phase is not Phase.OPTIMIZER:
-            pass_gradient_barrier(coordination, self._undoing, self._recovery.decide_at_barrier)
+            self._pass_barrier()
         check_gradients(optimizer, coordination)
         coordination.begin_update(sys._getframe(1))
 

@@ -32,8 +32,10 @@ from keepstep.protocol.messages.orders import (
     MembershipTold,
     OnceAnswered,
     Recover,
+    ReleaseSnapshots,
     Rescue,
     Resume,
+    SnapshotsKept,
     StartWorker,
     Stop,
     StoreAnswered,
@@ -113,11 +115,13 @@ __all__ = [
     "RankAwaited",
     "RanksStand",
     "Recover",
+    "ReleaseSnapshots",
     "Report",
     "Rescue",
     "Resume",
     "SafePointReached",
     "Seconds",
+    "SnapshotsKept",
     "StartWorker",
     "StateRecovered",
     "StateRescued",
@@ -153,8 +157,8 @@ NodeReport: TypeAlias = NodeJoined | NodeDraining | JobStalled | RanksStand | St
 AgentReport: TypeAlias = NodeReport | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
 HolderOrder: TypeAlias = Stop | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
 """For every worker that holds a rank."""
-WorkerOrder: TypeAlias = HolderOrder | Assign | StoreAnswered | OnceAnswered
-AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | MembershipTold | WorkerOrder
+WorkerOrder: TypeAlias = HolderOrder | Assign | SnapshotsKept | StoreAnswered | OnceAnswered
+AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | MembershipTold | ReleaseSnapshots | WorkerOrder
 
 Report: TypeAlias = WorkerReport | AgentReport
 

@@ -37,6 +37,25 @@ class Assign(Message, frozen=True):
     rank: int
     local_rank: int
     local_world_size: int
+    former: int | None = None
+    """The worker whose snapshots this one resumes from; the agent holds their memory."""
+
+
+class SnapshotsKept(Message, frozen=True):
+    """An agent tells a worker, in front of its `Assign`: the memory of the rank's former worker is there.
+
+    ``path`` names it, and ``steps`` are those of the snapshots in it.
+    """
+
+    worker: int
+    path: str
+    steps: tuple[int, ...]
+
+
+class ReleaseSnapshots(Message, frozen=True):
+    """All ranks have snapshots of their own again: the memory of these workers, which are gone, is needed no more."""
+
+    workers: tuple[int, ...]
 
 
 class Stop(Message, frozen=True):

@@ -26,7 +26,7 @@ class WorkerReady(Message, frozen=True):
     """The worker stands at its first step with everything protected, and waits.
 
     ``reach`` holds step 0, or nothing where the start-up ran on an echoing group; ``snapshots`` are the steps of
-    the checkpoints it can read, ``checkpointing`` says whether it writes any.
+    the checkpoints and snapshots it can read, ``checkpointing`` says whether it writes any.
     """
 
     worker: int
@@ -175,7 +175,8 @@ class WorkerLost(Message, frozen=True):
     """A worker's process is gone, or must be taken for gone.
 
     ``gone`` is True where the process no longer exists (it then needs no fence). ``since_s`` is the time of the failure
-    itself on the controller's monotonic clock, as well as either is known, for the report.
+    itself on the controller's monotonic clock, as well as either is known, for the report. ``snapshots`` are the steps
+    of those that it has left in the memory that its agent holds.
     """
 
     worker: int
@@ -184,6 +185,7 @@ class WorkerLost(Message, frozen=True):
     gone: bool
     tag: Tag | None
     since_s: Seconds
+    snapshots: tuple[int, ...] = ()
 
 
 class WorkerEnded(Message, frozen=True):
@@ -205,9 +207,10 @@ class WorkerDone(Message, frozen=True):
 
 
 class WorkerFenced(Message, frozen=True):
-    """The agent confirms that a worker's process no longer exists."""
+    """The agent confirms that a worker's process no longer exists. ``snapshots``: as in `WorkerLost`."""
 
     worker: int
+    snapshots: tuple[int, ...] = ()
 
 
 class JobStalled(Message, frozen=True):

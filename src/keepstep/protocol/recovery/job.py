@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from keepstep.protocol.messages import Membership, MembershipChange
+from keepstep.protocol.messages import Membership, MembershipChange, ReleaseSnapshots
 from keepstep.protocol.recovery.end.drain import JobDrain
 from keepstep.protocol.recovery.orders import Orders
+from keepstep.protocol.recovery.placement.kept import SnapshotRegister
 from keepstep.protocol.recovery.placement.quarantine import Quarantine
 from keepstep.protocol.recovery.placement.roster import Roster
 from keepstep.protocol.recovery.processes import Processes
@@ -22,6 +23,7 @@ class JobState:
         self.generation = 1
         self.quarantine = Quarantine(settings.quarantine_failures, settings.quarantine_window_s)
         self.roster = Roster(settings, self.quarantine)
+        self.snapshots = SnapshotRegister()
         self.membership: Membership | None = None
         """Of the last generation in which all ranks stood ready; None while all start."""
         self.told: Membership | None = None
@@ -53,6 +55,11 @@ class JobState:
         if told is None or told.world_size != self.membership.world_size:
             return self.membership
         return told.change_to(self.membership)
+
+    def release_snapshots(self, reason: str) -> None:
+        """What nodes hold of workers that are gone is needed no more."""
+        for node, workers in self.snapshots.release().items():
+            self.orders.send(node, ReleaseSnapshots(workers), reason)
 
     def begin_generation(self, cause: str, detail: str, now_s: float) -> None:
         """A failure has interrupted the ranks: what they said in the last generation counts no more."""

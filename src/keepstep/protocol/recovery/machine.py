@@ -114,6 +114,7 @@ class RecoveryMachine:
         if is_fault and node in self.roster.nodes:
             self.quarantine.failed(Place(node), why, now_s)
         lost = self.roster.remove_node(node)
+        self._job.snapshots.node_lost(node)
         self._stage.node_lost(now_s)
         if not self.progress.is_initialised and lost:  # before that there are no spares
             self._go(ToEnded(verdicts.exited_in_start_up(lost[0].rank, why, is_initialised=False)), now_s)
@@ -232,6 +233,8 @@ class RecoveryMachine:
                     self.standstill.stands(message, now_s)
             case msg.StepObserved():
                 self._job.record.observe_step(message.node, message.at_s, message.step_s)
+                # A rank has passed the gradient barrier, so each has a snapshot of the step at which all resumed.
+                self._job.release_snapshots("all ranks have snapshots of their own again")
                 self._go(self._stage.step_observed(now_s), now_s)
             case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
@@ -286,6 +289,7 @@ class RecoveryMachine:
                 if worker.rank is not None:
                     self._job.record.name_cause(worker.rank, message.cause, message.detail)
             case msg.WorkerFenced():
+                self._job.snapshots.add(worker, message.snapshots)
                 self.roster.mark_lost(worker, gone=True)
                 self._stage.awaited.discard(worker.worker)
                 self._stage.room_found("there is room again: a spare is started")
@@ -320,6 +324,7 @@ class RecoveryMachine:
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.rank is not None and message.tag:
             self.progress.reached(min(resume.reach(message.tag.step, message.tag.phase), default=0))
+        self._job.snapshots.add(worker, message.snapshots)
         if worker.lost or worker.done:
             self.roster.mark_lost(worker, gone=message.gone)
             return

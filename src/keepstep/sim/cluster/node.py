@@ -6,7 +6,17 @@ import math
 from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
+from keepstep.protocol.agent import (
+    AgentMachine,
+    Depart,
+    HandOver,
+    Kill,
+    Leave,
+    LookCloser,
+    ReleaseMemory,
+    Signal,
+    Spawn,
+)
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.sim.cluster.control.network import CONTROLLER
@@ -158,6 +168,8 @@ class SimulatedNode:
                 case Signal():
                     for number in effect.workers:
                         self._terminate(number)
+                case ReleaseMemory():
+                    pass
                 case Depart():
                     self.world.oracle.node_began_new_life(self.name)
                     self.world.network.send(self.name, CONTROLLER, effect.message)

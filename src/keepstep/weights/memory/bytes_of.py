@@ -22,6 +22,11 @@ def copy_bytes(to: int, source: int, num_bytes: int) -> None:
     (_copy_released if num_bytes >= RELEASED_BYTES else _copy_held)(to, source, num_bytes)
 
 
+def address_of(memory: memoryview) -> int:
+    """Where some bytes lie, be they writable or not."""
+    return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill one run of memory, in any order of dimensions."""
     if tensor.layout is not torch.strided:

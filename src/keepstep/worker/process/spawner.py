@@ -35,6 +35,7 @@ from keepstep.transports.spawning import (
     LIFELINE_FD,
     LINK_FD,
     PAGE_FD,
+    SNAPSHOTS_FD,
     SpawnerReady,
     SpawnerReport,
     SpawnWorker,
@@ -146,7 +147,7 @@ class Spawner:
 
 def _adopt(request: SpawnWorker, descriptors: list[int]) -> None:
     """Puts the received descriptors where the worker expects them."""
-    wanted = [LINK_FD, PAGE_FD, LIFELINE_FD]
+    wanted = [LINK_FD, PAGE_FD, LIFELINE_FD, SNAPSHOTS_FD]
     wanted += [1] if request.redirect_stdout else []
     wanted += [2] if request.redirect_stderr else []
     aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for descriptor in descriptors]

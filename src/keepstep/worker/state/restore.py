@@ -1,7 +1,7 @@
 """Moving a shard from its live holders to a rank that lost it.
 
-The first source sends a header over the new generation's process group: names, dtypes, shapes and strides of all
-tensors, the host state, which parameters have a gradient, and what is switched off. Everything else is the pipeline of
+The first source sends a header over the new generation's process group: see `keepstep.worker.state.image`. Everything
+else is the pipeline of
 `keepstep.weights`: a plan that is the same on all sides, each source gathers its share into its H2D buffer, and the
 receiver copies out of all of them, straight into parameters and optimizer state. On one machine it reads in the
 sources' buffers; over a network the buckets are messages of the group. Raw bytes, nothing is unpickled. Until every
@@ -30,15 +30,13 @@ from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import Inlet
 from keepstep.weights.channels.group import Carrier, GroupInlet, GroupOutlet
 from keepstep.weights.device.stages import RankPlan, SendStage, device_outlet
-from keepstep.weights.memory.blocks import NamedBlock, local_of
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.copies import checksum_in, copy_of
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
 from keepstep.weights.spans import Spans
-from keepstep.worker.parallel.layout import Replicated
-from keepstep.worker.state import neighbour, tree
-from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
-from keepstep.worker.state.protected import Modes, ProtectedState
+from keepstep.worker.state import neighbour
+from keepstep.worker.state.image import StateHeader, describe, finish, targets
+from keepstep.worker.state.protected import ProtectedState
 
 _CHECKSUM_BYTES = 8
 _SIZE_BYTES = 8
@@ -59,23 +57,11 @@ MAX_HEADER_BYTES = 1 << 30
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
-class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a source is about to send."""
+class SourceHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a source is about to send, and how."""
 
-    step: int
     limits: Limits
-    parameters: tuple[TensorHeader, ...]
-    buffers: tuple[TensorHeader, ...]
-    optimizer: tuple[TensorHeader, ...]
-    host_tensors: tuple[TensorHeader, ...]
-    host: bytes
-    with_gradient: tuple[int, ...]
-    modes: Modes
-
-    @property
-    def all_tensors(self) -> tuple[TensorHeader, ...]:
-        """In the order in which they are sent."""
-        return (*self.parameters, *self.buffers, *self.optimizer, *self.host_tensors)
+    state: StateHeader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +118,8 @@ def send_state(
         Cancelled: by the stop of ``transport``.
     """
     group = transport.group
-    header, blocks = describe(state, step, source.limits)
+    content, blocks = describe(state, step)
+    header = SourceHeader(source.limits, content)
     if rank == route.sources[0]:
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
@@ -200,17 +187,18 @@ def receive_state(
         place = msgspec.msgpack.encode(here.place)
         # Not waited for: the first source sends its header before it receives, and each send waits for its receiver.
         told = [work for source in route.sources for work in _begin_to_send(place, source, group)]
-        header = _decode(_receive_sealed(first, group), StateHeader, first)
-        if header.step != step:
-            raise RemoteProtocolError(f"rank {first} sends the state of step {header.step}, expected {step}")
-        tensors, host_tensors = _targets(state, header)
+        header = _decode(_receive_sealed(first, group), SourceHeader, first)
+        content = header.state
+        if content.step != step:
+            raise RemoteProtocolError(f"rank {first} sends the state of step {content.step}, expected {step}")
+        tensors, host_tensors = targets(state, content, "the source")
         plan = RankPlan(_transfer_layout(header, route), rank)
         for work in told:
             work.wait()
         inlets = _inlets(plan, header.limits, route, transport, here, opened)
         held = {
             index: [Held(tensor.detach(), entry.box)]
-            for index, (tensor, entry) in enumerate(zip(tensors, header.all_tensors, strict=True))
+            for index, (tensor, entry) in enumerate(zip(tensors, content.all_tensors, strict=True))
         }
         num_wrong = 0
         for bucket in plan.coming:
@@ -220,7 +208,7 @@ def receive_state(
             moved()
     if num_wrong:
         raise ChecksumMismatch(f"{num_wrong} of {len(plan.coming)} buckets arrived with a wrong checksum")
-    _finish(state, header, host_tensors)
+    finish(state, content, host_tensors)
     return sum(piece.num_bytes for bucket in plan.coming for piece in bucket.pieces)
 
 
@@ -252,57 +240,11 @@ def _inlets(
     return inlets
 
 
-def describe(state: ProtectedState, step: int, limits: Limits) -> tuple[StateHeader, list[NamedBlock]]:
-    """The header of the state as it is now, and what this rank holds, in the order of the header's tensors."""
-    host, host_tensors = state.host_bytes()
-    host_named = [(f"host/{index}", tensor) for index, tensor in enumerate(host_tensors)]
-    parts = [
-        *(state.layout.blocks(named) for named in (state.parameters(), state.buffers(), state.optimizer_tensors())),
-        Replicated().blocks(host_named),
-    ]
-    headers = [headers_of(part) for part in parts]
-    marks, modes = state.gradient_marks(), state.modes()
-    header = StateHeader(step, limits, headers[0], headers[1], headers[2], headers[3], host, marks, modes)
-    return header, [block for part in parts for block in part]
-
-
-def _targets(state: ProtectedState, header: StateHeader) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors to write into, in the header's order; optimizer state that is not there yet is made."""
-    parameters, buffers = state.parameters(), state.buffers()
-    forms = [torch.empty(0) for _ in header.host_tensors]
-    check_same_objects(state, tree.unpack(msgspec.msgpack.decode(header.host), forms), "the source")
-    blocks = state.layout.blocks
-    check_same_layout(headers_of(blocks(parameters)), header.parameters, "the source")
-    check_same_layout(headers_of(blocks(buffers)), header.buffers, "the source")
-    existing = {block.names[0]: block for block in blocks(state.optimizer_tensors())}
-    own = {entry.name: entry for entry in headers_of(existing.values())}
-    if set(own) - {entry.name for entry in header.optimizer}:
-        state.drop_optimizer_state()
-        own = {}
-    optimizer = []
-    for entry in header.optimizer:
-        if own.get(entry.name) == entry:
-            optimizer.append(existing[entry.name].held.tensor)
-        else:
-            optimizer.append(entry.empty())
-            state.place_optimizer_tensor(entry.name, optimizer[-1], as_dtensor=entry.is_dtensor)
-    host_tensors = [entry.empty() for entry in header.host_tensors]
-    live = [local_of(tensor) for _name, tensor in (*parameters, *buffers)]
-    return [*live, *optimizer, *host_tensors], host_tensors
-
-
-def _finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
-    state.load_host_state(tree.unpack(msgspec.msgpack.decode(header.host), host_tensors))
-    state.place_gradients(header.with_gradient)
-    state.place_modes(header.modes)
-
-
-def _transfer_layout(header: StateHeader, route: Transfer) -> Layout:
+def _transfer_layout(header: SourceHeader, route: Transfer) -> Layout:
     """All sources hold the blocks of the header, and each receiver wants them."""
-    forms = tuple(
-        TensorForm((entry.name,), entry.dtype, entry.whole, entry.element_bytes) for entry in header.all_tensors
-    )
-    parts = tuple(Part(index, entry.box) for index, entry in enumerate(header.all_tensors))
+    tensors = header.state.all_tensors
+    forms = tuple(TensorForm((entry.name,), entry.dtype, entry.whole, entry.element_bytes) for entry in tensors)
+    parts = tuple(Part(index, entry.box) for index, entry in enumerate(tensors))
     holders = tuple(parts if rank in route.sources else () for rank in range(max(route.sources) + 1))
     readers = tuple(Reader(receiver, parts) for receiver in route.receivers)
     return Layout(forms, holders, readers, (None,) * len(readers), header.limits)

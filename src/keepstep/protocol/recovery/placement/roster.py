@@ -39,6 +39,8 @@ class Worker:
     """How many steps it had completed when its script ended; None where that is not known, or there was no first."""
     safe: SafePointReached | None = None
     """Its safe point in the present generation."""
+    inherits: frozenset[int] = frozenset()
+    """The steps of the snapshots that the rank's former process has left to it."""
     rescued: str | None = None
     """Where it saved its shard."""
     rescue_error: str | None = None

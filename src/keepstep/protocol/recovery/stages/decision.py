@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from keepstep.protocol import resume
 from keepstep.protocol.messages import Membership, Transfer
+from keepstep.protocol.recovery.placement.kept import SnapshotRegister
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.resume import Action
@@ -44,11 +45,14 @@ def snapshots_of(worker: Worker) -> frozenset[int]:
     return frozenset(report.snapshots) if report is not None else frozenset()
 
 
-def reachable_step(roster: Roster, membership: Membership | None, generation: int) -> int | None:
+def reachable_step(
+    roster: Roster, snapshots: SnapshotRegister, membership: Membership | None, generation: int
+) -> int | None:
     """The step at which all live workers together can resume; None if some shard has no holder left.
 
     Args:
         roster: the workers with their last safe points.
+        snapshots: what nodes still hold of lost ranks.
         membership: in which all ranks stood ready last; None: they never have.
         generation: the present one.
     """
@@ -60,6 +64,9 @@ def reachable_step(roster: Roster, membership: Membership | None, generation: in
     shards: dict[str, set[Report | None]] = {shard: set() for shard in membership.shards}
     for (number, _), worker in spoken.items():
         shards[membership.shards[number]].add(_last_word(worker, generation))
+    for rank in roster.missing_ranks():
+        if steps := snapshots.steps(rank):
+            shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
     greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
     if greatest is None or greatest != resume.resume_step(live):
@@ -72,9 +79,9 @@ def reachable_step(roster: Roster, membership: Membership | None, generation: in
 
 def decide(roster: Roster, membership: Membership, step: int, generation: int) -> Decision:
     """For each rank: stay, advance, rewind or restore, and who sends to whom within its replica group."""
-    spoken = {id(each.safe or each.ready): each for each in roster.holders()}
+    spoken = {(id(each.safe or each.ready), each.inherits): each for each in roster.holders()}
     by_report = {report: _action(_last_word(worker, generation), step) for report, worker in spoken.items()}
-    actions = {each.rank or 0: by_report[id(each.safe or each.ready)] for each in roster.holders()}
+    actions = {each.rank or 0: by_report[id(each.safe or each.ready), each.inherits] for each in roster.holders()}
     receivers: dict[str, list[int]] = defaultdict(list)
     for rank in [rank for rank, action in actions.items() if action is Action.RESTORE]:
         receivers[membership.shard(rank)].append(rank)
@@ -100,8 +107,8 @@ def _last_word(worker: Worker, generation: int) -> Report | None:
         return safe.reach, safe.current_step, safe.snapshots
     if (ready := worker.ready) is not None:
         reach = ready.reach if ready.generation == generation else ()
-        return reach, min(reach, default=None), ready.snapshots
-    return None
+        return reach, min(reach, default=None), (*ready.snapshots, *worker.inherits)
+    return ((), None, tuple(worker.inherits)) if worker.inherits else None
 
 
 def _reaches(word: Report | None) -> frozenset[int]:

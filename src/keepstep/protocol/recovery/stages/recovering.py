@@ -33,6 +33,7 @@ class Recovering(RecoveryStage):
         record.stopped_at_step = max((each.step for each in safe.values() if each), default=None)
         record.actions |= decision.actions
         job.progress.resumes(step, job.generation)
+        job.snapshots.resumed(step)
         reason = f"resume at step {step}, where every shard can be"
         job.orders.to_all(Recover(job.generation, step, decision.transfers, job.tell(before, change)), reason)
 

@@ -65,6 +65,7 @@ class Starting(JobStage):
     def __init__(self, job: JobState, reason: str, now_s: float) -> None:
         job.progress.is_fresh = True
         job.membership = None  # a start-up is one piece: a rank lost in it takes what all exchanged along
+        job.release_snapshots(reason)
         job.processes.start_ranks(reason)
         job.connected.clear()
         deadline_s = now_s + job.settings.start_deadline_s if job.progress.is_initialised else None
@@ -88,7 +89,7 @@ class Starting(JobStage):
         if self.awaited or job.roster.num_holders != job.settings.world_size:
             return None
         job.membership = job.roster.membership()
-        step = reachable_step(job.roster, job.membership, job.generation)
+        step = reachable_step(job.roster, job.snapshots, job.membership, job.generation)
         if step is None or begins_again(job.progress, job.roster, step):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
         return ToRecovering(step)

@@ -93,7 +93,7 @@ class Stopping(RecoveryStage):
             return ToEnded(ended_early)
         if record.num_exceptions == job.settings.world_size:
             return ToEnded(verdicts.failed_everywhere(record.detail))
-        if (step := reachable_step(job.roster, job.membership, job.generation)) is None:
+        if (step := reachable_step(job.roster, job.snapshots, job.membership, job.generation)) is None:
             return self._no_step_is_reached(now_s)
         if begins_again(job.progress, job.roster, step):
             return ToEnded(verdicts.no_checkpoint_found(job.progress.trained_to))
@@ -107,7 +107,10 @@ class Stopping(RecoveryStage):
             job.roster.give_ranks(replacements)
             for rank, worker in replacements.items():
                 job.record.replacements[rank] = worker.worker
-                job.orders.assign(worker, job.generation, f"spare {worker.worker} takes rank {rank}")
+                kept = job.snapshots.find(rank, step, worker.node)
+                worker.inherits = kept.steps if kept is not None else frozenset()
+                former = kept.worker if kept is not None else None
+                job.orders.assign(worker, job.generation, f"spare {worker.worker} takes rank {rank}", former)
             return ToRecovering(step)
         missing = job.roster.missing_ranks()
         if job.drain.reason is not None:  # there is no time to wait for spares

@@ -1,0 +1,213 @@
+"""Snapshots of this rank's state in memory: for shards that no other rank holds.
+
+Between two updates parameters and optimizer state do not change. So the copy for a step begins when the step is handed
+out, runs in a thread of its own beside forward and backward, and is awaited in front of the gradient barrier. It goes
+into memory that the agent holds as well (`keepstep.snapshotfile`).
+
+A snapshot is the length of a `StateHeader` as msgpack, the header, and the tensors' bytes in its order, each at a
+multiple of 64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+import torch
+import xxhash
+
+from keepstep.errors import RemoteProtocolError
+from keepstep.protocol.snapshots import SnapshotSchedule, outdated, slot_for
+from keepstep.snapshotfile import NUM_SLOTS, SnapshotFile
+from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
+from keepstep.worker.state.image import StateHeader, describe, finish, targets
+from keepstep.worker.state.protected import ProtectedState
+
+_LENGTH_BYTES = 8
+_ALIGNMENT = 64
+_CHUNK_BYTES = 1 << 20
+"""What is copied before its checksum is taken: it is in the cache then."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """One tensor on its way into a slot."""
+
+    tensor: torch.Tensor
+    """Its bytes, in place."""
+    offset: int
+    is_copied: bool
+    """Whether it was copied before the step began, for a forward may change it."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    """A snapshot that is being taken."""
+
+    step: int
+    slot: int
+    num_bytes: int
+    view: mmap.mmap
+    pieces: list[_Piece]
+    is_cancelled: bool = False
+
+    def run(self, file: SnapshotFile) -> None:
+        """Fills the slot and seals it. Runs in the thread of the snapshots."""
+        checksum, hashed = xxhash.xxh3_128(), 0
+        with memoryview(self.view) as memory:
+            start = address_of(memory)
+            for piece in self.pieces:
+                size = piece.tensor.numel()
+                for begin in range(0, size, _CHUNK_BYTES):
+                    if self.is_cancelled:
+                        return
+                    end = min(size, begin + _CHUNK_BYTES)
+                    if not piece.is_copied:
+                        copy_bytes(start + piece.offset + begin, piece.tensor.data_ptr() + begin, end - begin)
+                    checksum.update(memory[hashed : piece.offset + end])
+                    hashed = piece.offset + end
+            checksum.update(memory[hashed : self.num_bytes])
+        file.seal(self.slot, self.step, self.num_bytes, checksum.digest())
+
+
+class Snapshots:
+    """The snapshots of one rank. All methods are called by the training thread."""
+
+    def __init__(self, state: ProtectedState, descriptor: int, every: int) -> None:
+        """Args:
+        state: the protected objects.
+        descriptor: of the memory, as `snapshotfile.create` makes it.
+        every: steps from one snapshot to the next; 0: none is taken.
+        """
+        self._state = state
+        self._file = SnapshotFile(descriptor)
+        self._schedule = SnapshotSchedule(every)
+        self._thread = ThreadPoolExecutor(1, "keepstep-snapshot")
+        self._copy: _Copy | None = None
+        self._running: Future[None] | None = None
+        self._inherited: SnapshotFile | None = None
+        """The memory of the process that held this rank before."""
+        self._inherited_steps: frozenset[int] = frozenset()
+        """Those of its snapshots that count."""
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that this rank can go back to, ascending."""
+        return tuple(sorted(self._inherited_steps.union(self._file.steps.values())))
+
+    def inherit(self, path: str, steps: Iterable[int]) -> None:
+        """This process takes the rank of one that is gone, whose memory its agent still holds.
+
+        Args:
+            path: of that memory.
+            steps: of the snapshots in it.
+        """
+        self._forget_inherited()
+        self._inherited = SnapshotFile(os.open(path, os.O_RDONLY))
+        self._inherited_steps = frozenset(steps)
+
+    # ---- taking ---------------------------------------------------------------------------------------------------
+
+    def hand_out(self, step: int) -> None:
+        """The step is handed out: its snapshot begins, if one is due.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        held = self._file.steps
+        if self._copy is not None or not self._schedule.is_due(step) or step in held.values():
+            return
+        header, blocks = describe(self._state, step)
+        head = msgspec.msgpack.encode(header)
+        first_buffer, first_optimizer = len(header.parameters), len(header.parameters) + len(header.buffers)
+        last = first_optimizer + len(header.optimizer)
+        end = _LENGTH_BYTES + len(head)
+        pieces = []
+        for index, block in enumerate(blocks):
+            content = byte_view(block.held.tensor)
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            pieces.append(_Piece(content, offset, first_buffer <= index < first_optimizer or index >= last))
+            end = offset + content.numel()
+        slot = slot_for(step, held, NUM_SLOTS)
+        view = self._file.open_for_writing(slot, end)
+        view[: _LENGTH_BYTES + len(head)] = len(head).to_bytes(_LENGTH_BYTES, "little") + head
+        memory = torch.frombuffer(view, dtype=torch.uint8)
+        for piece in pieces:
+            if piece.is_copied:
+                memory[piece.offset : piece.offset + piece.tensor.numel()] = piece.tensor
+        self._copy = _Copy(step, slot, end, view, pieces)
+        self._running = self._thread.submit(self._copy.run, self._file)
+
+    def complete(self) -> None:
+        """Waits until the snapshot that is being taken is whole: the update may begin."""
+        if self._running is not None:
+            self._running.result()
+            self._copy = self._running = None
+
+    def _cancel(self) -> None:
+        if self._copy is not None and self._running is not None:
+            self._copy.is_cancelled = True
+            self._running.result()
+            self._copy = self._running = None
+
+    # ---- going back -----------------------------------------------------------------------------------------------
+
+    def release_state(self) -> None:
+        """The state is about to be written: no copy of it goes on."""
+        self._cancel()
+
+    def load(self, step: int) -> bool:
+        """Puts the state of ``step`` into the protected objects.
+
+        Returns:
+            whether this rank has a snapshot of it; if not, nothing was done.
+
+        Raises:
+            RemoteProtocolError: its checksum is wrong, or it is of another step than it says. It counts no more.
+            StateMismatch: it is of other objects than these, which have not been touched.
+        """
+        if step in self._file.steps.values():
+            file = self._file
+        elif self._inherited is not None and step in self._inherited_steps:
+            file = self._inherited
+        else:
+            return False
+        with contextlib.closing(file.read(step)) as view:
+            self._load_from(view, step)
+        return True
+
+    def _load_from(self, view: mmap.mmap, step: int) -> None:
+        length = int.from_bytes(view[:_LENGTH_BYTES], "little")
+        header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=StateHeader)
+        if header.step != step:
+            raise RemoteProtocolError(f"the snapshot of step {step} in memory says it is of step {header.step}")
+        tensors, host_tensors = targets(self._state, header, "the snapshot")
+        end = _LENGTH_BYTES + length
+        with memoryview(view) as memory:
+            start = address_of(memory)
+            for tensor in map(byte_view, tensors):
+                offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+                copy_bytes(tensor.data_ptr(), start + offset, tensor.numel())
+                end = offset + tensor.numel()
+        finish(self._state, header, host_tensors)
+
+    def resumed(self, step: int) -> None:
+        """This rank stands at the step at which all resume. What is of later steps counts no more."""
+        self._cancel()
+        for slot in outdated(self._file.steps, step):
+            self._file.discard(slot)
+        self._inherited_steps = frozenset(held for held in self._inherited_steps if held <= step)
+        self._schedule.resumed(step)
+
+    def passed_barrier(self) -> None:
+        """Every rank has complete gradients, and with them its own snapshot of the step at which it resumed."""
+        self._forget_inherited()
+
+    def _forget_inherited(self) -> None:
+        if self._inherited is not None:
+            self._inherited.close()
+        self._inherited, self._inherited_steps = None, frozenset()

@@ -1,0 +1,92 @@
+"""The state of one rank at one step as a header and blocks of memory: what a replacement gets, from wherever.
+
+The header has the names, dtypes, shapes and strides of all tensors, the host state, which parameters have a gradient,
+and what is switched off. It is msgpack: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from keepstep.weights.memory.blocks import NamedBlock, local_of
+from keepstep.worker.parallel.layout import Replicated
+from keepstep.worker.state import tree
+from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
+from keepstep.worker.state.protected import Modes, ProtectedState
+
+
+class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the state consists of, and all of it that is in no tensor."""
+
+    step: int
+    parameters: tuple[TensorHeader, ...]
+    buffers: tuple[TensorHeader, ...]
+    optimizer: tuple[TensorHeader, ...]
+    host_tensors: tuple[TensorHeader, ...]
+    host: bytes
+    with_gradient: tuple[int, ...]
+    modes: Modes
+
+    @property
+    def all_tensors(self) -> tuple[TensorHeader, ...]:
+        """In the order of the blocks."""
+        return (*self.parameters, *self.buffers, *self.optimizer, *self.host_tensors)
+
+
+def describe(state: ProtectedState, step: int) -> tuple[StateHeader, list[NamedBlock]]:
+    """The header of the state as it is now, and what this rank holds, in the order of the header's tensors."""
+    host, host_tensors = state.host_bytes()
+    host_named = [(f"host/{index}", tensor) for index, tensor in enumerate(host_tensors)]
+    parts = [
+        *(state.layout.blocks(named) for named in (state.parameters(), state.buffers(), state.optimizer_tensors())),
+        Replicated().blocks(host_named),
+    ]
+    headers = [headers_of(part) for part in parts]
+    marks, modes = state.gradient_marks(), state.modes()
+    header = StateHeader(step, headers[0], headers[1], headers[2], headers[3], host, marks, modes)
+    return header, [block for part in parts for block in part]
+
+
+def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors to write into, in the header's order; optimizer state that is not there yet is made.
+
+    Args:
+        state: what is written into.
+        header: what comes.
+        source: where it comes from, for messages.
+
+    Returns:
+        all of them; and those of them that are of the host state, for `finish`.
+
+    Raises:
+        StateMismatch: the model here has other names, shapes or dtypes.
+    """
+    parameters, buffers = state.parameters(), state.buffers()
+    forms = [torch.empty(0) for _ in header.host_tensors]
+    check_same_objects(state, tree.unpack(msgspec.msgpack.decode(header.host), forms), source)
+    blocks = state.layout.blocks
+    check_same_layout(headers_of(blocks(parameters)), header.parameters, source)
+    check_same_layout(headers_of(blocks(buffers)), header.buffers, source)
+    existing = {block.names[0]: block for block in blocks(state.optimizer_tensors())}
+    own = {entry.name: entry for entry in headers_of(existing.values())}
+    if set(own) - {entry.name for entry in header.optimizer}:
+        state.drop_optimizer_state()
+        own = {}
+    optimizer = []
+    for entry in header.optimizer:
+        if own.get(entry.name) == entry:
+            optimizer.append(existing[entry.name].held.tensor)
+        else:
+            optimizer.append(entry.empty())
+            state.place_optimizer_tensor(entry.name, optimizer[-1], as_dtensor=entry.is_dtensor)
+    host_tensors = [entry.empty() for entry in header.host_tensors]
+    live = [local_of(tensor) for _name, tensor in (*parameters, *buffers)]
+    return [*live, *optimizer, *host_tensors], host_tensors
+
+
+def finish(state: ProtectedState, header: StateHeader, host_tensors: list[torch.Tensor]) -> None:
+    """All tensors are written: puts back what is in none."""
+    state.load_host_state(tree.unpack(msgspec.msgpack.decode(header.host), host_tensors))
+    state.place_gradients(header.with_gradient)
+    state.place_modes(header.modes)
