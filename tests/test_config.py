@@ -31,6 +31,7 @@ CONFIG = WorkerConfig(
     link_fd=3,
     page_fd=4,
     lifeline_fd=5,
+    snapshots_fd=6,
 )
 FULL = WorkerConfig(
     worker=0,
@@ -46,6 +47,7 @@ FULL = WorkerConfig(
     link_fd=3,
     page_fd=4,
     lifeline_fd=5,
+    snapshots_fd=6,
     digest=True,
     observer="module:function",
     checkpoint_root="/tmp/root",

@@ -76,11 +76,15 @@ class SnapshotFile:
         """What is in a slot counts no more."""
         os.pwrite(self._descriptor, bytes(_SEALED_BYTES), slot * _STRIDE)
 
+    def capacity(self, slot: int) -> int:
+        """How many bytes a slot has had memory for until now."""
+        return len(self._maps[slot]) if slot in self._maps else 0
+
     def open_for_writing(self, slot: int, num_bytes: int) -> mmap.mmap:
         """Discards what is in a slot, and gives its memory, of at least ``num_bytes``. The view stays this object's.
 
         Raises:
-            OSError: there is no address space for it.
+            OSError: the system does not give it.
         """
         self.discard(slot)
         view = self._maps.get(slot)

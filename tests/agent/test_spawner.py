@@ -19,7 +19,7 @@ import pytest
 from tests.agent.crew import DEADLINE_S, PYTHON, Crew, Worker
 
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
-from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD
+from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD, SNAPSHOTS_FD
 
 SCRIPT = str(Path(__file__).with_name("worker_script.py"))
 
@@ -207,7 +207,7 @@ def test_it_can_be_interrupted(seen: dict[str, object]) -> None:
 
 
 def test_it_has_no_descriptor_that_is_not_its_own(seen: dict[str, object]) -> None:
-    assert seen["fds"] == [0, 1, 2, LINK_FD, PAGE_FD, LIFELINE_FD]
+    assert seen["fds"] == [0, 1, 2, LINK_FD, PAGE_FD, LIFELINE_FD, SNAPSHOTS_FD]
 
 
 def test_the_spawner_keeps_no_descriptor_of_a_worker(own_crew: Crew) -> None:

@@ -16,7 +16,7 @@ import keepstep
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--replicas", type=int, default=2)
-parser.add_argument("--snapshot-every", type=int, default=0)
+parser.add_argument("--snapshot-every", default="auto")
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -46,8 +46,9 @@ for block in model:
     if isinstance(block, Block):
         fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
+every = int(arguments.snapshot_every) if arguments.snapshot_every.isdecimal() else arguments.snapshot_every
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-session.protect(model=model, optimizer=optimizer, snapshot_every=arguments.snapshot_every)
+session.protect(model=model, optimizer=optimizer, snapshot_every=every)
 for step in session.steps(arguments.steps):
     with step:
         tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1))

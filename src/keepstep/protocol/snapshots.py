@@ -8,40 +8,101 @@ newest step of which all have, or had, a snapshot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+
+from keepstep.errors import ConfigurationError
+from keepstep.protocol.messages import Membership
+
+NUM_TRIALS = 3
+"""Steps of each generation that have a snapshot each, to measure what one costs. The first of them touches the memory,
+and the second is the first with optimizer state in it."""
+SHARE = 0.01
+"""What snapshots may cost by themselves, of the time of all steps."""
+
+
+def parse_every(value: object) -> int | None:
+    """What ``protect(snapshot_every=...)`` says: steps from one to the next, 0 for none, None for "auto".
+
+    Raises:
+        ConfigurationError: it says none of that.
+    """
+    if value == "auto":
+        return None
+    if value == "off":
+        return 0
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ConfigurationError(f'protect(snapshot_every={value!r}): allowed are 1 and more, "auto" and "off"')
 
 
 class SnapshotSchedule:
     """When snapshots are due. All ranks count from the step at which they resumed together."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, wanted: int | None) -> None:
         """Args:
-        every: steps from one snapshot to the next; 0: none is taken.
+        wanted: steps from one snapshot to the next; 0: none is taken; None: as few as a shard without replicas
+            needs, and as cost `SHARE`.
         """
-        self.every = every
+        self._wanted = wanted
         self._first = 0
+        self._every: int | None = 0
 
-    def resumed(self, step: int) -> None:
-        """All ranks stand at this step, and go on from there: a replacement has no snapshot of its own yet."""
+    @property
+    def every(self) -> int | None:
+        """Steps from one snapshot to the next; 0: none is taken; None: it is being measured."""
+        return self._every
+
+    def resumed(self, step: int, membership: Membership | None) -> None:
+        """All ranks stand at this step, and go on from there: a replacement has no snapshot of its own yet.
+
+        Args:
+            step: the step.
+            membership: of the generation.
+        """
         self._first = step
+        self._every = self._wanted
+        if self._wanted is None and not (membership and has_lone_shards(membership)):
+            self._every = 0
 
     def is_due(self, step: int) -> bool:
         """Whether a snapshot of this step is to be taken, or held already."""
-        return self.every > 0 and step >= self._first and (step - self._first) % self.every == 0
+        if self._every == 0:
+            return False
+        return (step - self._first) % (self._every or 1) == 0
+
+    def is_agreed_in(self, step: int) -> bool:
+        """Whether the ranks agree in this step's gradient barrier how often snapshots are taken from then on."""
+        return self._every is None and step == self._first + NUM_TRIALS - 1
+
+    def agreed(self, every: int) -> None:
+        """They have: none takes them more often than the one that asked for the fewest."""
+        self._every = every
 
 
-def slot_for(step: int, slots: Mapping[int, int], num_slots: int) -> int:
+def has_lone_shards(membership: Membership) -> bool:
+    """Whether some rank holds what no other one does."""
+    return any(len(ranks) == 1 for ranks in membership.replicas.values())
+
+
+def fewest_steps(cost_s: float, step_s: float) -> int:
+    """How many steps must lie between two snapshots, so that they cost no more than `SHARE` of the time.
+
+    Args:
+        cost_s: by how much a snapshot makes a step longer.
+        step_s: how long a step takes.
+    """
+    return max(1, math.ceil(cost_s / (SHARE * step_s)))
+
+
+def slot_for(slots: Mapping[int, int], num_slots: int) -> int:
     """The slot for a new snapshot: one that holds none, else that of the older one.
 
     Args:
-        step: of the new one.
-        slots: the step in each slot that holds a snapshot; all lie before ``step``.
+        slots: the step in each slot that holds a snapshot; all lie before that of the new one.
         num_slots: how many there are.
     """
-    empty = [slot for slot in range(num_slots) if slot not in slots]
-    if empty:
-        return empty[0]
-    return min(slots, key=lambda slot: slots[slot])
+    return min(range(num_slots), key=lambda slot: slots.get(slot, -1))
 
 
 def outdated(slots: Mapping[int, int], step: int) -> list[int]:

@@ -43,6 +43,7 @@ class Recovery:
         self._resumed = False
         self._source = Source()
         self._has_told_of_replicas = False
+        self._has_told_of_snapshots = False
         self._publication: StepPublication | None = None
         self._generation: int | None = None
         """In which this rank trained last."""
@@ -74,13 +75,15 @@ class Recovery:
         rank, membership = self._machine.rank, self._machine.membership
         if self._has_told_of_replicas or rank != 0 or membership is None or not self._state.is_sharded:
             return
+        if self._snapshots is not None and self._snapshots.every != 0:
+            return
         self._has_told_of_replicas = True
         alone = sorted(ranks[0] for ranks in membership.replicas.values() if len(ranks) == 1)
         if alone:
             print(
                 f"keepstep: {len(alone)} of {membership.world_size} ranks hold a part of the state that no other rank "
                 f"holds (the first is rank {alone[0]}): the loss of one ends the job with exit code 75; with "
-                "data-parallel replicas it would not (HSDP: fully_shard() on a mesh of two dimensions)",
+                'protect(snapshot_every="auto") it would not',
                 file=sys.stderr,
                 flush=True,
             )
@@ -116,10 +119,34 @@ class Recovery:
         if self._snapshots is not None:
             self._snapshots.complete()
 
-    def passed_barrier(self) -> None:
-        """Every rank is synced, and has its snapshot."""
-        if self._snapshots is not None:
-            self._snapshots.passed_barrier()
+    def snapshot_proposal(self) -> int | None:
+        """See `Snapshots.proposal`."""
+        return self._snapshots.proposal(self._machine.steps.step) if self._snapshots is not None else None
+
+    def passed_barrier(self, every: int | None) -> None:
+        """Every rank is synced, and has its snapshot.
+
+        Args:
+            every: what the ranks have agreed on in the barrier: the greatest of their proposals. None: nothing.
+        """
+        if self._snapshots is None:
+            return
+        self._snapshots.passed_barrier()
+        if every is not None:
+            self._snapshots.agreed(every)
+            self._tell_of_snapshots(every)
+
+    def _tell_of_snapshots(self, every: int) -> None:
+        """Says once, on rank 0, what they are and what they take."""
+        if self._machine.rank == 0 and not self._has_told_of_snapshots and self._snapshots is not None:
+            self._has_told_of_snapshots = True
+            each = "each step" if every == 1 else f"every {every} steps"
+            print(
+                f"keepstep: {each} all ranks copy their state into the memory of their nodes, for no other rank holds "
+                f"it: 2 x {self._snapshots.num_bytes / 1e6:.3g} MB on rank 0 (snapshot_every)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def take_resumed(self) -> bool:
         """Whether this is the first step since a recovery; asking forgets it."""
@@ -205,7 +232,7 @@ class Recovery:
             coordination.page.set_waiting(False)
         self._machine.loaded(received)
         if self._snapshots is not None:
-            self._snapshots.resumed(move.order.resume_step)
+            self._snapshots.resumed(move.order.resume_step, self._machine.membership)
         if move.action in (Action.RESTORE, Action.REWIND):
             coordination.show()
         self._resumed = move.order.resume_step > 0 or move.order.generation > 1

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from keepstep import config, lifeline, tagpage
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.snapshots import parse_every
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
@@ -198,7 +199,7 @@ class Session:
         *,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 100,
-        snapshot_every: int = 0,
+        snapshot_every: int | str = "auto",
         shard: str = "",
         **objects: Any,
     ) -> None:
@@ -208,8 +209,9 @@ class Session:
             checkpoint_dir: write a checkpoint here every ``checkpoint_every`` steps (torch DCP, in the background);
                 used when no live rank holds the state any more, and when the job is started again.
             checkpoint_every: steps from one checkpoint to the next.
-            snapshot_every: keep a copy of each rank's state in memory, made every so many steps: where no other rank
-                holds what a lost one held, all go back to the newest. 0: none.
+            snapshot_every: how many steps lie between two copies of each rank's state in the memory of its node. All
+                ranks go back to the newest where a lost one held what no other does. "auto": as few steps as cost no
+                more than 1 % of the time, and no copies where every shard has a replica; "off": none.
             shard: a text for the part of the model that this rank holds, where the names and shapes of its tensors
                 are those of other parts: experts, stages of a pipeline. Ranks of equal texts are replicas. Parts that
                 are DTensors need none.
@@ -238,7 +240,8 @@ class Session:
             final_digest=self._final_digest,
         )
 
-    def _snapshots(self, every: int) -> Snapshots | None:
+    def _snapshots(self, wanted: int | str) -> Snapshots | None:
+        every = parse_every(wanted)
         if self._settings is None or every == 0:
             return None
         assert self._state is not None

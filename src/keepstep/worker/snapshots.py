@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import math
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
+import psutil
 import torch
 import xxhash
 
-from keepstep.errors import RemoteProtocolError
-from keepstep.protocol.snapshots import SnapshotSchedule, outdated, slot_for
+from keepstep.errors import ConfigurationError, RemoteProtocolError
+from keepstep.freememory import free_bytes
+from keepstep.protocol.messages import Membership
+from keepstep.protocol.snapshots import SnapshotSchedule, fewest_steps, outdated, slot_for
 from keepstep.snapshotfile import NUM_SLOTS, SnapshotFile
 from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
@@ -55,9 +61,12 @@ class _Copy:
     view: mmap.mmap
     pieces: list[_Piece]
     is_cancelled: bool = False
+    processor_s: float = 0.0
+    """What it took of a core."""
 
     def run(self, file: SnapshotFile) -> None:
         """Fills the slot and seals it. Runs in the thread of the snapshots."""
+        begun_s = time.thread_time()
         checksum, hashed = xxhash.xxh3_128(), 0
         with memoryview(self.view) as memory:
             start = address_of(memory)
@@ -73,23 +82,65 @@ class _Copy:
                     hashed = piece.offset + end
             checksum.update(memory[hashed : self.num_bytes])
         file.seal(self.slot, self.step, self.num_bytes, checksum.digest())
+        self.processor_s = time.thread_time() - begun_s
+
+
+class _Cost:
+    """By how much snapshots make steps longer, as far as one rank can see it in a few steps.
+
+    A copy costs what the training thread waits for it, and what it takes of cores that the ranks would have used. That
+    is not measured but estimated, for the difference is lost in the noise of so few steps: as much of the copy's
+    processor time as exceeds what the machine's cores had left of each step.
+    """
+
+    def __init__(self) -> None:
+        self._begun_s = self._idle_s = 0.0
+        self._step_s = self._cost_s = math.inf
+        """The least of all; steps are the same, and what disturbs them only makes them longer."""
+
+    def begin(self) -> None:
+        """A step is handed out."""
+        self._begun_s, self._idle_s = time.monotonic(), psutil.cpu_times().idle
+
+    def waited(self, waited_s: float, processor_s: float) -> None:
+        """The forward and backward of the step are through, and its copy is.
+
+        Args:
+            waited_s: how long they had to wait for the copy.
+            processor_s: what the copy took of a core.
+        """
+        idle_s = psutil.cpu_times().idle - self._idle_s
+        self._step_s = min(self._step_s, time.monotonic() - self._begun_s)
+        self._cost_s = min(self._cost_s, waited_s + max(0.0, processor_s - idle_s))
+
+    def fewest_steps(self) -> int:
+        """How many steps must lie between two snapshots."""
+        return fewest_steps(self._cost_s, self._step_s)
 
 
 class Snapshots:
     """The snapshots of one rank. All methods are called by the training thread."""
 
-    def __init__(self, state: ProtectedState, descriptor: int, every: int) -> None:
+    def __init__(self, state: ProtectedState, descriptor: int, every: int | None) -> None:
         """Args:
         state: the protected objects.
         descriptor: of the memory, as `snapshotfile.create` makes it.
-        every: steps from one snapshot to the next; 0: none is taken.
+        every: steps from one snapshot to the next; 0: none is taken; None: see `SnapshotSchedule`.
+
+        Raises:
+            ConfigurationError: the state is not in the memory of the CPU.
         """
+        if every and any(tensor.device.type != "cpu" for _name, tensor in state.live_tensors()):
+            raise ConfigurationError(f"protect(snapshot_every={every}): snapshots of tensors on a GPU do not exist yet")
         self._state = state
         self._file = SnapshotFile(descriptor)
         self._schedule = SnapshotSchedule(every)
+        self._cost = _Cost()
         self._thread = ThreadPoolExecutor(1, "keepstep-snapshot")
         self._copy: _Copy | None = None
         self._running: Future[None] | None = None
+        self.num_bytes = 0
+        """Of the last one."""
         self._inherited: SnapshotFile | None = None
         """The memory of the process that held this rank before."""
         self._inherited_steps: frozenset[int] = frozenset()
@@ -116,8 +167,9 @@ class Snapshots:
         """The step is handed out: its snapshot begins, if one is due.
 
         Raises:
-            OSError: there is no memory for it.
+            ConfigurationError: there is no memory for it.
         """
+        self._cost.begin()
         held = self._file.steps
         if self._copy is not None or not self._schedule.is_due(step) or step in held.values():
             return
@@ -132,8 +184,8 @@ class Snapshots:
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             pieces.append(_Piece(content, offset, first_buffer <= index < first_optimizer or index >= last))
             end = offset + content.numel()
-        slot = slot_for(step, held, NUM_SLOTS)
-        view = self._file.open_for_writing(slot, end)
+        slot = slot_for(held, NUM_SLOTS)
+        view = self._open(slot, end)
         view[: _LENGTH_BYTES + len(head)] = len(head).to_bytes(_LENGTH_BYTES, "little") + head
         memory = torch.frombuffer(view, dtype=torch.uint8)
         for piece in pieces:
@@ -144,9 +196,39 @@ class Snapshots:
 
     def complete(self) -> None:
         """Waits until the snapshot that is being taken is whole: the update may begin."""
-        if self._running is not None:
+        if self._copy is not None and self._running is not None:
+            begun_s = time.monotonic()
             self._running.result()
+            self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s)
+            self.num_bytes = self._copy.num_bytes
             self._copy = self._running = None
+
+    def proposal(self, step: int) -> int | None:
+        """What this rank says in the gradient barrier of ``step`` on how many steps are to lie between two snapshots.
+
+        None: it is not asked in this step.
+        """
+        return self._cost.fewest_steps() if self._schedule.is_agreed_in(step) else None
+
+    def agreed(self, every: int) -> None:
+        """The most that any rank has said."""
+        self._schedule.agreed(every)
+
+    @property
+    def every(self) -> int | None:
+        """Steps from one snapshot to the next; 0: none is taken; None: it is being measured."""
+        return self._schedule.every
+
+    def _open(self, slot: int, num_bytes: int) -> mmap.mmap:
+        try:
+            if num_bytes - self._file.capacity(slot) > (free := free_bytes()):
+                raise OSError(errno.ENOMEM, f"{free / 1e6:.0f} MB are left")
+            return self._file.open_for_writing(slot, num_bytes)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the snapshots of this rank take {NUM_SLOTS} x {num_bytes / 1e6:.0f} MB of memory, which is not there: "
+                f'{error.strerror}; give the job more, or protect(snapshot_every="off")'
+            ) from error
 
     def _cancel(self) -> None:
         if self._copy is not None and self._running is not None:
@@ -195,13 +277,13 @@ class Snapshots:
                 end = offset + tensor.numel()
         finish(self._state, header, host_tensors)
 
-    def resumed(self, step: int) -> None:
+    def resumed(self, step: int, membership: Membership | None) -> None:
         """This rank stands at the step at which all resume. What is of later steps counts no more."""
         self._cancel()
         for slot in outdated(self._file.steps, step):
             self._file.discard(slot)
         self._inherited_steps = frozenset(held for held in self._inherited_steps if held <= step)
-        self._schedule.resumed(step)
+        self._schedule.resumed(step, membership)
 
     def passed_barrier(self) -> None:
         """Every rank has complete gradients, and with them its own snapshot of the step at which it resumed."""

@@ -217,8 +217,9 @@ class StepController:
     def _pass_barrier(self) -> None:
         recovery = self._recovery
         recovery.before_barrier()
-        pass_gradient_barrier(self._coordination, self._undoing, recovery.decide_at_barrier)
-        recovery.passed_barrier()
+        proposal = recovery.snapshot_proposal()
+        agreed = pass_gradient_barrier(self._coordination, self._undoing, recovery.decide_at_barrier, proposal)
+        recovery.passed_barrier(agreed)
 
     def _refuse_leftover_gradients(self) -> None:
         """A step without an update must not leave gradients for the next: a rollback would lose them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import xxhash
 
@@ -24,7 +25,7 @@ def copy_bytes(to: int, source: int, num_bytes: int) -> None:
 
 def address_of(memory: memoryview) -> int:
     """Where some bytes lie, be they writable or not."""
-    return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+    return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

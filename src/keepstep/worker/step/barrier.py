@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from keepstep.protocol.phases import StepEvent
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.groups.registry import WORLD
 from keepstep.worker.step.attempt import Attempt
 
 
-def pass_gradient_barrier(coordination: Coordination, attempt: Attempt, decide: Callable[[], None]) -> None:
+def pass_gradient_barrier(
+    coordination: Coordination, attempt: Attempt, decide: Callable[[], None], proposal: int | None = None
+) -> int | None:
     """Waits until every rank has complete gradients; returns when this rank may, or must, run its update.
 
     When a failure comes while the rank is in the barrier it waits for the decision: if some rank has left the
@@ -20,6 +24,10 @@ def pass_gradient_barrier(coordination: Coordination, attempt: Attempt, decide: 
         coordination: of this rank.
         attempt: the present one.
         decide: waits for that decision; raises StepInterrupted where the step is to be undone.
+        proposal: a number of this rank's, in a barrier in which all ranks give one.
+
+    Returns:
+        the greatest of them, where no failure came.
 
     Raises:
         StepInterrupted: the step is to be undone.
@@ -29,13 +37,16 @@ def pass_gradient_barrier(coordination: Coordination, attempt: Attempt, decide: 
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
-    if not _everybody_came(coordination):
+    greatest = torch.tensor([proposal or 0])
+    is_passed = _everybody_came(coordination, greatest if proposal is not None else None)
+    if not is_passed:
         decide()
     coordination.move(StepEvent.BARRIER_LEFT)
     coordination.reduced_behind_update = False
+    return int(greatest) if is_passed and proposal is not None else None
 
 
-def _everybody_came(coordination: Coordination) -> bool:
+def _everybody_came(coordination: Coordination, proposal: torch.Tensor | None) -> bool:
     assert coordination.groups is not None
     inner = coordination.groups.world.inner
     if inner is None:
@@ -43,7 +54,7 @@ def _everybody_came(coordination: Coordination) -> bool:
     if coordination.groups.world.size() == 1:
         return not coordination.interrupted
     try:
-        inner.barrier().wait()
+        inner.barrier(proposal).wait()
     except RuntimeError as error:
         coordination.failed(WORLD, error)
         return False

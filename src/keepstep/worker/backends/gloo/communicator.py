@@ -276,9 +276,13 @@ class GlooCommunicator:
         """Receives from one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
         return self.begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, _is_raised, source)
 
-    def barrier(self) -> dist.Work:
+    def barrier(self, greatest: torch.Tensor | None = None) -> dist.Work:
         """Meets all members; waiting raises RuntimeError when one is gone or the group was aborted."""
-        return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
+        if greatest is None:
+            return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return self.begin(Operation.BARRIER, lambda inner: inner.allreduce([greatest], options), [], _is_raised)
 
 
 def _build(

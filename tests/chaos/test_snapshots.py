@@ -1,0 +1,44 @@
+"""Ranks that hold what no other rank holds: a lost one comes back from its snapshot, and every bit of it is right."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import SCRIPTS, drill
+
+from keepstep.drill.faults import IN_A_STEP
+
+FSDP2 = (SCRIPTS / "hsdp.py", "--replicas", 1)
+SPACING = 4
+
+
+def check(tmp_path: Path, faults: str, num_steps: int, every: int, *options: object) -> None:
+    arguments = ("--nproc-per-node", 4, *options, "--faults", faults, *FSDP2, "--snapshot-every", every)
+    code, result, output = drill(tmp_path, *arguments, "--steps", num_steps)
+    assert code == 0, output
+    assert result["identical"]
+    for row in result["faults"]:
+        assert row["steps_recomputed"] <= every + 1, row  # those since the snapshot, and the broken one
+
+
+def in_every_phase() -> str:
+    faults = [f"kill@step={3 + n * SPACING},phase={phase},rank={n % 4}" for n, phase in enumerate(IN_A_STEP)]
+    return ";".join([*faults, f"hang@step={3 + len(faults) * SPACING},phase=backward,rank=2"])
+
+
+def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path) -> None:
+    check(tmp_path, in_every_phase(), 3 + (len(IN_A_STEP) + 1) * SPACING, 1, "--spares", 1)
+
+
+def test_no_spare(tmp_path: Path) -> None:
+    """A fresh process takes the rank."""
+    check(tmp_path, "kill@step=5,phase=backward,rank=1", 9, 2, "--spares", 0, "--max-restarts", 2)
+
+
+def test_all_ranks_at_once(tmp_path: Path) -> None:
+    """No process is left of the job but its agent."""
+    faults = ";".join(f"kill@step=5,phase=backward,rank={rank}" for rank in range(4))
+    check(tmp_path, faults, 9, 2, "--spares", 4)
+
+
+def test_random_instants(tmp_path: Path, seed: int) -> None:
+    check(tmp_path, f"kill@phase=random,count=30,seed={seed}", 330, 1 + seed % 3, "--spares", 1)
