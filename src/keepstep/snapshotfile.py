@@ -83,14 +83,17 @@ class SnapshotFile:
     def open_for_writing(self, slot: int, num_bytes: int) -> mmap.mmap:
         """Discards what is in a slot, and gives its memory, of at least ``num_bytes``. The view stays this object's.
 
+        The memory is taken page by page as it is written.
+
         Raises:
             OSError: the system does not give it.
         """
         self.discard(slot)
         view = self._maps.get(slot)
         if view is None or len(view) < num_bytes:
-            # Taken at once: memory that is not there is an error here, and would be a SIGBUS at the first touch.
-            os.posix_fallocate(self._descriptor, _STRIDE * slot + _PAGE, num_bytes)
+            end = _STRIDE * slot + _PAGE + num_bytes
+            if os.fstat(self._descriptor).st_size < end:
+                os.ftruncate(self._descriptor, end)
             # The former view is not closed: a tensor that was made of it may be left. It ends with the last of them.
             view = self._maps[slot] = mmap.mmap(self._descriptor, num_bytes, offset=_STRIDE * slot + _PAGE)
         return view

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from tests.support.jobs import SCRIPTS, drill
 
 from keepstep.drill.faults import IN_A_STEP

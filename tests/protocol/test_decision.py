@@ -18,6 +18,7 @@ from tests.protocol.positions import (
 from keepstep.protocol.messages import Member, Membership, NodeJoined, SafePointReached, Transfer, WorkerReady
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
+from keepstep.protocol.recovery.placement.kept import SnapshotRegister
 from keepstep.protocol.recovery.placement.quarantine import Quarantine
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.stages.decision import MAX_SOURCES, decide, reachable_step
@@ -43,7 +44,7 @@ def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
     """Rank after rank, what the worker of each reported last."""
     roster = Roster(RecoverySettings(max(2, len(reports)), 0), Quarantine(0, 1.0))
-    roster.add_node(NodeJoined("a", len(reports), "", 0, 0))
+    roster.add_node(NodeJoined("a", max(2, len(reports)), "", 0, 0))
     for rank, report in enumerate(reports):
         worker = roster.add("a", rank)
         for name, value in report.items():
@@ -77,14 +78,14 @@ CASES = {
 @pytest.mark.parametrize(("reports", "step"), CASES.values(), ids=list(CASES))
 def test_all_resume_where_every_live_copy_can_be(reports: list[SafePointReached], step: int | None) -> None:
     roster = roster_of(*[{"safe": report} for report in reports])
-    assert reachable_step(roster, sharded("0" * len(reports)), GENERATION) == step
+    assert reachable_step(roster, SnapshotRegister(), sharded("0" * len(reports)), GENERATION) == step
 
 
 def test_a_synced_rank_of_one_shard_does_not_leave_the_only_copy_of_another_behind() -> None:
     """Found by simulation, with more copies: who was to send the other shard's new state died before it had."""
     roster = roster_of({"safe": SYNCED}, {"safe": SYNCED}, {"ready": ready(0, ())}, {"safe": BACKWARD})
     membership = sharded("xyxy")
-    step = reachable_step(roster, membership, GENERATION)
+    step = reachable_step(roster, SnapshotRegister(), membership, GENERATION)
     assert step == 3
     decision = decide(roster, membership, step, GENERATION)
     assert decision.actions == {0: Action.STAY, 1: Action.STAY, 2: Action.RESTORE, 3: Action.STAY}
@@ -95,8 +96,53 @@ def test_a_shard_without_a_live_copy_takes_all_back_to_a_checkpoint() -> None:
     saved = (2,)
     torn, whole = safe(3, Phase.OPTIMIZER, (), saved), safe(3, Phase.SYNCED, (3, 4), saved)
     roster = roster_of({"safe": torn}, {"safe": whole})
-    assert reachable_step(roster, sharded("00"), GENERATION) == 4
-    assert reachable_step(roster, sharded("xy"), GENERATION) == 2
+    assert reachable_step(roster, SnapshotRegister(), sharded("00"), GENERATION) == 4
+    assert reachable_step(roster, SnapshotRegister(), sharded("xy"), GENERATION) == 2
+
+
+def register_of(**kept: tuple[int, ...]) -> SnapshotRegister:
+    """What each lost rank's process has left on its node, by rank (r1=...)."""
+    register = SnapshotRegister()
+    for rank, steps in kept.items():
+        register.add(Worker(10 + int(rank[1:]), "a", 0, int(rank[1:]), 1), steps)
+    return register
+
+
+@pytest.mark.parametrize(
+    ("position", "kept", "step"),
+    [
+        (BACKWARD, (2, 3), 3),
+        (BACKWARD, (1, 2), 2),
+        (SYNCED, (2, 3), 3),
+        (OPTIMIZER, (2, 3), 3),
+        (TORN, (2, 3), 3),
+        (BACKWARD, (), None),
+        (BACKWARD, (0,), None),
+    ],
+)
+def test_a_lost_shard_without_a_replica_takes_all_back_to_its_snapshot(
+    position: SafePointReached, kept: tuple[int, ...], step: int | None
+) -> None:
+    survivor = msgspec.structs.replace(position, snapshots=(2, 3) if 3 in kept else (1, 2))
+    roster = roster_of({"safe": survivor})  # of a world of two: rank 1 is missing
+    membership = sharded("xy")
+    assert reachable_step(roster, register_of(r1=kept), membership, GENERATION) == step
+    if step is None:
+        return
+    replacement = roster.add("a", 1)
+    replacement.inherits = frozenset(kept)
+    decision = decide(roster, membership, step, GENERATION)
+    assert decision.actions[0] is (Action.STAY if step in position.reach else Action.REWIND)
+    assert decision.actions[1] is Action.REWIND
+    assert decision.transfers == ()
+
+
+def test_replacements_that_wait_for_a_rank_are_told_apart_by_what_they_inherit() -> None:
+    roster = roster_of({"safe": BACKWARD}, {}, {})
+    worker_of(roster, 1).inherits = frozenset({3})
+    decision = decide(roster, sharded("xyx"), 3, GENERATION)
+    assert decision.actions == {0: Action.STAY, 1: Action.REWIND, 2: Action.RESTORE}
+    assert decision.transfers == (Transfer((0,), (2,)),)
 
 
 def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
@@ -116,7 +162,7 @@ def test_in_a_first_recovery_only_replacements_receive(num_ranks: int) -> None:
         roster = roster_of(*map(report_of, positions))
         membership = sharded(map(str, sharding))
         held = {shard for shard, position in zip(sharding, positions, strict=True) if position is not None}
-        step = reachable_step(roster, membership, GENERATION)
+        step = reachable_step(roster, SnapshotRegister(), membership, GENERATION)
         assert (step is not None) == (held == set(sharding)), (sharding, positions)
         if step is not None:
             decision = decide(roster, membership, step, GENERATION)
@@ -130,30 +176,30 @@ def test_in_a_first_recovery_only_replacements_receive(num_ranks: int) -> None:
 
 def test_a_job_whose_ranks_were_never_all_ready_reaches_nothing() -> None:
     roster = roster_of({"safe": safe(3, Phase.BACKWARD, (3,))}, {})
-    assert reachable_step(roster, None, GENERATION) is None
-    assert reachable_step(roster, sharded("00"), GENERATION) == 3
+    assert reachable_step(roster, SnapshotRegister(), None, GENERATION) is None
+    assert reachable_step(roster, SnapshotRegister(), sharded("00"), GENERATION) == 3
 
 
 def test_a_start_of_an_older_generation_counts_for_nothing() -> None:
     now, before = {"ready": ready(GENERATION)}, {"ready": ready(GENERATION - 1)}
-    assert reachable_step(roster_of(now), sharded("00"), GENERATION) == 0
-    assert reachable_step(roster_of(before), sharded("00"), GENERATION) is None
+    assert reachable_step(roster_of(now), SnapshotRegister(), sharded("00"), GENERATION) == 0
+    assert reachable_step(roster_of(before), SnapshotRegister(), sharded("00"), GENERATION) is None
 
 
 def test_the_safe_point_counts_and_not_what_was_said_at_the_start() -> None:
     """Checkpoints of the start may have been deleted since, and newer ones written."""
     roster = roster_of({"ready": ready(GENERATION, (0,), (2,)), "safe": safe(9, Phase.BACKWARD, (), (6, 8))})
-    assert reachable_step(roster, sharded("00"), GENERATION) == 8
+    assert reachable_step(roster, SnapshotRegister(), sharded("00"), GENERATION) == 8
     assert decide(roster, sharded("0"), 8, GENERATION).actions == {0: Action.REWIND}
 
 
 def test_a_lost_or_finished_worker_holds_nothing() -> None:
     there = {"safe": safe(3, Phase.BACKWARD, (3,))}
     roster = roster_of(there, there)
-    assert reachable_step(roster, sharded("00"), GENERATION) == 3
+    assert reachable_step(roster, SnapshotRegister(), sharded("00"), GENERATION) == 3
     roster.mark_lost(worker_of(roster, 0), gone=False)
     roster.mark_done(worker_of(roster, 1), 3)
-    assert reachable_step(roster, sharded("00"), GENERATION) is None
+    assert reachable_step(roster, SnapshotRegister(), sharded("00"), GENERATION) is None
 
 
 # ---- What moves to whom ---------------------------------------------------------------------------------------------

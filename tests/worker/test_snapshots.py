@@ -1,0 +1,197 @@
+"""A rank's snapshots in memory: what they hold, and which of them can be gone back to."""
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.state.parts import OPTIMIZERS, Keeps, content, small, train
+
+from keepstep import snapshotfile
+from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
+from keepstep.protocol.messages import Member, Membership
+from keepstep.worker import snapshots as module
+from keepstep.worker.snapshots import Snapshots
+from keepstep.worker.state.protected import ProtectedState
+
+LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
+
+
+class Rank:
+    """A state that trains, and its memory, which outlives it."""
+
+    def __init__(self, descriptor: int, every: int | None = 1, seed: int = 3, optimizer: str = "adamw") -> None:
+        torch.manual_seed(seed)
+        self.model = small()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.own = Keeps({"seen": 0})
+        self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer, "own": self.own})
+        self.snapshots = Snapshots(self.state, os.dup(descriptor), every)
+        self.snapshots.resumed(0, LONE)
+        self.contents: dict[int, Any] = {}
+        """At each step that was handed out."""
+
+    def step(self, step: int) -> None:
+        self.contents[step] = content(self.state)
+        self.snapshots.hand_out(step)
+        self.snapshots.complete()
+        train(self.model, [self.optimizer], 1, step)
+        self.own.state = {"seen": step + 1}
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = snapshotfile.create("test")
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "adafactor"])
+def test_a_rank_goes_back_to_either_of_its_two(memory: int, optimizer: str) -> None:
+    rank = Rank(memory, optimizer=optimizer)
+    for step in range(5):
+        rank.step(step)
+    assert rank.snapshots.steps() == (3, 4)
+    for back in (4, 3):
+        assert rank.snapshots.load(back)
+        assert content(rank.state) == rank.contents[back]
+
+
+def test_to_a_step_before_there_was_optimizer_state(memory: int) -> None:
+    rank = Rank(memory)
+    rank.step(0)
+    rank.step(1)
+    assert rank.snapshots.load(0)
+    assert content(rank.state) == rank.contents[0]
+    assert not rank.optimizer.state
+
+
+def test_a_replacement_gets_what_the_former_process_has_left(memory: int) -> None:
+    former = Rank(memory, every=2)
+    for step in range(6):
+        former.step(step)
+    own = snapshotfile.create("own")
+    replacement = Rank(own, every=2, seed=99)
+    replacement.snapshots.inherit(f"/proc/{os.getpid()}/fd/{memory}", (2, 4))
+    assert replacement.snapshots.steps() == (2, 4)
+    assert replacement.snapshots.load(4)
+    assert content(replacement.state) == former.contents[4]
+    replacement.snapshots.resumed(4, LONE)
+    replacement.step(4)
+    assert replacement.snapshots.steps() == (2, 4)
+    replacement.snapshots.passed_barrier()
+    assert replacement.snapshots.steps() == (4,), "its own"
+    assert content(replacement.state) == content(former_at_5(former))
+    os.close(own)
+
+
+def former_at_5(former: Rank) -> ProtectedState:
+    former.snapshots.load(4)
+    train(former.model, [former.optimizer], 1, 4)
+    former.own.state = {"seen": 5}
+    return former.state
+
+
+def test_what_lies_behind_the_step_at_which_all_resume_counts_no_more(memory: int) -> None:
+    rank = Rank(memory)
+    for step in range(3):
+        rank.step(step)
+    rank.snapshots.load(1)
+    rank.snapshots.resumed(1, LONE)
+    assert rank.snapshots.steps() == (1,)
+    assert not rank.snapshots.load(2)
+
+
+def test_nothing_is_done_where_there_is_none_of_that_step(memory: int) -> None:
+    rank = Rank(memory)
+    rank.step(0)
+    before = content(rank.state)
+    assert not rank.snapshots.load(7)
+    assert content(rank.state) == before
+
+
+def test_a_forward_that_changes_buffers_changes_no_snapshot(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy runs beside it: here it begins when the forward is through."""
+    may_begin = threading.Event()
+    copy = module._Copy.run
+    monkeypatch.setattr(module._Copy, "run", lambda *arguments: may_begin.wait(60) and copy(*arguments))
+    rank = Rank(memory)
+    rank.contents[0] = content(rank.state)
+    rank.snapshots.hand_out(0)
+    rank.model(torch.randn(6, 4))
+    rank.own.state["seen"] = 7
+    assert content(rank.state) != rank.contents[0]
+    assert rank.snapshots.steps() == (), "not before it is complete"
+    may_begin.set()
+    rank.snapshots.complete()
+    assert rank.snapshots.load(0)
+    assert content(rank.state) == rank.contents[0]
+
+
+def test_a_copy_that_is_cut_off_counts_for_nothing(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_begin = threading.Event()
+    copy = module._Copy.run
+    monkeypatch.setattr(module._Copy, "run", lambda *arguments: may_begin.wait(60) and copy(*arguments))
+    rank = Rank(memory)
+    may_begin.set()
+    rank.step(0)
+    rank.step(1)
+    may_begin.clear()
+    rank.snapshots.hand_out(2)
+    assert rank.snapshots.steps() == (1,), "its slot was that of step 0"
+    stopper = threading.Timer(0.05, may_begin.set)
+    stopper.start()
+    rank.snapshots.release_state()
+    stopper.join()
+    assert rank.snapshots.steps() == (1,)
+    assert rank.snapshots.load(1)
+    assert content(rank.state) == rank.contents[1]
+
+
+def test_a_step_that_comes_again_has_its_snapshot_already(memory: int) -> None:
+    rank = Rank(memory)
+    rank.step(0)
+    rank.snapshots.hand_out(1)
+    rank.snapshots.hand_out(1)
+    rank.snapshots.complete()
+    rank.snapshots.hand_out(1)
+    assert rank.snapshots.steps() == (0, 1)
+
+
+def test_damage_is_no_state(memory: int) -> None:
+    rank = Rank(memory)
+    rank.step(0)
+    before = content(rank.state)
+    view = rank.snapshots._file._maps[0]
+    view[len(view) // 2] ^= 1
+    with pytest.raises(RemoteProtocolError, match="wrong checksum"):
+        rank.snapshots.load(0)
+    assert content(rank.state) == before
+
+
+def test_another_model_is_refused(memory: int) -> None:
+    rank = Rank(memory)
+    rank.step(0)
+    model = torch.nn.Linear(7, 5)
+    other = Snapshots(ProtectedState({"model": model, "own": Keeps({})}), os.dup(memory), 1)
+    with pytest.raises(StateMismatch, match="the snapshot"):
+        other.load(0)
+
+
+def test_memory_that_is_not_there(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda: 100)
+    with pytest.raises(ConfigurationError, match=r"2 x 0 MB of memory, which is not there: 0 MB are left"):
+        Rank(memory).step(0)
+
+
+def test_how_often_is_agreed_after_some_steps(memory: int) -> None:
+    rank = Rank(memory, every=None)
+    silent = []
+    for step in range(4):
+        rank.step(step)
+        silent.append(rank.snapshots.proposal(step) is None)
+    assert silent == [True, True, False, True]
+    rank.snapshots.agreed(4)
+    assert rank.snapshots.every == 4
