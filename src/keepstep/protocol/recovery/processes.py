@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from keepstep.protocol.messages import Cause, Membership, WorkerLost
 from keepstep.protocol.recovery.orders import Orders
@@ -81,12 +81,26 @@ class Processes:
                 return
             self._start_spare(node.name, reason)
 
-    def start_fresh(self, missing_ranks: list[int]) -> bool:
+    def start_fresh(self, missing_ranks: list[int], tied: Mapping[int, Collection[str]]) -> bool:
         """Starts what the spares that are there, warm or still starting, do not cover.
+
+        Args:
+            missing_ranks: those that no live worker holds.
+            tied: those of them whose process has to be on one of some nodes.
 
         Returns:
             False where the budget is used up. Where there is no room, a node that joins may bring it.
         """
+        there = Counter(spare.node for spare in self._roster.spares())
+        for rank, nodes in tied.items():
+            if there_is := next((node for node in nodes if there[node]), None):
+                there[there_is] -= 1
+                continue
+            if not self._roster.may_start():
+                return False
+            free = next((node for node in nodes if self._roster.nodes[node].num_free), None)
+            if free is not None:
+                self._start_spare(free, f"a fresh process takes rank {rank}, whose snapshot is in the memory there")
         for rank in missing_ranks[len(self._roster.spares()) :]:
             if not self._roster.may_start():
                 return False

@@ -336,18 +336,24 @@ class Roster:
         """Where the rank is, or was last."""
         return self._last_place[rank].node
 
-    def replacements(self) -> dict[int, Worker] | None:
+    def replacements(self, tied: Mapping[int, Collection[str]]) -> dict[int, Worker] | None:
         """A spare for every missing rank, or None where there are too few. Nothing is given out yet.
 
         Those that stand at their first step come before those that only wait for a rank.
+
+        Args:
+            tied: ranks whose spare has to be on one of some nodes; they choose first.
         """
         ready = {spare.worker: self._place(spare) for spare in self.spares() if spare.ready}
         waiting = {spare.worker: self._place(spare) for spare in self.spares() if spare.awaits_rank and not spare.ready}
         chosen: dict[int, Worker] = {}
-        for rank in self.missing_ranks():
+        for rank in sorted(self.missing_ranks(), key=lambda rank: rank not in tied):
             pool = ready or waiting
+            if rank in tied:
+                pool = next((each for each in (ready, waiting) if any(p.node in tied[rank] for p in each.values())), {})
             was_at = self._last_place[rank]
-            spare = choose_spare(was_at, pool, node_at_fault=was_at.node not in self.nodes)
+            there = {number: place for number, place in pool.items() if rank not in tied or place.node in tied[rank]}
+            spare = choose_spare(was_at, there, node_at_fault=was_at.node not in self.nodes)
             if spare is None:
                 return None
             del pool[spare]

@@ -77,6 +77,27 @@ def reachable_step(
     return greatest if common is None else common
 
 
+def tied_ranks(
+    roster: Roster, snapshots: SnapshotRegister, membership: Membership, step: int, generation: int
+) -> dict[int, frozenset[str]]:
+    """The lost ranks that only the memory of some node brings to ``step``, and those nodes.
+
+    One for each shard that no live rank has at that step: the shard's other ranks get it from that one.
+    """
+    missing = roster.missing_ranks()
+    if not any(snapshots.of(rank) for rank in missing):
+        return {}
+    words = {each.rank or 0: _last_word(each, generation) for each in roster.holders()}
+    tied: dict[int, frozenset[str]] = {}
+    held = {membership.shard(rank) for rank, word in words.items() if step in _reaches(word)}
+    for rank in missing:
+        nodes = frozenset(kept.node for kept in snapshots.of(rank) if step in kept.steps)
+        if nodes and membership.shard(rank) not in held:
+            tied[rank] = nodes
+            held.add(membership.shard(rank))
+    return tied
+
+
 def decide(roster: Roster, membership: Membership, step: int, generation: int) -> Decision:
     """For each rank: stay, advance, rewind or restore, and who sends to whom within its replica group."""
     spoken = {(id(each.safe or each.ready), each.inherits): each for each in roster.holders()}

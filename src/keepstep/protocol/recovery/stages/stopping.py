@@ -9,7 +9,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.records import Failure
-from keepstep.protocol.recovery.stages.decision import begins_again, reachable_step
+from keepstep.protocol.recovery.stages.decision import begins_again, reachable_step, tied_ranks
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
 from keepstep.protocol.recovery.transitions import (
     GiveUp,
@@ -102,7 +102,9 @@ class Stopping(RecoveryStage):
     def _fill_ranks(self, step: int, now_s: float) -> Next:
         """Gives every missing rank a warm spare, or none yet where there are too few."""
         job = self.job
-        replacements = job.roster.replacements()
+        assert job.membership is not None
+        tied = tied_ranks(job.roster, job.snapshots, job.membership, step, job.generation)
+        replacements = job.roster.replacements(tied)
         if replacements is not None:
             job.roster.give_ranks(replacements)
             for rank, worker in replacements.items():
@@ -115,7 +117,7 @@ class Stopping(RecoveryStage):
         missing = job.roster.missing_ranks()
         if job.drain.reason is not None:  # there is no time to wait for spares
             return ToRescuing(f"{job.drain.reason}, and no spare is warm for ranks {missing}")
-        if not job.processes.start_fresh(missing):
+        if not job.processes.start_fresh(missing, tied):
             return ToRescuing(f"--max-restarts is used up: {job.record.detail}")
         self._wait_for_help(now_s)
         return None
