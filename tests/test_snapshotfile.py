@@ -19,10 +19,8 @@ def descriptor() -> Iterator[int]:
 
 
 @pytest.fixture
-def file(descriptor: int) -> Iterator[SnapshotFile]:
-    made = SnapshotFile(os.dup(descriptor))
-    yield made
-    made.close()
+def file(descriptor: int) -> SnapshotFile:
+    return SnapshotFile(os.dup(descriptor))
 
 
 def write(file: SnapshotFile, slot: int, step: int, content: bytes) -> None:
@@ -49,7 +47,6 @@ def test_both_slots_are_read_by_whoever_has_the_file_open(descriptor: int, file:
     assert other.steps == {0: 8, 1: 7}
     assert read(other, 7) == b"seven" * 3000
     assert read(other, 8) == b"eight" * 1000
-    other.close()
 
 
 def test_a_slot_grows_and_shrinks(file: SnapshotFile) -> None:

@@ -61,7 +61,7 @@ class SnapshotFile:
 
     def __init__(self, descriptor: int) -> None:
         """Args:
-        descriptor: of the file; this object closes it.
+        descriptor: of the file; this object closes it when it goes.
         """
         self._descriptor = descriptor
         self._maps: dict[int, mmap.mmap] = {}
@@ -110,11 +110,8 @@ class SnapshotFile:
         header = _HEADER.pack(_MAGIC, step, num_bytes, digest)
         os.pwrite(self._descriptor, header + xxhash.xxh3_64_digest(header), slot * _STRIDE)
 
-    def close(self) -> None:
-        """Closes the descriptor. Any number of times."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
     def read(self, step: int) -> mmap.mmap:
         """The bytes of a snapshot, to be read only; the caller closes the view.

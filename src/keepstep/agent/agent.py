@@ -236,10 +236,11 @@ class Agent:
                     pass
 
     def _hand_over_snapshots(self, order: Assign) -> None:
-        """Tells a worker in front of its assignment where the snapshots of the rank's former process are."""
-        if order.former is not None and (path := self._snapshots.path(order.former)) is not None:
-            kept = SnapshotsKept(order.worker, path, self._snapshots.steps(order.former))
-            self._hand_over((order.worker,), kept)
+        """Tells a worker in front of its assignment where the snapshots of the rank's former processes are."""
+        for former in order.formers:
+            if (path := self._snapshots.path(former)) is not None:
+                kept = SnapshotsKept(order.worker, path, self._snapshots.steps(former))
+                self._hand_over((order.worker,), kept)
 
     def _hand_over(self, workers: tuple[int, ...], order: WorkerOrder) -> None:
         data = frame(order)

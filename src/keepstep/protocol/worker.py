@@ -110,8 +110,8 @@ class WorkerMachine:
         """The newest generation for which the safe point was reported, or which this rank fell out of."""
         self._snapshots: tuple[int, ...] = ()
         """The steps of the snapshots and checkpoints that this rank can load."""
-        self.inherited: msg.SnapshotsKept | None = None
-        """Where the snapshots of the process are that held the rank before this one."""
+        self.inherited: list[msg.SnapshotsKept] = []
+        """Where the snapshots of the processes are that held the rank before this one; the shell takes them out."""
         self._order: msg.Recover | None = None
         """From loading to training that of ``generation``, while standing that of a newer one; None before it came."""
         self._advanced = 0
@@ -142,7 +142,7 @@ class WorkerMachine:
             case msg.Assign():
                 self.assignment, self.rank = order, order.rank
             case msg.SnapshotsKept():
-                self.inherited = order
+                self.inherited.append(order)
                 self._snapshots = tuple(sorted({*self._snapshots, *order.steps}))
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)

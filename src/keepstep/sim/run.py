@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 from keepstep.errors import KeepstepError
-from keepstep.sim.cluster.layout import ClusterLayout, draw_layout
+from keepstep.sim.cluster.layout import ClusterLayout, draw_layout, draw_snapshots
 from keepstep.sim.faults import Injector, SimulatedFault, draw_plan, draw_relays
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
@@ -48,6 +48,8 @@ def case_of(seed: int) -> Case:
     rng = random.Random(seed)
     layout = draw_layout(rng)
     num_relays, plan = draw_relays(rng, draw_plan(rng, layout))
+    # From a generator of its own: the seeds of jobs without snapshots stand for what they did.
+    layout = draw_snapshots(random.Random(f"snapshots of {seed}"), layout)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 
 

@@ -103,9 +103,9 @@ class Recovery:
         """Steps of the snapshots and checkpoints that this rank can load, ascending."""
         steps: set[int] = set(self._checkpoints.steps()) if self._checkpoints is not None else set()
         if self._snapshots is not None:
-            if self._machine.inherited is not None:
-                self._snapshots.inherit(self._machine.inherited.path, self._machine.inherited.steps)
-                self._machine.inherited = None
+            while self._machine.inherited:
+                kept = self._machine.inherited.pop(0)
+                self._snapshots.inherit(kept.path, kept.steps)
             steps.update(self._snapshots.steps())
         return tuple(sorted(steps))
 

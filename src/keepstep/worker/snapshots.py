@@ -141,14 +141,12 @@ class Snapshots:
         self._running: Future[None] | None = None
         self.num_bytes = 0
         """Of the last one."""
-        self._inherited: SnapshotFile | None = None
-        """The memory of the process that held this rank before."""
-        self._inherited_steps: frozenset[int] = frozenset()
-        """Those of its snapshots that count."""
+        self._inherited: dict[int, SnapshotFile] = {}
+        """step -> the memory of a process that held this rank before and has left a snapshot of it that counts."""
 
     def steps(self) -> tuple[int, ...]:
         """The steps that this rank can go back to, ascending."""
-        return tuple(sorted(self._inherited_steps.union(self._file.steps.values())))
+        return tuple(sorted({*self._inherited, *self._file.steps.values()}))
 
     def inherit(self, path: str, steps: Iterable[int]) -> None:
         """This process takes the rank of one that is gone, whose memory its agent still holds.
@@ -157,9 +155,7 @@ class Snapshots:
             path: of that memory.
             steps: of the snapshots in it.
         """
-        self._forget_inherited()
-        self._inherited = SnapshotFile(os.open(path, os.O_RDONLY))
-        self._inherited_steps = frozenset(steps)
+        self._inherited |= dict.fromkeys(steps, SnapshotFile(os.open(path, os.O_RDONLY)))
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
@@ -226,7 +222,7 @@ class Snapshots:
             return self._file.open_for_writing(slot, num_bytes)
         except OSError as error:
             raise ConfigurationError(
-                f"the snapshots of this rank take {NUM_SLOTS} x {num_bytes / 1e6:.0f} MB of memory, which is not there: "
+                f"this rank's snapshots take {NUM_SLOTS} x {num_bytes / 1e6:.0f} MB of memory, which is not there: "
                 f'{error.strerror}; give the job more, or protect(snapshot_every="off")'
             ) from error
 
@@ -254,8 +250,8 @@ class Snapshots:
         """
         if step in self._file.steps.values():
             file = self._file
-        elif self._inherited is not None and step in self._inherited_steps:
-            file = self._inherited
+        elif step in self._inherited:
+            file = self._inherited[step]
         else:
             return False
         with contextlib.closing(file.read(step)) as view:
@@ -282,14 +278,9 @@ class Snapshots:
         self._cancel()
         for slot in outdated(self._file.steps, step):
             self._file.discard(slot)
-        self._inherited_steps = frozenset(held for held in self._inherited_steps if held <= step)
+        self._inherited = {held: file for held, file in self._inherited.items() if held <= step}
         self._schedule.resumed(step, membership)
 
     def passed_barrier(self) -> None:
         """Every rank has complete gradients, and with them its own snapshot of the step at which it resumed."""
-        self._forget_inherited()
-
-    def _forget_inherited(self) -> None:
-        if self._inherited is not None:
-            self._inherited.close()
-        self._inherited, self._inherited_steps = None, frozenset()
+        self._inherited.clear()

@@ -37,12 +37,12 @@ class Assign(Message, frozen=True):
     rank: int
     local_rank: int
     local_world_size: int
-    former: int | None = None
-    """The worker whose snapshots this one resumes from; the agent holds their memory."""
+    formers: tuple[int, ...] = ()
+    """Workers that held the rank before, and whose snapshots the node's agent still holds."""
 
 
 class SnapshotsKept(Message, frozen=True):
-    """An agent tells a worker, in front of its `Assign`: the memory of the rank's former worker is there.
+    """An agent tells a worker, in front of its `Assign`: the memory of a former worker of the rank is there.
 
     ``path`` names it, and ``steps`` are those of the snapshots in it.
     """

@@ -45,6 +45,8 @@ class SimulatedDurations:
     build_s: float = 0.5
     connect_s: float = 0.02
     restore_s: float = 0.05
+    snapshot_s: float = 0.15
+    """The copy of a rank's state into memory, beside forward and backward."""
     stop_s: float = 0.005
     """From the flag to the next stop point in forward or backward."""
     local_s: float = 0.0001
@@ -68,6 +70,8 @@ class ClusterLayout:
     durations: SimulatedDurations = SimulatedDurations()
     num_steps: int = 12
     checkpoint_every: int | None = None
+    snapshot_every: int = 0
+    """Steps from one snapshot of each rank's state in its node's memory to the next; 0: there are none."""
     needs_rank: bool = False
     """Whether the script of a spare comes to a line that needs its rank, before its first step."""
     reduces_after_update: bool = False
@@ -97,10 +101,11 @@ class ClusterLayout:
         kinds = {1: "DDP", self.world_size: "FSDP"}
         num_shards = len(set(self.shards))
         kind = kinds.get(num_shards, f"HSDP with {num_shards} shards")
+        snapshots = f", a snapshot every {self.snapshot_every} steps" if self.snapshot_every else ""
         checkpoints = f"a checkpoint every {self.checkpoint_every} steps" if self.checkpoint_every else "no checkpoints"
         return (
             f"{self.world_size} ranks ({kind}), {self.settings.num_spares} spares, {len(self.nodes)} nodes, "
-            f"{self.num_steps} steps, {checkpoints}"
+            f"{self.num_steps} steps, {checkpoints}{snapshots}"
         )
 
 
@@ -147,6 +152,17 @@ def draw_layout(rng: random.Random) -> ClusterLayout:
         asks_once=True,
         exchanges=True,
     )
+
+
+def draw_snapshots(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
+    """The same job, with snapshots where it is sharded; most of those that have no replicas, some of the others."""
+    num_shards = len(set(layout.shards))
+    if num_shards == 1 or rng.random() < (0.3 if num_shards == layout.world_size else 0.6):
+        return layout
+    durations = dataclasses.replace(layout.durations, snapshot_s=rng.choice((0.01, 0.15, 0.15, 0.6)))
+    checkpoint_every = layout.checkpoint_every if rng.random() < 0.3 else None
+    every = rng.choice((1, 1, 2, 3))
+    return dataclasses.replace(layout, snapshot_every=every, durations=durations, checkpoint_every=checkpoint_every)
 
 
 def _draw_nodes(

@@ -23,6 +23,7 @@ from keepstep.sim.cluster.control.network import CONTROLLER
 from keepstep.sim.cluster.layout import NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
+from keepstep.sim.cluster.snapshots import SnapshotMemory
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
@@ -41,6 +42,8 @@ class SimulatedNode:
         self.is_up = False
         self.workers: dict[int, SimulatedProcess] = {}
         """The processes of the present incarnation of its agent, by worker number."""
+        self.memories: dict[int, SnapshotMemory] = {}
+        """Of processes that are gone, by worker number: where there are snapshots in them."""
         self._starting: dict[int, list[msg.WorkerOrder]] = {}
         """worker -> the orders for a process that does not exist yet: the agent keeps them for it."""
         self.clock_jump_s = 0.0
@@ -73,6 +76,7 @@ class SimulatedNode:
         self._incarnation = self._machine.incarnation + 1
         self._machine = self._agent()
         self.workers = {}
+        self.memories = {}
         self._starting = {}
         self._wake_s = 0.0
         self._proceed()
@@ -159,6 +163,7 @@ class SimulatedNode:
                     self._kill(effect.worker)
                 case HandOver():
                     for number in effect.workers:
+                        self._hand_over_snapshots(number, effect.order)
                         self._hand_over(number, effect.order)
                 case LookCloser():
                     counts = {number: self.workers[number].counts() for number in effect.workers}
@@ -169,7 +174,8 @@ class SimulatedNode:
                     for number in effect.workers:
                         self._terminate(number)
                 case ReleaseMemory():
-                    pass
+                    for number in tuple(self.memories) if effect.workers is None else effect.workers:
+                        self.memories.pop(number, None)
                 case Depart():
                     self.world.oracle.node_began_new_life(self.name)
                     self.world.network.send(self.name, CONTROLLER, effect.message)
@@ -225,6 +231,21 @@ class SimulatedNode:
         elif number in self._starting:
             self._starting[number].append(order)
 
+    def _hand_over_snapshots(self, number: int, order: msg.WorkerOrder) -> None:
+        """Tells a worker in front of its assignment where the snapshots of the rank's former processes are."""
+        for former in order.formers if isinstance(order, msg.Assign) else ():
+            if steps := self._steps_of(former):
+                self._hand_over(number, msg.SnapshotsKept(number, str(former), steps))
+
+    def _steps_of(self, number: int) -> tuple[int, ...]:
+        """The steps of the snapshots that a worker has, or had when it ended."""
+        memory = self.memory_of(number)
+        return () if memory is None else tuple(sorted(memory.steps.values()))
+
+    def memory_of(self, number: int) -> SnapshotMemory | None:
+        """What a worker has left, or has."""
+        return self.workers[number].memory if number in self.workers else self.memories.get(number)
+
     def ended(self, worker: SimulatedProcess) -> None:
         """A process has ended; the kernel will say so."""
         incarnation = self._machine.incarnation
@@ -237,15 +258,19 @@ class SimulatedNode:
     def training_thread_died(self, incarnation: int, number: int) -> None:
         """The kernel has taken back the lock that a worker's training thread held."""
         if self.is_up and incarnation == self._machine.incarnation and number in self.workers:
-            self._machine.training_thread_died(number, self.workers[number].tag, self.clock_s)
+            steps = self._steps_of(number)
+            self._machine.training_thread_died(number, self.workers[number].tag, self.clock_s, steps)
             self._proceed()
 
     def exited(self, incarnation: int, number: int) -> None:
         """The kernel tells how a process has ended."""
         if self.is_up and incarnation == self._machine.incarnation:
+            steps = self._steps_of(number)
             worker = self.workers.pop(number)
+            if steps:
+                self.memories[number] = worker.memory
             cause, detail = worker.exit
-            self._machine.exited(number, cause, detail, worker.tag, self.clock_s)
+            self._machine.exited(number, cause, detail, worker.tag, self.clock_s, steps)
             self._proceed()
 
     def step_completed(self, worker: SimulatedProcess, generation: int, step: int) -> None:

@@ -17,6 +17,7 @@ from keepstep.protocol.worker import WorkerMachine, WorkerState
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.layout import SimulatedDurations
 from keepstep.sim.cluster.schedule import Event
+from keepstep.sim.cluster.snapshots import SimulatedSnapshots, SnapshotMemory
 from keepstep.sim.cluster.values import History, LocalValue, Rows
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Host(Protocol):
     @property
     def clock_s(self) -> float:
         """The time that the machine's own clock shows."""
+
+    def memory_of(self, number: int) -> SnapshotMemory | None:
+        """Where the snapshots of a worker are."""
 
     def worker_says(self, number: int, report: msg.AnyMessage) -> None:
         """A worker writes to its agent's socket."""
@@ -78,6 +82,9 @@ class SimulatedProcess(ABC):
         """What came while it was stopped."""
         self.parameters: History = ()
         self.local = LocalValue()
+        self.memory = SnapshotMemory()
+        """Of its snapshots; its node holds it as well."""
+        self.snapshots = SimulatedSnapshots(self.memory, world.layout.snapshot_every)
         self.shard: str | None = None
         """The shard that the parameters are of; a spare's are of none yet."""
         self.cohort: int | None = None

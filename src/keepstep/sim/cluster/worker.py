@@ -22,6 +22,7 @@ from keepstep.protocol.worker import WorkerState as State
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.process import SimulatedProcess, held_while_stopped
+from keepstep.sim.cluster.snapshots import Snapshot
 from keepstep.sim.cluster.values import INCOMPLETE, History, Rows
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class SimulatedWorker(SimulatedProcess):
         self._connecting = 0
         """The generation in which it connects, or did last."""
         self._loading_step = 0
+        self._awaits_copy: int | None = None
+        """The activity in which the training thread waits for a snapshot, in front of the gradient barrier."""
         self._gradients: int | None = None
         """The step whose complete gradients it holds."""
         self._activity = 0
@@ -74,6 +77,8 @@ class SimulatedWorker(SimulatedProcess):
         """An order of the controller comes out of its socket."""
         if isinstance(order, msg.OnceAnswered):
             return self.world.once.answered(self, order)
+        if isinstance(order, msg.SnapshotsKept) and (memory := self.node.memory_of(int(order.path))) is not None:
+            self.snapshots.inherit(memory, order.steps)
         if isinstance(order, msg.Assign):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
@@ -120,7 +125,7 @@ class SimulatedWorker(SimulatedProcess):
                 return
             self._show()
             if machine.state in (State.TRAINING, State.FINISHED, State.READY, State.RECOVERED, State.STANDING):
-                machine.can_load(self.world.checkpoints_of(self))
+                machine.can_load(self._loadable())
             match move := machine.next_move():
                 case moves.SendReport():
                     self._say(move.report)
@@ -245,8 +250,11 @@ class SimulatedWorker(SimulatedProcess):
             self.parameters, self.shard = (), self.world.shard_of(machine.rank)
         writes = self.world.layout.checkpoint_every is not None
         rank = machine.rank if machine.rank is not None else 0
-        machine.built(self.world.shard_of(rank), self.world.checkpoints_of(self), writes)
+        machine.built(self.world.shard_of(rank), self._loadable(), writes)
         self.go()
+
+    def _loadable(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.world.checkpoints_of(self), *self.snapshots.steps()}))
 
     # ---- a recovery -------------------------------------------------------------------------------------------------
 
@@ -276,11 +284,16 @@ class SimulatedWorker(SimulatedProcess):
 
     def _load(self, move: moves.Load) -> None:
         step = self._loading_step = move.order.resume_step
+        if move.action in (Action.RESTORE, Action.REWIND):
+            self.snapshots.cancel()
         if move.action is Action.RESTORE:
             self.parameters += (INCOMPLETE,)  # half overwritten, until all has come
         if move.action is Action.REWIND:
             self.shard = self.world.shard_of(self.machine.rank)
-            self.parameters, rows = self.world.read_checkpoint(self.shard, step)
+            if (snapshot := self.snapshots.find(step)) is not None:
+                self.shard, self.parameters, rows = snapshot.shard, snapshot.parameters, snapshot.rows
+            else:
+                self.parameters, rows = self.world.read_checkpoint(self.shard, step)
             self._take_over(rows)
         if move.transfer is None:
             self._begin(
@@ -319,6 +332,7 @@ class SimulatedWorker(SimulatedProcess):
         if self.machine.state is State.LOADING and not self.is_stuck and self.is_alive:
             self._activity += 1
             self.machine.loaded(received_bytes)
+            self.snapshots.resumed(self._loading_step, self.machine.membership)
             self.go()
 
     def _save(self) -> None:
@@ -347,10 +361,26 @@ class SimulatedWorker(SimulatedProcess):
         self.world.oracle.drain.begins_step(self, step)
         self.world.oracle.members.begins_step(self)
         self._gradients = None
+        self._take_snapshot(step)
         self.local.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)
         self._show()
         self._begin(self.world.draw(self._durations.forward_s), Activity.FORWARD)
+
+    def _take_snapshot(self, step: int) -> None:
+        copy = self.snapshots.hand_out(Snapshot(step, self.shard, self.parameters, self.local.rows))
+        if copy is not None:
+            self._after(self.world.draw(self._durations.snapshot_s), "copied", copy)
+
+    @held_while_stopped
+    def copied(self, copy: int) -> None:
+        """The thread of the snapshots is through with one."""
+        if (snapshot := self.snapshots.copied(copy)) is None:
+            return
+        self.world.oracle.snapshots.taken(self, snapshot)
+        if self._awaits_copy == self._activity and not self.is_stuck:
+            self._awaits_copy = None
+            self._synced(snapshot.step)
 
     def _forward(self) -> None:
         if self.machine.interrupted:
@@ -396,10 +426,21 @@ class SimulatedWorker(SimulatedProcess):
         else:
             self._gradients = step
             self.local.gathered(rows)
-            machine.steps.advance(StepEvent.GRADIENTS_SYNCED)
-            self._show()
-            self._heed(machine.settled(), machine.target_generation)
-            self._go_to_barrier(step)
+            if self.snapshots.is_copying:
+                self._activity += 1
+                self._awaits_copy = self._activity
+            else:
+                self._synced(step)
+
+    def _synced(self, step: int) -> None:
+        machine = self.machine
+        if machine.interrupted or machine.used_echo:
+            self.go()
+            return
+        machine.steps.advance(StepEvent.GRADIENTS_SYNCED)
+        self._show()
+        self._heed(machine.settled(), machine.target_generation)
+        self._go_to_barrier(step)
 
     def _go_to_barrier(self, step: int) -> None:
         if self.machine.interrupted:
@@ -438,6 +479,7 @@ class SimulatedWorker(SimulatedProcess):
     def _update(self) -> None:
         """The rank has left the gradient barrier."""
         self.world.oracle.commits(self, self.machine.steps.step)
+        self.snapshots.passed_barrier()
         self.machine.steps.advance(StepEvent.BARRIER_LEFT)
         self._show()
         follows = Activity.REDUCE if self.world.layout.reduces_after_update else Activity.COMPLETE

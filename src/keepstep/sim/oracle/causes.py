@@ -6,6 +6,8 @@ Each thing that goes wrong may begin one recovery; what lasts and breaks connect
 
 from __future__ import annotations
 
+from keepstep.protocol.messages import AnyMessage, SafePointReached, StepObserved, WorkerLost
+from keepstep.protocol.phases import Phase
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 REPEATED_EVERY_S = {"cut data": 2.0, "cut off": 2.0} | dict.fromkeys(
@@ -64,3 +66,17 @@ class Causes:
                 Check.NO_CAUSE,
                 f"recovery {self.num_begun} begins ({why}), and what has happened may begin {known}",
             )
+
+
+def tells_of_step(message: AnyMessage) -> bool:
+    """Whether this report says that a step was completed."""
+    match message:
+        case StepObserved():
+            return True
+        case SafePointReached():
+            return min(message.reach, default=0) > 0
+        case WorkerLost():
+            tag = message.tag
+            return tag is not None and (tag.step > 0 or (tag.step == 0 and tag.phase is Phase.UPDATED))
+        case _:
+            return False

@@ -20,6 +20,7 @@ class Check(enum.StrEnum):
     SPARE_CHOICE = "a spare taken from the wrong place"
     STUCK = "neither progresses nor ends"
     ENDED = "ended without need"
+    SNAPSHOT = "a snapshot that is not whole, or not there"
     MEMBERSHIP = "a membership that is not the job's"
     LOCAL_RANKS = "local ranks doubled or out of range"
     ONCE = "done twice, or by two at a time"

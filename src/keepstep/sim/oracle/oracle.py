@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.controller import JournalEntry, LeaseExpired
 from keepstep.protocol.messages import (
-    AnyMessage,
     EndJob,
     Packet,
-    SafePointReached,
-    StepObserved,
     Stop,
     WorkerJoined,
-    WorkerLost,
 )
-from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 from keepstep.sim.cluster.values import INCOMPLETE, right_value
-from keepstep.sim.oracle.causes import Causes, most_recoveries
+from keepstep.sim.oracle.causes import Causes, most_recoveries, tells_of_step
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.drain import DrainWatch
 from keepstep.sim.oracle.placement import Loss, MembershipWatch, SpareChoice, check_local_ranks
+from keepstep.sim.oracle.snapshots import SnapshotWatch
 from keepstep.sim.oracle.startup import StartUpWatch
 
 if TYPE_CHECKING:
@@ -69,6 +65,7 @@ class Oracle:
         self.causes = Causes()
         self.drain = DrainWatch(world)
         self.members = MembershipWatch(world)
+        self.snapshots = SnapshotWatch(world)
         self.start_up = StartUpWatch(world)
         self._spare_choice = SpareChoice(world)
         self.furthest = 0
@@ -150,6 +147,7 @@ class Oracle:
     def _resumes(self, worker: SimulatedProcess, cohort: Cohort, step: int) -> None:
         if cohort.resumed_at is None:
             self._check_resume_step(cohort, step)
+            self.snapshots.resumes(step)
             cohort.resumed_at = self.furthest = step
             self._harmed.clear()
             self._state_lost = False
@@ -163,6 +161,7 @@ class Oracle:
     def commits(self, worker: SimulatedProcess, step: int) -> None:
         """A process leaves the gradient barrier and begins to change its parameters."""
         cohort = self._cohort_of(worker)
+        self.snapshots.passed_barrier(worker, cohort.members.values(), step)
         for newer in self.cohorts[cohort.number :]:
             if newer.resumed_at is None or newer.resumed_at > step:
                 continue
@@ -368,7 +367,7 @@ class Oracle:
         self._before_packets.append((line, known, self._has_told_of_step, self._has_joined))
         if packet.first <= known:
             self._heard_up_to[line] = max(known, packet.first + len(packet.messages))
-            self._has_told_of_step = self._has_told_of_step or any(map(_tells_of_step, packet.messages))
+            self._has_told_of_step = self._has_told_of_step or any(map(tells_of_step, packet.messages))
             self._spare_choice.heard(packet.messages)
             self._has_joined = self._has_joined or any(isinstance(each, WorkerJoined) for each in packet.messages)
 
@@ -427,8 +426,12 @@ class Oracle:
                 and worker.process not in self._blamed
                 and not self._is_unreachable(worker)
             }
-            self._state_lost = held != set(self._world.layout.shards)
+            self._state_lost = held != set(self._world.layout.shards) and self._newest_snapshot() is None
         return self._state_lost
+
+    def _newest_snapshot(self) -> int | None:
+        """The newest step to which the memory of the nodes can take all ranks back."""
+        return self.snapshots.newest(lambda worker: worker.node.is_up and not self._is_unreachable(worker))
 
     def _check_history(self, worker: SimulatedProcess, step: int) -> None:
         rank = worker.machine.rank
@@ -458,12 +461,14 @@ class Oracle:
                 Check.RECOMPUTED,
                 f"step {self.furthest} was begun, and though every shard survived all resume at {step}",
             )
-        newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
+        newest = self._newest_snapshot()  # of the job that goes on; one that begins anew has checkpoints only
+        if newest is None:
+            newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
         if newest is None and (step > 0 or not self._has_told_of_step):
             return  # a checkpoint that was not whole then, or the controller has never heard of a step
         if newest is None or step < newest:
             raise ViolationError(
-                Check.RECOMPUTED, f"training resumes at step {step}, the newest checkpoint is of {newest}"
+                Check.RECOMPUTED, f"training resumes at step {step}, the newest checkpoint or snapshot is of {newest}"
             )
 
     def _may_not_end(self, order: EndJob) -> str | None:
@@ -484,17 +489,3 @@ class Oracle:
         if self._trained is None and not has_room:
             return None
         return "it could have gone on"
-
-
-def _tells_of_step(message: AnyMessage) -> bool:
-    """Whether this report says that a step was completed."""
-    match message:
-        case StepObserved():
-            return True
-        case SafePointReached():
-            return min(message.reach, default=0) > 0
-        case WorkerLost():
-            tag = message.tag
-            return tag is not None and (tag.step > 0 or (tag.step == 0 and tag.phase is Phase.UPDATED))
-        case _:
-            return False

@@ -37,9 +37,9 @@ class SnapshotRegister:
         """The steps to which a replacement can bring the rank."""
         return frozenset().union(*(kept.steps for kept in self.of(rank)))
 
-    def find(self, rank: int, step: int, node: str) -> KeptSnapshots | None:
-        """What a replacement on a node can load for a step."""
-        return next((kept for kept in self.of(rank) if step in kept.steps and kept.node == node), None)
+    def on_node(self, rank: int, node: str) -> list[KeptSnapshots]:
+        """What a replacement on a node can load."""
+        return [kept for kept in self.of(rank) if kept.node == node and kept.steps]
 
     def node_lost(self, node: str) -> None:
         """What it held is gone."""

@@ -109,10 +109,10 @@ class Stopping(RecoveryStage):
             job.roster.give_ranks(replacements)
             for rank, worker in replacements.items():
                 job.record.replacements[rank] = worker.worker
-                kept = job.snapshots.find(rank, step, worker.node)
-                worker.inherits = kept.steps if kept is not None else frozenset()
-                former = kept.worker if kept is not None else None
-                job.orders.assign(worker, job.generation, f"spare {worker.worker} takes rank {rank}", former)
+                kept = job.snapshots.on_node(rank, worker.node)
+                worker.inherits = frozenset().union(*(each.steps for each in kept))
+                formers = tuple(each.worker for each in kept)
+                job.orders.assign(worker, job.generation, f"spare {worker.worker} takes rank {rank}", formers)
             return ToRecovering(step)
         missing = job.roster.missing_ranks()
         if job.drain.reason is not None:  # there is no time to wait for spares
