@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 
 from keepstep.protocol.waiting.operations import Operation
-from keepstep.tagpage import TagWriter, create
+from keepstep.shared.tagpage import TagWriter, create
 from keepstep.worker.groups.registry import GroupRegistry
 
 NUM_RANKS, ELEMENTS = 2, 10

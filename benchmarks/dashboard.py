@@ -35,9 +35,9 @@ from page import RESULTS, Section
 from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
-from keepstep import tagpage
 from keepstep.dashboard.process import serving
 from keepstep.protocol.phases import Phase
+from keepstep.shared import tagpage
 from keepstep.trace.timeline.run import Run
 
 GPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"

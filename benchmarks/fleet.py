@@ -21,10 +21,11 @@ import numpy as np
 from keepstep.agent.phases import PhaseReporter
 from keepstep.config import SECRET_VARIABLE
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, HandOver, Kill, Spawn
-from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.node.agent import AgentMachine
+from keepstep.protocol.node.effects import HandOver, Kill, Spawn
+from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import EVENT_BYTES, RING_EVENTS
+from keepstep.shared.tagpage import EVENT_BYTES, RING_EVENTS
 from keepstep.transports.interface import Connected
 from keepstep.transports.rpc.client import RpcControllerConnection
 from keepstep.trust import certificates
@@ -39,7 +40,7 @@ PHASES_PER_S = 5 / STEP_S
 
 
 class Page:
-    """What the tag page of a worker would hold that trains all the time. See `keepstep.tagpage.TagReader`."""
+    """What the tag page of a worker would hold that trains all the time. See `keepstep.shared.tagpage.TagReader`."""
 
     def copy_since(self, events_read: int) -> tuple[bytes, int]:
         """The phase changes since the last look, in a ring's layout."""

@@ -10,7 +10,7 @@ from keepstep.agent.environment import environment_of
 from keepstep.agent.settings import AgentSettings, NodePlace
 from keepstep.config import leave_park, worker_config
 from keepstep.devices import names_of, order_for
-from keepstep.protocol.agent import Spawn
+from keepstep.protocol.node.effects import Spawn
 
 DEVICES = ("4", "5", "6", "7")
 

@@ -14,21 +14,22 @@ from tests.protocol import test_lease
 from tests.sim import test_mutants
 from tests.test_docs import DEPLOY, FENCE, PAGES, PROTOCOL, ROOT, SIMULATION, USAGE, section
 
-from keepstep import tagpage
 from keepstep.cli.cluster import controller
 from keepstep.controller import jobstore
 from keepstep.dashboard import process
 from keepstep.launcher import console, flags
 from keepstep.launcher.cluster import service
 from keepstep.launcher.cluster.flags import DEFAULT_PORT
-from keepstep.protocol import agent as agent_machine
-from keepstep.protocol import clocks, lease, liveness, reliable_channel
+from keepstep.protocol import clocks, lease, reliable_channel
 from keepstep.protocol import controller as controller_machine
-from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import reports
+from keepstep.protocol.node import agent as agent_machine
+from keepstep.protocol.node import liveness
+from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.scripts import startup as record
 from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
+from keepstep.shared import tagpage
 from keepstep.trace.record import phaselog, runfolder
 from keepstep.trace.timeline import events, stragglers
 from keepstep.transports import codec

@@ -29,10 +29,11 @@ from rich.table import Table
 
 from keepstep.errors import ConfigurationError, InternalError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, HandOver, Spawn
 from keepstep.protocol.controller import ControllerMachine
-from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.node.agent import AgentMachine
+from keepstep.protocol.node.effects import HandOver, Spawn
+from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings, Stage
 from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle

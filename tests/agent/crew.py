@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep import lifeline, tagpage
 from keepstep.agent.spawner import SpawnerClient, SpawnerSettings
+from keepstep.shared import lifeline, snapshotfile, tagpage
 from keepstep.transports.spawning import SpawnerReady, SpawnerReport, SpawnWorker, WorkerExited, WorkerSpawned
 
 DEADLINE_S = 60.0
@@ -87,11 +87,12 @@ class Crew:
         worker = self.workers[number] = Worker(number, folder, ours)
         page = tagpage.create(f"test-{number}")
         line = lifeline.create(f"test-{number}")
+        memory = snapshotfile.create(f"test-{number}")
         files = [os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in ("stdout", "stderr")]
         request = SpawnWorker(number, command, module, raw, environment, True, True)
         streams = [files[0] if stdout is None else stdout, files[1]]
-        self._run(self._send(request, [theirs.fileno(), page, line, *streams]))
-        for descriptor in (page, line, *files):
+        self._run(self._send(request, [theirs.fileno(), page, line, memory, *streams]))
+        for descriptor in (page, line, memory, *files):
             os.close(descriptor)
         theirs.close()
         return worker

@@ -19,7 +19,7 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.reliable_channel import ReliableChannel
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.record.phaselog import records_of
 from keepstep.transports.memory import MemoryChannel, channel_pair
 
@@ -230,7 +230,7 @@ def test_phases_are_told_on_the_controllers_clock(tmp_path: Path) -> None:
         assert records["at_ns"][1] <= records["entered_ns"][2] <= records["at_ns"][2]
         assert agent.workers[0].phases_read == 3
 
-    script = "from keepstep.tagpage import TagWriter\nfrom keepstep.protocol.phases import Phase\n"
+    script = "from keepstep.shared.tagpage import TagWriter\nfrom keepstep.protocol.phases import Phase\n"
     script += "from keepstep.transports.spawning import PAGE_FD\nimport time\n"
     script += "from keepstep.protocol.waiting.operations import Operation\n"
     script += "page = TagWriter(PAGE_FD)\npage.write(2, 7, Phase.FORWARD)\npage.write(2, 7, Phase.BACKWARD)\n"
@@ -253,7 +253,7 @@ def test_the_last_phases_of_a_dead_worker_come_before_the_news_of_its_death(tmp_
         ]
         assert phases == [Phase.FORWARD, Phase.BACKWARD]
 
-    script = "from keepstep.tagpage import TagWriter\nfrom keepstep.protocol.phases import Phase\n"
+    script = "from keepstep.shared.tagpage import TagWriter\nfrom keepstep.protocol.phases import Phase\n"
     script += "from keepstep.transports.spawning import PAGE_FD\n"
     script += "page = TagWriter(PAGE_FD)\npage.write(1, 0, Phase.FORWARD)\npage.write(1, 0, Phase.BACKWARD)\n"
     script += "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -2,12 +2,12 @@
 
 import os
 
-from keepstep import tagpage
 from keepstep.agent.durations import longest_phases
-from keepstep.protocol.liveness import MEASURED, LivenessMachine, LivenessSettings, Observation
 from keepstep.protocol.messages import Tag
+from keepstep.protocol.node.liveness import MEASURED, LivenessMachine, LivenessSettings, Observation
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PhaseEvent
+from keepstep.shared import tagpage
+from keepstep.shared.tagpage import PhaseEvent
 
 STEP = (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
 

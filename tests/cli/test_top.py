@@ -22,7 +22,7 @@ from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import Event, JournalEntry, ReportsReceived, relive
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.phaselog import PHASE_DTYPE
 from keepstep.trace.record.recorder import Recorder

@@ -14,7 +14,7 @@ from tests.fuzz import inputs
 from keepstep.errors import ConfigurationError, RemoteProtocolError, TokenRefused
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import PhasesObserved
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.record import journal, runfolder
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseTail, read_segment
 from keepstep.transports.framing import frame

@@ -11,7 +11,6 @@ from tests.protocol.toy_cluster import Crashed, ToyCluster
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import HEARTBEAT_S, SOONEST
 from keepstep.protocol.controller import (
     ISOLATED_S,
     LEASE_CHECK_SHARE,
@@ -24,6 +23,7 @@ from keepstep.protocol.controller import (
     Restarted,
 )
 from keepstep.protocol.messages import Cause, Packet
+from keepstep.protocol.node.agent import HEARTBEAT_S, SOONEST
 from keepstep.protocol.recovery import RecoverySettings, Stage
 
 ALL_AT_1 = {0: 1, 1: 1, 2: 1}

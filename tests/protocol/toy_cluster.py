@@ -11,10 +11,11 @@ import dataclasses
 import msgspec
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine, Depart, HandOver, Kill, Leave, Spawn
 from keepstep.protocol.controller import LEASE_S, ControllerMachine, JournalEntry
-from keepstep.protocol.liveness import LivenessSettings
 from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.node.agent import AgentMachine
+from keepstep.protocol.node.effects import Depart, HandOver, Kill, Leave, Spawn
+from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle

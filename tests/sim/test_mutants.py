@@ -12,10 +12,10 @@ import pytest
 
 from keepstep.protocol import controller, reliable_channel, resume
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import AgentMachine
 from keepstep.protocol.controller import AnswersReceived, ControllerMachine, DrainAsked, JournalEntry
-from keepstep.protocol.liveness import LivenessMachine
 from keepstep.protocol.moves import Load, Move, Update
+from keepstep.protocol.node.agent import AgentMachine
+from keepstep.protocol.node.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, transitions
 from keepstep.protocol.recovery.end.drain import JobDrain

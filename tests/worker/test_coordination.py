@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from keepstep.protocol.messages import Stop
-from keepstep.tagpage import TagReader, TagWriter, create
+from keepstep.shared.tagpage import TagReader, TagWriter, create
 from keepstep.worker.coordination import SIGN_OF_LIFE_S, Coordination
 from keepstep.worker.link import Link
 

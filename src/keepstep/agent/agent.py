@@ -11,7 +11,6 @@ import socket
 import time
 from pathlib import Path
 
-from keepstep import lifeline, tagpage
 from keepstep.agent.durations import longest_phases
 from keepstep.agent.environment import environment_of
 from keepstep.agent.outputs import WorkerOutput
@@ -20,37 +19,39 @@ from keepstep.agent.settings import AgentSettings
 from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
 from keepstep.errors import ProtocolError, RemoteProtocolError
-from keepstep.protocol.agent import (
-    AgentMachine,
-    Depart,
-    HandOver,
-    Kill,
-    Leave,
-    LookCloser,
-    ReleaseMemory,
-    Signal,
-    Spawn,
-)
-from keepstep.protocol.liveness import Observation
 from keepstep.protocol.messages import (
     AnyMessage,
     Assign,
     Cause,
     ClockTold,
     EndJob,
+    InheritSnapshots,
     NodeEvicted,
     NodeJoined,
     Packet,
     Recover,
     Resume,
-    SnapshotsKept,
     StoreAnswered,
     StoreRequested,
     WorkerJoined,
     WorkerOrder,
 )
+from keepstep.protocol.node.agent import AgentMachine
+from keepstep.protocol.node.effects import (
+    Depart,
+    HandOver,
+    Kill,
+    Leave,
+    LookCloser,
+    PassMemory,
+    ReleaseMemory,
+    Signal,
+    Spawn,
+)
+from keepstep.protocol.node.liveness import Observation
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
+from keepstep.shared import lifeline, tagpage
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.transports.interface import Connected, ControllerConnection
 from keepstep.transports.spawning import (
@@ -209,6 +210,8 @@ class Agent:
                     self._connection.send(effect.message)
                 case LookCloser():
                     self._look_closer(effect.workers)
+                case PassMemory():
+                    self._pass_snapshots(effect)
                 case ReleaseMemory():
                     self._snapshots.release(effect.workers, self.workers)
                 case Leave():
@@ -226,7 +229,6 @@ class Agent:
             match order:
                 case Assign():
                     worker.rank = order.rank
-                    self._hand_over_snapshots(order)
                 case Recover():
                     worker.resume_step = order.resume_step
                 case Resume():
@@ -235,12 +237,11 @@ class Agent:
                 case _:
                     pass
 
-    def _hand_over_snapshots(self, order: Assign) -> None:
-        """Tells a worker in front of its assignment where the snapshots of the rank's former processes are."""
-        for former in order.formers:
+    def _pass_snapshots(self, effect: PassMemory) -> None:
+        for former in effect.formers:
             if (path := self._snapshots.path(former)) is not None:
-                kept = SnapshotsKept(order.worker, path, self._snapshots.steps(former))
-                self._hand_over((order.worker,), kept)
+                order = InheritSnapshots(effect.worker, path, self._snapshots.steps(former))
+                self._hand_over((effect.worker,), order)
 
     def _hand_over(self, workers: tuple[int, ...], order: WorkerOrder) -> None:
         data = frame(order)

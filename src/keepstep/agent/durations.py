@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from keepstep.protocol.liveness import was_passed
 from keepstep.protocol.messages import Tag
+from keepstep.protocol.node.liveness import was_passed
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PhaseEvent
+from keepstep.shared.tagpage import PhaseEvent
 
 
 def longest_phases(events: Iterable[PhaseEvent]) -> list[tuple[Phase, float, float]]:

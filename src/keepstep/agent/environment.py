@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep.agent.settings import AgentSettings
 from keepstep.config import VISIBLE_DEVICES, WorkerConfig, worker_environment
 from keepstep.devices import order_for
-from keepstep.protocol.agent import Spawn
+from keepstep.protocol.node.effects import Spawn
 from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD, SNAPSHOTS_FD
 
 

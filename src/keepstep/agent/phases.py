@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from keepstep.protocol.agent import HEARTBEAT_S
 from keepstep.protocol.clocks import ASK_EVERY_S, ClockEstimate
 from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
-from keepstep.tagpage import TagReader
+from keepstep.protocol.node.agent import HEARTBEAT_S
+from keepstep.shared.tagpage import TagReader
 from keepstep.trace.record.phaselog import from_ring
 from keepstep.transports.interface import ControllerConnection
 

@@ -6,7 +6,7 @@ import dataclasses
 import socket
 from pathlib import Path
 
-from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.node.liveness import LivenessSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 
-from keepstep import snapshotfile
+from keepstep.shared import snapshotfile
 
 
 class SnapshotMemory:

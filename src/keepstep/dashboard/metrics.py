@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.record.phaselog import PhaseArray
 from keepstep.trace.timeline.describe import PARTS
 from keepstep.trace.timeline.finished import FinishedScenes

@@ -21,7 +21,7 @@ from keepstep.drill.records import StateRecorder
 from keepstep.launcher.control import connect
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.worker import WorkerMachine
-from keepstep.tagpage import TagWriter
+from keepstep.shared.tagpage import TagWriter
 
 SPARE_S = 300.0
 """How long a fault is put off for a spare that starts up but does not come to its first step."""

@@ -24,7 +24,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags, split
 from keepstep.launcher.job import JobOptions, fresh_run_dir
 from keepstep.launcher.recording import add_output_flags, make_folder, outputs_of
-from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.node.liveness import LivenessSettings
 
 DEADLINES = LivenessSettings()
 LOOPBACK = "127.0.0.1"

@@ -110,7 +110,7 @@ class WorkerMachine:
         """The newest generation for which the safe point was reported, or which this rank fell out of."""
         self._snapshots: tuple[int, ...] = ()
         """The steps of the snapshots and checkpoints that this rank can load."""
-        self.inherited: list[msg.SnapshotsKept] = []
+        self.inherited: list[msg.InheritSnapshots] = []
         """Where the snapshots of the processes are that held the rank before this one; the shell takes them out."""
         self._order: msg.Recover | None = None
         """From loading to training that of ``generation``, while standing that of a newer one; None before it came."""
@@ -141,7 +141,7 @@ class WorkerMachine:
         match order:
             case msg.Assign():
                 self.assignment, self.rank = order, order.rank
-            case msg.SnapshotsKept():
+            case msg.InheritSnapshots():
                 self.inherited.append(order)
                 self._snapshots = tuple(sorted({*self._snapshots, *order.steps}))
             case msg.Stop() if order.generation > self._stop_generation:

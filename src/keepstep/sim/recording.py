@@ -12,7 +12,7 @@ import numpy as np
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import PhasesObserved, Tag
 from keepstep.protocol.recovery import RecoverySettings
-from keepstep.tagpage import PHASE_INDEX
+from keepstep.shared.tagpage import PHASE_INDEX
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE
 from keepstep.trace.record.recorder import Recorder

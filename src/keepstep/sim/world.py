@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from keepstep.protocol.agent import Spawn
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import EndJob
+from keepstep.protocol.node.effects import Spawn
 from keepstep.sim.cluster.collectives import Collectives, SimulatedRendezvous
 from keepstep.sim.cluster.control.network import CONTROLLER, Network
 from keepstep.sim.cluster.control.relays import Relays
@@ -169,9 +169,9 @@ class World:
             self._whole_s.setdefault(step, self.schedule.now_s)
         return True
 
-    def checkpoints_of(self, worker: SimulatedProcess) -> tuple[int, ...]:
-        """The steps of the checkpoints that a worker can load."""
-        return tuple(self.checkpoints()) if self._checkpoints else ()
+    def loadable_by(self, worker: SimulatedProcess) -> tuple[int, ...]:
+        """The steps of the checkpoints and snapshots that a worker can load."""
+        return tuple(sorted({*self.checkpoints(), *worker.snapshots.steps()}))
 
     def checkpoints(self, before_s: float = math.inf) -> list[int]:
         """The steps of which there was a whole checkpoint at a time, by default now."""

@@ -28,7 +28,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.waiting.operations import Operation
 from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
-from keepstep.tagpage import TagWriter
+from keepstep.shared.tagpage import TagWriter
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
 from keepstep.worker.values.missing import MissingValues, line_of_script

@@ -13,7 +13,7 @@ import socket
 
 from keepstep.config import WorkerConfig, leave_park
 from keepstep.protocol.messages import AnyMessage, Assign, RankAwaited
-from keepstep.tagpage import TagWriter
+from keepstep.shared.tagpage import TagWriter
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.worker.link import EXIT_ORPHANED
 

@@ -15,12 +15,12 @@ from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.publication import StepPublication
-from keepstep.worker.snapshots import Snapshots
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
 from keepstep.worker.step.attempt import Attempt
+from keepstep.worker.step.snapshots import Snapshots
 
 
 class Recovery:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from keepstep import config, lifeline, tagpage
+from keepstep import config
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.snapshots import parse_every
+from keepstep.shared import lifeline, tagpage
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
@@ -35,12 +36,12 @@ from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
-from keepstep.worker.snapshots import Snapshots
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
+from keepstep.worker.step.snapshots import Snapshots
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
 from keepstep.worker.values.declared import DeclaredState

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import Spawn
 from keepstep.protocol.controller import JournalEntry, ReportsReceived
+from keepstep.protocol.node.effects import Spawn
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.placement import Loss, SpareChoice

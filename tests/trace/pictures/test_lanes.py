@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.pictures.lanes import MAX_LANES, Stretch, board, merged, phase_stretches, without
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline.run import Run

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep import tagpage
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import PhasesObserved, WorkerFenced
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import Operation
-from keepstep.tagpage import PHASES, TagReader, TagWriter
+from keepstep.shared import tagpage
+from keepstep.shared.tagpage import PHASES, TagReader, TagWriter
 from keepstep.trace.record import phaselog
 from keepstep.trace.record.phaselog import (
     NO_RANK,

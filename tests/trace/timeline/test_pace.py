@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline import pace
 from keepstep.trace.timeline.pace import Durations, Pace

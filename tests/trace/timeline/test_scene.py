@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.protocol.phases import Phase
+from keepstep.shared.tagpage import PHASES
 from keepstep.sim.run import case_of, run
-from keepstep.tagpage import PHASES
 from keepstep.trace.record.phaselog import NO_RANK
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import Scene, SceneSpan, SpanKind

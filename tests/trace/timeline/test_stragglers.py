@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.timeline.pace import DURATION_DTYPE, DurationArray
 from keepstep.trace.timeline.stragglers import MIN_STEPS, WINDOW, StragglerWatch
 

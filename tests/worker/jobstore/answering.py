@@ -4,11 +4,11 @@ import socket
 import threading
 from collections.abc import Callable
 
-from keepstep import tagpage
 from keepstep.controller.jobstore import JobStore
 from keepstep.protocol.messages import AnyMessage, Resume, Stop, StoreAnswered, StoreRequested
 from keepstep.protocol.phases import StepEvent
 from keepstep.protocol.recovery import Stage
+from keepstep.shared import tagpage
 from keepstep.transports.framing import FrameDecoder, frame
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.jobstore.default import DefaultStore

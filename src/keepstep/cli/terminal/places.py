@@ -10,7 +10,7 @@ import numpy as np
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
 from keepstep.protocol.recovery.placement.roster import Worker
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.record.phaselog import PhaseArray
 from keepstep.trace.timeline.run import News, Run
 from keepstep.trace.timeline.scene import SceneSpan

@@ -29,13 +29,14 @@ from keepstep.protocol.messages.orders import (
     EndJob,
     FenceWorker,
     Hold,
+    InheritSnapshots,
     MembershipTold,
     OnceAnswered,
+    PassSnapshots,
     Recover,
     ReleaseSnapshots,
     Rescue,
     Resume,
-    SnapshotsKept,
     StartWorker,
     Stop,
     StoreAnswered,
@@ -58,6 +59,7 @@ from keepstep.protocol.messages.reports import (
     RankAwaited,
     RanksStand,
     SafePointReached,
+    SnapshotsLeft,
     StateRecovered,
     StateRescued,
     StepObserved,
@@ -96,6 +98,7 @@ __all__ = [
     "Hold",
     "HolderOrder",
     "Holding",
+    "InheritSnapshots",
     "JobStalled",
     "Member",
     "Membership",
@@ -110,6 +113,7 @@ __all__ = [
     "OnceAnswered",
     "OnceRequested",
     "Packet",
+    "PassSnapshots",
     "PhasesObserved",
     "Question",
     "RankAwaited",
@@ -121,7 +125,7 @@ __all__ = [
     "Resume",
     "SafePointReached",
     "Seconds",
-    "SnapshotsKept",
+    "SnapshotsLeft",
     "StartWorker",
     "StateRecovered",
     "StateRescued",
@@ -154,11 +158,15 @@ WorkerReport: TypeAlias = (
     GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
 )
 NodeReport: TypeAlias = NodeJoined | NodeDraining | JobStalled | RanksStand | StepObserved
-AgentReport: TypeAlias = NodeReport | WorkerStarted | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
+AgentReport: TypeAlias = (
+    NodeReport | WorkerStarted | SnapshotsLeft | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
+)
 HolderOrder: TypeAlias = Stop | Recover | Resume | Complete | Abandon | Rescue | Hold | Drain | Terminate
 """For every worker that holds a rank."""
-WorkerOrder: TypeAlias = HolderOrder | Assign | SnapshotsKept | StoreAnswered | OnceAnswered
-AgentOrder: TypeAlias = StartWorker | FenceWorker | EndJob | MembershipTold | ReleaseSnapshots | WorkerOrder
+WorkerOrder: TypeAlias = HolderOrder | Assign | InheritSnapshots | StoreAnswered | OnceAnswered
+AgentOrder: TypeAlias = (
+    StartWorker | FenceWorker | EndJob | MembershipTold | PassSnapshots | ReleaseSnapshots | WorkerOrder
+)
 
 Report: TypeAlias = WorkerReport | AgentReport
 

@@ -37,15 +37,17 @@ class Assign(Message, frozen=True):
     rank: int
     local_rank: int
     local_world_size: int
-    formers: tuple[int, ...] = ()
-    """Workers that held the rank before, and whose snapshots the node's agent still holds."""
 
 
-class SnapshotsKept(Message, frozen=True):
-    """An agent tells a worker, in front of its `Assign`: the memory of a former worker of the rank is there.
+class PassSnapshots(Message, frozen=True):
+    """The worker is about to be given a rank: tell it of the snapshots of ``formers``, which held the rank before."""
 
-    ``path`` names it, and ``steps`` are those of the snapshots in it.
-    """
+    worker: int
+    formers: tuple[int, ...]
+
+
+class InheritSnapshots(Message, frozen=True):
+    """An agent tells a worker where the snapshots are of a process that held its rank before, and of which steps."""
 
     worker: int
     path: str

@@ -175,8 +175,7 @@ class WorkerLost(Message, frozen=True):
     """A worker's process is gone, or must be taken for gone.
 
     ``gone`` is True where the process no longer exists (it then needs no fence). ``since_s`` is the time of the failure
-    itself on the controller's monotonic clock, as well as either is known, for the report. ``snapshots`` are the steps
-    of those that it has left in the memory that its agent holds.
+    itself on the controller's monotonic clock, as well as either is known, for the report.
     """
 
     worker: int
@@ -185,7 +184,14 @@ class WorkerLost(Message, frozen=True):
     gone: bool
     tag: Tag | None
     since_s: Seconds
-    snapshots: tuple[int, ...] = ()
+
+
+class SnapshotsLeft(Message, frozen=True):
+    """A worker is gone and has left snapshots of these steps in memory that its agent holds. Comes before what tells
+    that it is gone."""
+
+    worker: int
+    steps: tuple[int, ...]
 
 
 class WorkerEnded(Message, frozen=True):
@@ -207,10 +213,9 @@ class WorkerDone(Message, frozen=True):
 
 
 class WorkerFenced(Message, frozen=True):
-    """The agent confirms that a worker's process no longer exists. ``snapshots``: as in `WorkerLost`."""
+    """The agent confirms that a worker's process no longer exists."""
 
     worker: int
-    snapshots: tuple[int, ...] = ()
 
 
 class JobStalled(Message, frozen=True):

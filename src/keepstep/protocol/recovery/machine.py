@@ -283,13 +283,14 @@ class RecoveryMachine:
                 worker.error = message.error
                 if message.fatal or self._is_in_start_up(worker):
                     self._go(ToEnded(verdicts.failed(worker, message.error)), now_s)
+            case msg.SnapshotsLeft():
+                self._job.snapshots.add(worker, message.steps)
             case msg.WorkerLost():
                 self._lost(worker, message, now_s)
             case msg.WorkerEnded():
                 if worker.rank is not None:
                     self._job.record.name_cause(worker.rank, message.cause, message.detail)
             case msg.WorkerFenced():
-                self._job.snapshots.add(worker, message.snapshots)
                 self.roster.mark_lost(worker, gone=True)
                 self._stage.awaited.discard(worker.worker)
                 self._stage.room_found("there is room again: a spare is started")
@@ -324,7 +325,6 @@ class RecoveryMachine:
     def _lost(self, worker: Worker, message: msg.WorkerLost, now_s: float) -> None:
         if worker.rank is not None and message.tag:
             self.progress.reached(min(resume.reach(message.tag.step, message.tag.phase), default=0))
-        self._job.snapshots.add(worker, message.snapshots)
         if worker.lost or worker.done:
             self.roster.mark_lost(worker, gone=message.gone)
             return

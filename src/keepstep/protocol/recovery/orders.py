@@ -38,12 +38,12 @@ class Orders:
         local = (worker.local_rank, worker.local_world_size)
         self.send(worker.node, StartWorker(worker.worker, worker.rank, worker.device, *local, reason), reason)
 
-    def assign(self, worker: Worker, generation: int, reason: str, formers: tuple[int, ...] = ()) -> None:
-        """Tells a worker which rank it holds, and whose snapshots it can load."""
+    def assign(self, worker: Worker, generation: int, reason: str) -> None:
+        """Tells a worker which rank it holds."""
         assert worker.rank is not None
         assert worker.local_rank is not None
         local = (worker.local_rank, worker.local_world_size)
-        self.send(worker.node, Assign(worker.worker, generation, worker.rank, *local, formers), reason)
+        self.send(worker.node, Assign(worker.worker, generation, worker.rank, *local), reason)
 
     def fence(self, worker: Worker, reason: str) -> None:
         """Has the worker's process killed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from keepstep.protocol.liveness import LivenessSettings
+from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.recovery import RecoverySettings
 
 

@@ -6,24 +6,25 @@ import math
 from typing import TYPE_CHECKING
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import (
-    AgentMachine,
+from keepstep.protocol.messages import Cause
+from keepstep.protocol.node.agent import AgentMachine
+from keepstep.protocol.node.effects import (
     Depart,
     HandOver,
     Kill,
     Leave,
     LookCloser,
+    PassMemory,
     ReleaseMemory,
     Signal,
     Spawn,
 )
-from keepstep.protocol.messages import Cause
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.sim.cluster.control.network import CONTROLLER
 from keepstep.sim.cluster.layout import NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
-from keepstep.sim.cluster.snapshots import SnapshotMemory
+from keepstep.sim.cluster.snapshots import SimulatedMemory
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
@@ -42,7 +43,7 @@ class SimulatedNode:
         self.is_up = False
         self.workers: dict[int, SimulatedProcess] = {}
         """The processes of the present incarnation of its agent, by worker number."""
-        self.memories: dict[int, SnapshotMemory] = {}
+        self.memories: dict[int, SimulatedMemory] = {}
         """Of processes that are gone, by worker number: where there are snapshots in them."""
         self._starting: dict[int, list[msg.WorkerOrder]] = {}
         """worker -> the orders for a process that does not exist yet: the agent keeps them for it."""
@@ -163,7 +164,6 @@ class SimulatedNode:
                     self._kill(effect.worker)
                 case HandOver():
                     for number in effect.workers:
-                        self._hand_over_snapshots(number, effect.order)
                         self._hand_over(number, effect.order)
                 case LookCloser():
                     counts = {number: self.workers[number].counts() for number in effect.workers}
@@ -173,6 +173,10 @@ class SimulatedNode:
                 case Signal():
                     for number in effect.workers:
                         self._terminate(number)
+                case PassMemory():
+                    for former in effect.formers:
+                        if steps := self._steps_of(former):
+                            self._hand_over(effect.worker, msg.InheritSnapshots(effect.worker, str(former), steps))
                 case ReleaseMemory():
                     for number in tuple(self.memories) if effect.workers is None else effect.workers:
                         self.memories.pop(number, None)
@@ -231,18 +235,12 @@ class SimulatedNode:
         elif number in self._starting:
             self._starting[number].append(order)
 
-    def _hand_over_snapshots(self, number: int, order: msg.WorkerOrder) -> None:
-        """Tells a worker in front of its assignment where the snapshots of the rank's former processes are."""
-        for former in order.formers if isinstance(order, msg.Assign) else ():
-            if steps := self._steps_of(former):
-                self._hand_over(number, msg.SnapshotsKept(number, str(former), steps))
-
     def _steps_of(self, number: int) -> tuple[int, ...]:
         """The steps of the snapshots that a worker has, or had when it ended."""
         memory = self.memory_of(number)
         return () if memory is None else tuple(sorted(memory.steps.values()))
 
-    def memory_of(self, number: int) -> SnapshotMemory | None:
+    def memory_of(self, number: int) -> SimulatedMemory | None:
         """What a worker has left, or has."""
         return self.workers[number].memory if number in self.workers else self.memories.get(number)
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import Spawn
-from keepstep.protocol.liveness import Observation, was_passed
 from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.node.effects import Spawn
+from keepstep.protocol.node.liveness import Observation, was_passed
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
 from keepstep.protocol.worker import WorkerMachine, WorkerState
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.layout import SimulatedDurations
 from keepstep.sim.cluster.schedule import Event
-from keepstep.sim.cluster.snapshots import SimulatedSnapshots, SnapshotMemory
+from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots
 from keepstep.sim.cluster.values import History, LocalValue, Rows
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Host(Protocol):
     def clock_s(self) -> float:
         """The time that the machine's own clock shows."""
 
-    def memory_of(self, number: int) -> SnapshotMemory | None:
+    def memory_of(self, number: int) -> SimulatedMemory | None:
         """Where the snapshots of a worker are."""
 
     def worker_says(self, number: int, report: msg.AnyMessage) -> None:
@@ -82,7 +82,7 @@ class SimulatedProcess(ABC):
         """What came while it was stopped."""
         self.parameters: History = ()
         self.local = LocalValue()
-        self.memory = SnapshotMemory()
+        self.memory = SimulatedMemory()
         """Of its snapshots; its node holds it as well."""
         self.snapshots = SimulatedSnapshots(self.memory, world.layout.snapshot_every)
         self.shard: str | None = None

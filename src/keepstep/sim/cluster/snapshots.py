@@ -21,7 +21,7 @@ class Snapshot:
     rows: Rows
 
 
-class SnapshotMemory:
+class SimulatedMemory:
     """Two slots, which the node holds as well as the process."""
 
     def __init__(self) -> None:
@@ -38,15 +38,15 @@ class SnapshotMemory:
 
 
 class SimulatedSnapshots:
-    """What a process does with its memory: as `keepstep.worker.snapshots` does, with the same schedule."""
+    """What a process does with its memory: as `keepstep.worker.step.snapshots` does, with the same schedule."""
 
-    def __init__(self, memory: SnapshotMemory, every: int) -> None:
+    def __init__(self, memory: SimulatedMemory, every: int) -> None:
         self._memory = memory
         self._schedule = SnapshotSchedule(every)
         self._copy: tuple[int, int, Snapshot] | None = None
         """Its number, its slot, and what will be there."""
         self._num_copies = 0
-        self._inherited: dict[int, SnapshotMemory] = {}
+        self._inherited: dict[int, SimulatedMemory] = {}
         """By step, that of processes which held this rank before."""
 
     @property
@@ -58,7 +58,7 @@ class SimulatedSnapshots:
         """The steps that the process can go back to, ascending."""
         return tuple(sorted({*self._inherited, *self._memory.steps.values()}))
 
-    def inherit(self, memory: SnapshotMemory, steps: tuple[int, ...]) -> None:
+    def inherit(self, memory: SimulatedMemory, steps: tuple[int, ...]) -> None:
         """The process takes the rank of one that is gone."""
         self._inherited |= dict.fromkeys(steps, memory)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, assert_never
 from keepstep.errors import InternalError
 from keepstep.protocol import messages as msg
 from keepstep.protocol import moves
-from keepstep.protocol.agent import Spawn
 from keepstep.protocol.messages import Cause
+from keepstep.protocol.node.effects import Spawn
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.resume import Action
@@ -77,7 +77,7 @@ class SimulatedWorker(SimulatedProcess):
         """An order of the controller comes out of its socket."""
         if isinstance(order, msg.OnceAnswered):
             return self.world.once.answered(self, order)
-        if isinstance(order, msg.SnapshotsKept) and (memory := self.node.memory_of(int(order.path))) is not None:
+        if isinstance(order, msg.InheritSnapshots) and (memory := self.node.memory_of(int(order.path))) is not None:
             self.snapshots.inherit(memory, order.steps)
         if isinstance(order, msg.Assign):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
@@ -125,7 +125,7 @@ class SimulatedWorker(SimulatedProcess):
                 return
             self._show()
             if machine.state in (State.TRAINING, State.FINISHED, State.READY, State.RECOVERED, State.STANDING):
-                machine.can_load(self._loadable())
+                machine.can_load(self.world.loadable_by(self))
             match move := machine.next_move():
                 case moves.SendReport():
                     self._say(move.report)
@@ -250,11 +250,8 @@ class SimulatedWorker(SimulatedProcess):
             self.parameters, self.shard = (), self.world.shard_of(machine.rank)
         writes = self.world.layout.checkpoint_every is not None
         rank = machine.rank if machine.rank is not None else 0
-        machine.built(self.world.shard_of(rank), self._loadable(), writes)
+        machine.built(self.world.shard_of(rank), self.world.loadable_by(self), writes)
         self.go()
-
-    def _loadable(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.world.checkpoints_of(self), *self.snapshots.steps()}))
 
     # ---- a recovery -------------------------------------------------------------------------------------------------
 
@@ -440,13 +437,7 @@ class SimulatedWorker(SimulatedProcess):
         machine.steps.advance(StepEvent.GRADIENTS_SYNCED)
         self._show()
         self._heed(machine.settled(), machine.target_generation)
-        self._go_to_barrier(step)
-
-    def _go_to_barrier(self, step: int) -> None:
-        if self.machine.interrupted:
-            self.go()
-        else:
-            self._enter(step, "barrier")
+        self.go() if machine.interrupted else self._enter(step, "barrier")
 
     def _cut_off(self) -> None:
         """The collective ended in an error: a backward ends in echo, a barrier was not passed."""

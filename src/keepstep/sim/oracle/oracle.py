@@ -461,7 +461,9 @@ class Oracle:
                 Check.RECOMPUTED,
                 f"step {self.furthest} was begun, and though every shard survived all resume at {step}",
             )
-        newest = self._newest_snapshot()  # of the job that goes on; one that begins anew has checkpoints only
+        newest = self._newest_snapshot()
+        if newest is None and self._world.layout.snapshot_every:
+            return  # one in the memory of a node that might have been given up, or the job begins anew
         if newest is None:
             newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
         if newest is None and (step > 0 or not self._has_told_of_step):

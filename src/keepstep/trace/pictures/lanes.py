@@ -15,7 +15,7 @@ import numpy as np
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import Action
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import PhasesObserved
-from keepstep.tagpage import EVENT_BYTES, PHASES
+from keepstep.shared.tagpage import EVENT_BYTES, PHASES
 from keepstep.transports.framing import FrameDecoder, frame
 
 PHASE_DTYPE = np.dtype(
@@ -46,7 +46,7 @@ def from_ring(ring: bytes, worker: int, rank: int | None, offset_ns: int) -> Pha
     """What a tag page's ring holds, as records of the log.
 
     Args:
-        ring: as `keepstep.tagpage.TagReader.copy_since` gives it.
+        ring: as `keepstep.shared.tagpage.TagReader.copy_since` gives it.
         worker: whose page it is.
         rank: that the worker holds; None for a spare.
         offset_ns: from the node's clock to the controller's.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PHASE_INDEX
+from keepstep.shared.tagpage import PHASE_INDEX
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE, PhaseArray
 
 _FORWARD, _BACKWARD, _SYNCED = PHASE_INDEX[Phase.FORWARD], PHASE_INDEX[Phase.BACKWARD], PHASE_INDEX[Phase.SYNCED]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.protocol.phases import Phase
-from keepstep.tagpage import PHASES
+from keepstep.shared.tagpage import PHASES
 from keepstep.trace.timeline.pace import DurationArray
 
 WINDOW = 32

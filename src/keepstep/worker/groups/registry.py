@@ -27,7 +27,7 @@ DRAIN_DEADLINE_S = 30.0
 
 UNTRACED = (
     "keepstep.protocol",
-    "keepstep.tagpage",
+    "keepstep.shared.tagpage",
     "keepstep.worker.backends",
     "keepstep.worker.coordination",
     "keepstep.worker.groups",

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 import xxhash
 
-from keepstep import snapshotfile
 from keepstep.errors import RemoteProtocolError
-from keepstep.snapshotfile import SnapshotFile, held_steps
+from keepstep.shared import snapshotfile
+from keepstep.shared.snapshotfile import SnapshotFile, held_steps
 
 
 @pytest.fixture

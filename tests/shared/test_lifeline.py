@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from keepstep import lifeline
+from keepstep.shared import lifeline
 
 DEADLINE_S = 20.0
 

@@ -1,7 +1,7 @@
 """The agent's machine: what one node does on its controller's orders, and what it says of its workers.
 
 The shell around it owns processes and sockets. It tells what became of them, takes the effects, and transmits the
-packets. Who is lost because it stands still is decided in `keepstep.protocol.liveness`.
+packets. Who is lost because it stands still is decided in `keepstep.protocol.node.liveness`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,20 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.liveness import LivenessMachine, LivenessSettings, Observation
 from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.node.effects import (
+    AgentEffect,
+    Depart,
+    HandOver,
+    Kill,
+    Leave,
+    LookCloser,
+    PassMemory,
+    ReleaseMemory,
+    Signal,
+    Spawn,
+)
+from keepstep.protocol.node.liveness import LivenessMachine, LivenessSettings, Observation
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.protocol.reliable_channel import ReliableChannel
@@ -30,71 +42,6 @@ SOONEST = 0.25
 MIDDLE_OF_A_STEP = "exit code 0 in the middle of a step"
 HOLD_S = 0.05
 """How long answers wait for those of the node's other ranks, to go up as one."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spawn:
-    """Start a worker's process; then call `spawned`, and `exited` when it has ended."""
-
-    worker: int
-    rank: int | None
-    device: int
-    local_rank: int | None
-    local_world_size: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kill:
-    """Kill a worker's process and all that it started."""
-
-    worker: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Signal:
-    """Send SIGTERM to workers."""
-
-    workers: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HandOver:
-    """Give an order to workers."""
-
-    workers: tuple[int, ...]
-    order: msg.WorkerOrder
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leave:
-    """End every process of this node's part of the job, and then this one."""
-
-    exit_code: int
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Depart:
-    """Tell the controller that the node leaves the job."""
-
-    message: msg.NodeLeft
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LookCloser:
-    """Read the operation counts on the pages of these workers; then call `looked_closer`."""
-
-    workers: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReleaseMemory:
-    """Let go of the snapshots of workers that are gone; of all of them where it is None."""
-
-    workers: tuple[int, ...] | None
-
-
-AgentEffect = Spawn | Kill | Signal | HandOver | Leave | Depart | LookCloser | ReleaseMemory
 
 
 @dataclasses.dataclass(slots=True)
@@ -250,6 +197,8 @@ class AgentMachine:
                     self._processes[order.worker].rank = order.rank
                     self.liveness.watch(order.worker, order.rank, now_s)
                     self._effects.append(HandOver((order.worker,), order))
+            case msg.PassSnapshots():
+                self._effects.append(PassMemory(order.worker, order.formers))
             case msg.ReleaseSnapshots():
                 self._effects.append(ReleaseMemory(order.workers))
             case msg.MembershipTold():
@@ -361,11 +310,13 @@ class AgentMachine:
         if process.told_lost:
             self._say(msg.WorkerEnded(number, cause, detail or MIDDLE_OF_A_STEP))
         elif process.fenced:
-            self._say(msg.WorkerFenced(number, snapshots))
+            self._tell_of_snapshots(number, snapshots)
+            self._say(msg.WorkerFenced(number))
         elif not detail and tag.phase in (Phase.STARTING, Phase.UPDATED):
             self._say(msg.WorkerDone(number, tag.step + 1 if tag.phase is Phase.UPDATED else None))
         else:
-            self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s, snapshots))
+            self._tell_of_snapshots(number, snapshots)
+            self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s))
         self._leave_if_drained()
 
     def training_thread_died(self, number: int, tag: Tag, at_s: float, snapshots: tuple[int, ...] = ()) -> bool:
@@ -383,8 +334,13 @@ class AgentMachine:
         process.told_lost = True
         self.liveness.forget(number)
         self._effects.append(Kill(number))
-        self._say(msg.WorkerLost(number, Cause.EXIT, "its process died", True, tag, at_s, snapshots))
+        self._tell_of_snapshots(number, snapshots)
+        self._say(msg.WorkerLost(number, Cause.EXIT, "its process died", True, tag, at_s))
         return True
+
+    def _tell_of_snapshots(self, number: int, steps: tuple[int, ...]) -> None:
+        if steps:
+            self._say(msg.SnapshotsLeft(number, steps))
 
     # ---- what workers say and show ----------------------------------------------------------------------------------
 

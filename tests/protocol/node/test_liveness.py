@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from keepstep.protocol.liveness import WINDOW, LivenessMachine, LivenessSettings, Observation, was_passed
 from keepstep.protocol.messages import Cause, JobStalled, Tag, WorkerLost
+from keepstep.protocol.node.liveness import WINDOW, LivenessMachine, LivenessSettings, Observation, was_passed
 from keepstep.protocol.phases import Phase
 
 FLOOR_S, FACTOR, STOPPED_S, UNKNOWN_S, BETWEEN_S, RECOVERY_S = 1.0, 3.0, 0.5, 120.0, 600.0, 30.0

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import pytest
 from msgspec.structs import astuple
 
-from keepstep import tagpage
 from keepstep.protocol.messages import Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation, OperationCount
-from keepstep.tagpage import (
+from keepstep.shared import tagpage
+from keepstep.shared.tagpage import (
     NAME_BYTES,
     NUM_COUNTS,
     PAGE_BYTES,
@@ -396,7 +396,7 @@ def test_a_page_is_readable_after_its_writer_was_killed() -> None:
         "import os, signal, sys\n"
         "from keepstep.protocol.phases import Phase\n"
         "from keepstep.protocol.waiting.operations import Operation\n"
-        "from keepstep.tagpage import TagWriter\n"
+        "from keepstep.shared.tagpage import TagWriter\n"
         "writer = TagWriter(int(sys.argv[1]))\n"
         "for step in range(5000):\n"
         "    writer.write(2, step, Phase.FORWARD)\n"

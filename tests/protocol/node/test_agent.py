@@ -6,22 +6,10 @@ import pytest
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
-from keepstep.protocol.agent import (
-    HEARTBEAT_S,
-    HOLD_S,
-    SOONEST,
-    AgentEffect,
-    AgentMachine,
-    Depart,
-    HandOver,
-    Kill,
-    Leave,
-    LookCloser,
-    Signal,
-    Spawn,
-)
-from keepstep.protocol.liveness import LivenessSettings, Observation
 from keepstep.protocol.messages import Cause, Tag
+from keepstep.protocol.node.agent import HEARTBEAT_S, HOLD_S, SOONEST, AgentMachine
+from keepstep.protocol.node.effects import AgentEffect, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
+from keepstep.protocol.node.liveness import LivenessSettings, Observation
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, WaitsFor

@@ -2,7 +2,7 @@
 
 Between two updates parameters and optimizer state do not change. So the copy for a step begins when the step is handed
 out, runs in a thread of its own beside forward and backward, and is awaited in front of the gradient barrier. It goes
-into memory that the agent holds as well (`keepstep.snapshotfile`).
+into memory that the agent holds as well (`keepstep.shared.snapshotfile`).
 
 A snapshot is the length of a `StateHeader` as msgpack, the header, and the tensors' bytes in its order, each at a
 multiple of 64.
@@ -29,7 +29,7 @@ from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.freememory import free_bytes
 from keepstep.protocol.messages import Membership
 from keepstep.protocol.snapshots import SnapshotSchedule, fewest_steps, outdated, slot_for
-from keepstep.snapshotfile import NUM_SLOTS, SnapshotFile
+from keepstep.shared.snapshotfile import NUM_SLOTS, SnapshotFile
 from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState

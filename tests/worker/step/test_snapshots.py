@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests.worker.state.parts import OPTIMIZERS, Keeps, content, small, train
 
-from keepstep import snapshotfile
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.protocol.messages import Member, Membership
-from keepstep.worker import snapshots as module
-from keepstep.worker.snapshots import Snapshots
+from keepstep.shared import snapshotfile
 from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.step import snapshots as module
+from keepstep.worker.step.snapshots import Snapshots
 
 LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
 

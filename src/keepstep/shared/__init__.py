@@ -1,0 +1,1 @@
+"""What an agent and its workers have open together: it outlives a worker, and shows where that died."""
