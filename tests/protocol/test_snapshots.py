@@ -1,10 +1,8 @@
 """When a rank takes snapshots, and what it keeps of them."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import Member, Membership
 from keepstep.protocol.snapshots import (
     NUM_TRIALS,
@@ -12,7 +10,6 @@ from keepstep.protocol.snapshots import (
     SnapshotSchedule,
     fewest_steps,
     outdated,
-    parse_every,
     slot_for,
 )
 
@@ -88,14 +85,3 @@ def test_the_snapshot_that_all_have_is_never_written_over(every: int, moves: lis
             if schedule.is_due(step):
                 newest = step
             step += 1
-
-
-@pytest.mark.parametrize(("value", "every"), [("auto", None), ("off", 0), (1, 1), (17, 17)])
-def test_what_can_be_asked_for(value: object, every: int | None) -> None:
-    assert parse_every(value) == every
-
-
-@pytest.mark.parametrize("value", [0, -1, True, 1.0, None, "3", "on"])
-def test_what_cannot(value: object) -> None:
-    with pytest.raises(ConfigurationError, match='allowed are 1 and more, "auto" and "off"'):
-        parse_every(value)

@@ -179,6 +179,12 @@ ROWS: dict[str, list[Make]] = {
     "a DDP that was trained before": [trained],
     OTHER_GROUP: [],
     "a `checkpoint_dir` that is no folder, or in which this process may not write": [no_folder, no_right],
+    'a `snapshot_every` that is no number from 1 on, "auto" or "off"': [
+        lambda path: {"model": small(), "snapshot_every": 0}
+    ],
+    "a `snapshot_every` by number, and state on a GPU": [
+        lambda path: {"model": small().to("meta"), "snapshot_every": 1}
+    ],
     "a `checkpoint_every` below 1": [lambda path: {"model": small(), "checkpoint_dir": path, "checkpoint_every": 0}],
     SECOND_CALL: [],
 }
@@ -271,6 +277,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     ),
     "worker.session:Session.steps": ("", "`session.steps()` before `protect()`"),
     "worker.session:Session._loop": ("takes the same n on all ranks",),
+    "worker.step.snapshots:Snapshots._open": ("Memory that is not there ends the job with an error",),
     "worker.step_controller:StepController._script_returns": ("a step that was handed out and not entered",),
     "worker.step_controller:StepController.begin": ("",),
     "worker.step_controller:StepController._refuse_leftover_gradients": (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import Membership
 
 NUM_TRIALS = 3
@@ -19,21 +18,6 @@ NUM_TRIALS = 3
 and the second is the first with optimizer state in it."""
 SHARE = 0.01
 """What snapshots may cost by themselves, of the time of all steps."""
-
-
-def parse_every(value: object) -> int | None:
-    """What ``protect(snapshot_every=...)`` says: steps from one to the next, 0 for none, None for "auto".
-
-    Raises:
-        ConfigurationError: it says none of that.
-    """
-    if value == "auto":
-        return None
-    if value == "off":
-        return 0
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise ConfigurationError(f'protect(snapshot_every={value!r}): allowed are 1 and more, "auto" and "off"')
 
 
 class SnapshotSchedule:

@@ -18,7 +18,6 @@ from torch import distributed as dist
 from keepstep import config
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.snapshots import parse_every
 from keepstep.shared import lifeline, tagpage
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
@@ -41,7 +40,7 @@ from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
-from keepstep.worker.step.snapshots import Snapshots
+from keepstep.worker.step.snapshots import Snapshots, parse_every
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
 from keepstep.worker.values.declared import DeclaredState
@@ -243,9 +242,12 @@ class Session:
 
     def _snapshots(self, wanted: int | str) -> Snapshots | None:
         every = parse_every(wanted)
-        if self._settings is None or every == 0:
-            return None
         assert self._state is not None
+        is_on_cpu = all(tensor.device.type == "cpu" for _name, tensor in self._state.live_tensors())
+        if every and not is_on_cpu:
+            raise ConfigurationError(f"protect(snapshot_every={every}): snapshots of tensors on a GPU do not exist yet")
+        if self._settings is None or every == 0 or not is_on_cpu:
+            return None
         return Snapshots(self._state, self._settings.snapshots_fd, every)
 
     def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:

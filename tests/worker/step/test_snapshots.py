@@ -14,7 +14,7 @@ from keepstep.protocol.messages import Member, Membership
 from keepstep.shared import snapshotfile
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import snapshots as module
-from keepstep.worker.step.snapshots import Snapshots
+from keepstep.worker.step.snapshots import Snapshots, parse_every
 
 LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
 
@@ -195,3 +195,14 @@ def test_how_often_is_agreed_after_some_steps(memory: int) -> None:
     assert silent == [True, True, False, True]
     rank.snapshots.agreed(4)
     assert rank.snapshots.every == 4
+
+
+@pytest.mark.parametrize(("value", "every"), [("auto", None), ("off", 0), (1, 1), (17, 17)])
+def test_what_can_be_asked_for(value: object, every: int | None) -> None:
+    assert parse_every(value) == every
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, None, "3", "on"])
+def test_what_cannot(value: object) -> None:
+    with pytest.raises(ConfigurationError, match='allowed are 1 and more, "auto" and "off"'):
+        parse_every(value)

@@ -262,12 +262,12 @@ class AgentMachine:
         self._evicted = True
         self._forget_answers()
         self._effects += [Kill(number) for number in self._processes]
-        self._effects.append(ReleaseMemory(None))
 
     def _join_again_if_empty(self, now_s: float) -> None:
         if self._processes or self._departing is not None:
             return
         self._evicted = False
+        self._effects.append(ReleaseMemory(None))
         self.incarnation += 1
         self.liveness = LivenessMachine(self.node, self._liveness_settings)
         self._watch, self._stall = StandingWatch(self._liveness_settings.explain_s), None

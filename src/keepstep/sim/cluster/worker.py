@@ -437,7 +437,7 @@ class SimulatedWorker(SimulatedProcess):
         machine.steps.advance(StepEvent.GRADIENTS_SYNCED)
         self._show()
         self._heed(machine.settled(), machine.target_generation)
-        self.go() if machine.interrupted else self._enter(step, "barrier")
+        self.go() if self.machine.interrupted else self._enter(step, "barrier")
 
     def _cut_off(self) -> None:
         """The collective ended in an error: a backward ends in echo, a barrier was not passed."""

@@ -40,6 +40,21 @@ _CHUNK_BYTES = 1 << 20
 """What is copied before its checksum is taken: it is in the cache then."""
 
 
+def parse_every(value: object) -> int | None:
+    """What ``protect(snapshot_every=...)`` says: steps from one to the next, 0 for none, None for "auto".
+
+    Raises:
+        ConfigurationError: it says none of that.
+    """
+    if value == "auto":
+        return None
+    if value == "off":
+        return 0
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ConfigurationError(f'protect(snapshot_every={value!r}): allowed are 1 and more, "auto" and "off"')
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
     """One tensor on its way into a slot."""
@@ -126,12 +141,7 @@ class Snapshots:
         state: the protected objects.
         descriptor: of the memory, as `snapshotfile.create` makes it.
         every: steps from one snapshot to the next; 0: none is taken; None: see `SnapshotSchedule`.
-
-        Raises:
-            ConfigurationError: the state is not in the memory of the CPU.
         """
-        if every and any(tensor.device.type != "cpu" for _name, tensor in state.live_tensors()):
-            raise ConfigurationError(f"protect(snapshot_every={every}): snapshots of tensors on a GPU do not exist yet")
         self._state = state
         self._file = SnapshotFile(descriptor)
         self._schedule = SnapshotSchedule(every)
