@@ -19,8 +19,10 @@ from keepstep.protocol.node.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage, transitions
 from keepstep.protocol.recovery.end.drain import JobDrain
+from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement import roster
+from keepstep.protocol.recovery.placement.kept import SnapshotRegister
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
 from keepstep.protocol.recovery.processes import Processes
@@ -39,8 +41,10 @@ from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
+from keepstep.sim.cluster import snapshots as sim_snapshots
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
-from keepstep.sim.cluster.values import LocalValue, Rows
+from keepstep.sim.cluster.snapshots import SimulatedSnapshots, Snapshot
+from keepstep.sim.cluster.values import INCOMPLETE, LocalValue, Rows
 from keepstep.sim.faults import SimulatedFault
 from keepstep.sim.oracle import Check
 from keepstep.sim.run import Case, case_of, run
@@ -649,7 +653,92 @@ def a_drained_node_keeps_its_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processes, "close_node", lambda self, name, reason: None)
 
 
+# ---- Snapshots ------------------------------------------------------------------------------------------------------
+
+
+def a_rank_is_synced_before_its_snapshot_is_complete(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedSnapshots, "is_copying", property(lambda self: False))
+
+
+def a_slot_counts_before_all_is_in_it(patch: pytest.MonkeyPatch) -> None:
+    right = SimulatedSnapshots.hand_out
+
+    def hand_out(self: SimulatedSnapshots, snapshot: Snapshot) -> int | None:
+        copy = right(self, snapshot)
+        if copy is not None and self._copy is not None:
+            torn = dataclasses.replace(snapshot, parameters=(*snapshot.parameters[:-1], INCOMPLETE))
+            self._memory.slots[self._copy[1]] = torn
+        return copy
+
+    patch.setattr(SimulatedSnapshots, "hand_out", hand_out)
+
+
+def a_copy_goes_into_the_newer_slot(patch: pytest.MonkeyPatch) -> None:
+    def slot_for(slots: Mapping[int, int], num_slots: int) -> int:
+        return max(range(num_slots), key=lambda slot: slots.get(slot, 99))
+
+    patch.setattr(sim_snapshots, "slot_for", slot_for)
+
+
+def a_copy_goes_on_while_the_state_is_restored(patch: pytest.MonkeyPatch) -> None:
+    """Then half of it is of one step, and half of the other."""
+
+    def cancel(self: SimulatedSnapshots) -> None:
+        if self._copy is not None:
+            number, slot, snapshot = self._copy
+            self._copy = number, slot, dataclasses.replace(snapshot, parameters=(*snapshot.parameters, INCOMPLETE))
+
+    patch.setattr(SimulatedSnapshots, "cancel", cancel)
+
+
+def some_ranks_only_rewind(patch: pytest.MonkeyPatch) -> None:
+    right = WorkerMachine._action
+
+    def action(self: WorkerMachine, order: msg.Recover) -> Action:
+        chosen = right(self, order)
+        return Action.STAY if chosen is Action.REWIND and not self.partially_updated else chosen
+
+    patch.setattr(WorkerMachine, "_action", action)
+
+
+def snapshots_of_a_past_that_is_computed_again_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SnapshotRegister, "resumed", lambda self, step: None)
+    patch.setattr(sim_snapshots, "outdated", lambda slots, step: [])
+
+
+def what_a_process_has_left_is_released_at_once(patch: pytest.MonkeyPatch) -> None:
+    right = JobState.begin_generation
+
+    def begin_generation(self: JobState, cause: str, detail: str, now_s: float) -> None:
+        right(self, cause, detail, now_s)
+        self.release_snapshots("too early")
+
+    patch.setattr(JobState, "begin_generation", begin_generation)
+
+
+def a_lost_node_still_has_its_snapshots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SnapshotRegister, "node_lost", lambda self, node: None)
+
+
+def a_replacement_may_be_anywhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stopping, "tied_ranks", lambda *_: {})
+
+
+def a_replacement_is_not_told_of_the_snapshots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SnapshotRegister, "on_node", lambda self, rank, node: [])
+
+
 MUTANTS: dict[Plant, Check] = {
+    a_rank_is_synced_before_its_snapshot_is_complete: Check.SNAPSHOT,
+    a_slot_counts_before_all_is_in_it: Check.WRONG_SOURCE,
+    a_copy_goes_into_the_newer_slot: Check.RECOMPUTED,
+    a_copy_goes_on_while_the_state_is_restored: Check.SNAPSHOT,
+    some_ranks_only_rewind: Check.RAISED,
+    snapshots_of_a_past_that_is_computed_again_count: Check.SNAPSHOT,
+    what_a_process_has_left_is_released_at_once: Check.ENDED,
+    a_lost_node_still_has_its_snapshots: Check.RAISED,
+    a_replacement_may_be_anywhere: Check.NO_CAUSE,
+    a_replacement_is_not_told_of_the_snapshots: Check.ENDED,
     reports_of_old_generations_are_heard: Check.RECOMPUTED,
     a_recover_is_carried_out_once_more: Check.RAISED,
     a_synced_rank_takes_the_barrier_for_passed: Check.HEALTHY_FENCED,
@@ -802,6 +891,11 @@ CASES: dict[Plant, Callable[[int], Case]] = {
 
 
 QUICKEST_SEED: dict[Plant, int] = {
+    a_rank_is_synced_before_its_snapshot_is_complete: 107,
+    a_copy_goes_into_the_newer_slot: 973,
+    a_copy_goes_on_while_the_state_is_restored: 1050,
+    snapshots_of_a_past_that_is_computed_again_count: 178,
+    a_lost_node_still_has_its_snapshots: 420,
     reports_of_old_generations_are_heard: 724,
     a_synced_rank_takes_the_barrier_for_passed: 1380,
     a_synced_rank_cannot_advance: 935,

@@ -98,7 +98,8 @@ class Processes:
                 continue
             if not self._roster.may_start():
                 return False
-            free = next((node for node in nodes if self._roster.nodes[node].num_free), None)
+            there_are = (node for node in nodes if node in self._roster.nodes)
+            free = next((node for node in there_are if self._roster.nodes[node].num_free), None)
             if free is not None:
                 self._start_spare(free, f"a fresh process takes rank {rank}, whose snapshot is in the memory there")
         for rank in missing_ranks[len(self._roster.spares()) :]:

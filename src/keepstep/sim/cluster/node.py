@@ -86,7 +86,10 @@ class SimulatedNode:
     def crash(self) -> None:
         """The agent is lost with all its workers: they die with it, and the controller is not told."""
         self.is_up = False
+        for memory in self.memories.values():
+            memory.is_lost = True
         for worker in list(self.workers.values()):
+            worker.memory.is_lost = True
             worker.die(Cause.SIGNAL, "lost with its node")
 
     def drain(self) -> None:
@@ -179,7 +182,8 @@ class SimulatedNode:
                             self._hand_over(effect.worker, msg.InheritSnapshots(effect.worker, str(former), steps))
                 case ReleaseMemory():
                     for number in tuple(self.memories) if effect.workers is None else effect.workers:
-                        self.memories.pop(number, None)
+                        if (memory := self.memories.pop(number, None)) is not None:
+                            memory.is_lost = effect.workers is None
                 case Depart():
                     self.world.oracle.node_began_new_life(self.name)
                     self.world.network.send(self.name, CONTROLLER, effect.message)

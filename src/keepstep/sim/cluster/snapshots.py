@@ -26,6 +26,8 @@ class SimulatedMemory:
 
     def __init__(self) -> None:
         self.slots: dict[int, Snapshot] = {}
+        self.is_lost = False
+        """It has gone with its node, or its agent has let go of it because the node was given up."""
 
     @property
     def steps(self) -> dict[int, int]:

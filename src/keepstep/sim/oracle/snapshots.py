@@ -66,6 +66,7 @@ class SnapshotWatch:
         holders = {worker.machine.rank: worker for worker in self._world.rank_holders()}
         for worker in self._world.workers.values():
             holder = holders.get(worker.machine.rank, worker)
-            if worker.machine.rank is not None and worker.node is holder.node and is_there(worker):
+            is_on_node = worker.node is holder.node and not worker.memory.is_lost
+            if worker.machine.rank is not None and is_on_node and is_there(worker):
                 by_shard[self._world.shard_of(worker.machine.rank)] |= self._held.get(worker.process, set())
         return max(set.intersection(*by_shard.values()), default=None)
