@@ -6,13 +6,16 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-nightly test-upstream test-torch durations soak fuzz bench bench-peers bench-weights docs lint clean
+.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch durations soak fuzz bench bench-peers bench-weights docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the weights came out the same
 	$(BIN)/keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
+
+demo-sharded: $(STAMP) ## the same with FSDP2 on four ranks, where no rank holds what another does
+	$(BIN)/keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel fsdp2
 
 test: lint ## the checks, and a few tests of every kind: some minutes
 	$(BIN)/python -m pytest -m quick

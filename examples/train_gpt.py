@@ -9,6 +9,10 @@ Kill ranks in every phase of a step, and compare the final weights with those of
 
     keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
 
+The same with FSDP2 on four ranks, none of which holds what another does:
+
+    keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel fsdp2
+
 The same script by itself, without a launcher:
 
     python examples/train_gpt.py
@@ -37,6 +41,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
@@ -138,6 +144,25 @@ def build_model(size: str | GPTConfig = "small", seed: int = 0) -> GPT:
     return GPT(SIZES[size] if isinstance(size, str) else size)
 
 
+def parallelize(gpt: GPT, how: str, world_size: int) -> nn.Module:
+    """The model as a rank trains it: a replica, or its shard.
+
+    Args:
+        gpt: with the same weights on every rank.
+        how: "ddp"; "fsdp2", every rank holds a part; "hsdp", the ranks of two halves do.
+        world_size: number of ranks.
+    """
+    if how == "ddp":
+        return DistributedDataParallel(gpt)
+    if how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world_size,))
+    for block in gpt.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(gpt, mesh=mesh)
+
+
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     """AdamW, with weight decay on the matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -191,6 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     for name, kind in (("layers", int), ("width", int), ("heads", int), ("context", int), ("dropout", float)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--batch-size", type=int, default=8, help="windows per rank")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp2", "hsdp"), default="ddp")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=10, help="steps")
@@ -211,7 +237,7 @@ def main() -> None:
     gpt = build_model(args.config, args.seed)
     model: nn.Module = gpt
     if torch.distributed.is_initialized():
-        model = DistributedDataParallel(model)
+        model = parallelize(gpt, args.parallel, session.world_size)
     optimizer = build_optimizer(model, args.lr)
     scheduler = build_scheduler(optimizer, args.steps)
     session.protect(model=model, optimizer=optimizer, scheduler=scheduler)

@@ -81,7 +81,7 @@ class RecoveryRecord(msgspec.Struct):
 
     @property
     def steps_recomputed(self) -> int | None:
-        """How many steps are computed again because of this failure: 0 or 1.
+        """How many steps are computed again because of this failure: 0 or 1, or those since the newest snapshot.
 
         Counted from the step in which the lost rank was (or the furthest survivor, where no rank was lost): what a
         survivor had begun of the step after it had to wait for the lost rank in any case.
