@@ -274,8 +274,8 @@ class RunCollector(Collector):
         )
         yield CounterMetricFamily(
             "keepstep_steps_recomputed",
-            "Steps that were computed again because of failures, 0 or 1 for each recovery unless a checkpoint or snapshot was "
-            "loaded; counted when training has resumed.",
+            "Steps that were computed again because of failures, 0 or 1 for each recovery unless a checkpoint or "
+            "snapshot was loaded; counted when training has resumed.",
             self._num_recomputed,
         )
         yield CounterMetricFamily(

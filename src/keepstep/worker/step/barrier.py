@@ -37,13 +37,13 @@ def pass_gradient_barrier(
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
-    greatest = torch.tensor([proposal or 0])
-    is_passed = _everybody_came(coordination, greatest if proposal is not None else None)
+    greatest = torch.tensor([proposal]) if proposal is not None else None
+    is_passed = _everybody_came(coordination, greatest)
     if not is_passed:
         decide()
     coordination.move(StepEvent.BARRIER_LEFT)
     coordination.reduced_behind_update = False
-    return int(greatest) if is_passed and proposal is not None else None
+    return int(greatest) if is_passed and greatest is not None else None
 
 
 def _everybody_came(coordination: Coordination, proposal: torch.Tensor | None) -> bool:

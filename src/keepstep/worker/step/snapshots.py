@@ -129,8 +129,8 @@ class _Cost:
         self._cost_s = min(self._cost_s, waited_s + max(0.0, processor_s - idle_s))
 
     def fewest_steps(self) -> int:
-        """How many steps must lie between two snapshots."""
-        return fewest_steps(self._cost_s, self._step_s)
+        """How many steps must lie between two snapshots; 1 where none was taken that could be measured."""
+        return 1 if math.isinf(self._cost_s) else fewest_steps(self._cost_s, self._step_s)
 
 
 class Snapshots:
@@ -175,9 +175,12 @@ class Snapshots:
         Raises:
             ConfigurationError: there is no memory for it.
         """
-        self._cost.begin()
+        if self._copy is not None or not self._schedule.is_due(step):
+            return
+        if self._schedule.every is None:
+            self._cost.begin()
         held = self._file.steps
-        if self._copy is not None or not self._schedule.is_due(step) or step in held.values():
+        if step in held.values():
             return
         header, blocks = describe(self._state, step)
         head = msgspec.msgpack.encode(header)
@@ -205,7 +208,8 @@ class Snapshots:
         if self._copy is not None and self._running is not None:
             begun_s = time.monotonic()
             self._running.result()
-            self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s)
+            if self._schedule.every is None:
+                self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s)
             self.num_bytes = self._copy.num_bytes
             self._copy = self._running = None
 
