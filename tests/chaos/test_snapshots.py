@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from tests.support.jobs import SCRIPTS, drill
 
 from keepstep.drill.faults import IN_A_STEP
@@ -11,6 +12,7 @@ SPACING = 4
 
 
 def check(tmp_path: Path, faults: str, num_steps: int, every: int, *options: object) -> None:
+    """FSDP2 on four ranks with a snapshot every so many steps."""
     arguments = ("--nproc-per-node", 4, *options, "--faults", faults, *FSDP2, "--snapshot-every", every)
     code, result, output = drill(tmp_path, *arguments, "--steps", num_steps)
     assert code == 0, output
@@ -19,13 +21,24 @@ def check(tmp_path: Path, faults: str, num_steps: int, every: int, *options: obj
         assert row["steps_recomputed"] <= every + 1, row  # those since the snapshot, and the broken one
 
 
-def in_every_phase() -> str:
-    faults = [f"kill@step={3 + n * SPACING},phase={phase},rank={n % 4}" for n, phase in enumerate(IN_A_STEP)]
-    return ";".join([*faults, f"hang@step={3 + len(faults) * SPACING},phase=backward,rank=2"])
+def in_every_phase(num_ranks: int) -> tuple[str, int]:
+    """A kill in each, and a hang; and how many steps that takes."""
+    faults = [f"kill@step={3 + n * SPACING},phase={phase},rank={n % num_ranks}" for n, phase in enumerate(IN_A_STEP)]
+    faults.append(f"hang@step={3 + len(faults) * SPACING},phase=backward,rank={num_ranks // 2}")
+    return ";".join(faults), 3 + len(faults) * SPACING
 
 
 def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path) -> None:
-    check(tmp_path, in_every_phase(), 3 + (len(IN_A_STEP) + 1) * SPACING, 1, "--spares", 1)
+    check(tmp_path, *in_every_phase(4), 1, "--spares", 1)
+
+
+@pytest.mark.parametrize("script", ["pipeline.py", "tensor_parallel.py"])
+def test_other_layouts_take_as_many_as_cost_little(tmp_path: Path, script: str) -> None:
+    faults, num_steps = in_every_phase(2)
+    ranks = ("--nproc-per-node", 2, "--spares", 1)
+    code, result, output = drill(tmp_path, *ranks, "--faults", faults, SCRIPTS / script, "--steps", num_steps)
+    assert code == 0, output
+    assert result["identical"]
 
 
 def test_no_spare(tmp_path: Path) -> None:
