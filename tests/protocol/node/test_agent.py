@@ -8,7 +8,18 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import HEARTBEAT_S, HOLD_S, SOONEST, AgentMachine
-from keepstep.protocol.node.effects import AgentEffect, Depart, HandOver, Kill, Leave, LookCloser, Signal, Spawn
+from keepstep.protocol.node.effects import (
+    AgentEffect,
+    Depart,
+    HandOver,
+    Kill,
+    Leave,
+    LookCloser,
+    PassMemory,
+    ReleaseMemory,
+    Signal,
+    Spawn,
+)
 from keepstep.protocol.node.liveness import LivenessSettings, Observation
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.reliable_channel import ReliableChannel
@@ -503,3 +514,47 @@ def test_what_was_meant_for_an_earlier_life_is_dropped(stale: msg.Packet | msg.N
     node = Node(ranks=1)
     node.agent.receive(stale, node.now_s)
     assert (node.agent.take(), node.agent.incarnation) == ([], INCARNATION)
+
+
+# ---- Snapshots ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_lost_worker_has_left_is_told_before_its_loss() -> None:
+    node = Node(ranks=2)
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, (3, 4))
+    lost = msg.WorkerLost(0, Cause.SIGNAL, "killed by SIGKILL", True, IN_A_STEP, node.now_s)
+    assert node.heard() == [msg.SnapshotsLeft(0, (3, 4)), lost]
+    assert node.agent.training_thread_died(1, IN_A_STEP, node.now_s, (4,))
+    died = msg.WorkerLost(1, Cause.EXIT, "its process died", True, IN_A_STEP, node.now_s)
+    assert node.heard() == [msg.SnapshotsLeft(1, (4,)), died]
+
+
+def test_what_a_fenced_worker_has_left_is_told_when_it_is_gone() -> None:
+    node = Node(ranks=1)
+    node.order(msg.FenceWorker(0, "it hangs"))
+    assert node.heard() == []
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, (5,))
+    assert node.heard() == [msg.SnapshotsLeft(0, (5,)), msg.WorkerFenced(0)]
+
+
+def test_a_worker_whose_script_is_through_leaves_nothing() -> None:
+    node = Node(ranks=1)
+    node.agent.exited(0, Cause.EXIT, "", BETWEEN, node.now_s, (3,))
+    assert node.heard() == [msg.WorkerDone(0, 4)]
+
+
+def test_snapshots_are_passed_on_in_front_of_the_rank_and_let_go() -> None:
+    node = Node(spares=1)
+    assign = msg.Assign(0, 2, 1, 0, 3)
+    orders = node.order(msg.PassSnapshots(0, (7, 9)), assign)
+    assert orders == [PassMemory(0, (7, 9)), HandOver((0,), assign)]
+    assert node.order(msg.ReleaseSnapshots((7, 9))) == [ReleaseMemory((7, 9))]
+
+
+def test_a_node_that_joins_again_lets_go_of_all_snapshots() -> None:
+    node = Node(ranks=1)
+    node.agent.receive(EVICTED, node.now_s)
+    assert node.agent.take() == [Kill(0)]
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, (3,))
+    assert ReleaseMemory(None) in node.agent.take()
+    assert node.heard() == []
