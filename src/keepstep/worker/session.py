@@ -32,6 +32,7 @@ from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
+from keepstep.worker.parallel.peers import first_tensor_peer
 from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
@@ -56,7 +57,8 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
         seed: base of the random numbers of the start-up and of every step.
         rng: seed Python's, NumPy's and torch's generators now, the same on all ranks, so that they build the same
             model; and at the start of each step from (seed, rank, step), so that a step computed again draws the same
-            numbers. Turn it off only if the script does the same itself.
+            numbers (ranks that share a computation by tensor parallelism draw those of the first of them).
+            Turn it off only if the script does the same itself.
 
     Returns:
         the session; a second call returns the same one.
@@ -93,6 +95,8 @@ class Session:
         self._known_once: dict[str, bool] = {}
         self._exchange: StartUpExchange | None = None
         self._coordination = self._connect()
+        self._draws_as: int | None = None
+        """The rank whose random numbers this one draws, where it is not its own."""
         self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
     def _connect(self) -> Coordination:
@@ -227,6 +231,7 @@ class Session:
             raise UsageError("protect() was called twice: give it everything in one call")
         objects |= self._declared.objects
         self._state = ProtectedState(objects, layout_of(objects), shard)
+        self._draws_as = first_tensor_peer(self._state.modules)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
         attempt = Attempt(self._coordination, self._state, self._declared)
         snapshots = self._snapshots(snapshot_every)
@@ -369,7 +374,7 @@ class Session:
 
     def _seed_step(self, index: int) -> None:
         if self._rng:
-            seed_step(self._seed, self.rank, index)
+            seed_step(self._seed, self.rank if self._draws_as is None else self._draws_as, index)
 
     def _final_digest(self) -> str | None:
         if self._settings is None or not self._settings.digest or self._state is None:
