@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from keepstep.protocol.messages import Membership
 
-NUM_TRIALS = 3
-"""Steps of each generation that have a snapshot each, to measure what one costs. The first of them touches the memory,
-and the second is the first with optimizer state in it."""
+NUM_TRIALS = 5
+"""Steps of each generation that have a snapshot each, to measure what one costs. Of a new job's first one there is no
+optimizer state yet, and the next two touch the memory for the first time, a slot each."""
 SHARE = 0.01
 """What snapshots may cost by themselves, of the time of all steps."""
 

@@ -11,6 +11,7 @@ from tests.worker.state.parts import OPTIMIZERS, Keeps, content, small, train
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.protocol.messages import Member, Membership
+from keepstep.protocol.snapshots import NUM_TRIALS
 from keepstep.shared import snapshotfile
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import snapshots as module
@@ -189,10 +190,10 @@ def test_memory_that_is_not_there(memory: int, monkeypatch: pytest.MonkeyPatch) 
 def test_how_often_is_agreed_after_some_steps(memory: int) -> None:
     rank = Rank(memory, every=None)
     silent = []
-    for step in range(4):
+    for step in range(NUM_TRIALS + 1):
         rank.step(step)
         silent.append(rank.snapshots.proposal(step) is None)
-    assert silent == [True, True, False, True]
+    assert silent == [True] * (NUM_TRIALS - 1) + [False, True]
     rank.snapshots.agreed(4)
     assert rank.snapshots.every == 4
 

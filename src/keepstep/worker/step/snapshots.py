@@ -103,13 +103,19 @@ class _Copy:
 class _Cost:
     """By how much snapshots make steps longer, as far as one rank can see it in a few steps.
 
-    A copy costs what the training thread waits for it, and what it takes of cores that the ranks would have used. That
-    is not measured but estimated, for the difference is lost in the noise of so few steps: as much of the copy's
-    processor time as exceeds what the machine's cores had left of each step.
+    A copy costs what the training thread is at it and waits for it, and what it takes of cores that the ranks would
+    have used. That is not measured but estimated, for the difference is lost in the noise of so few steps: as much of
+    the copy's processor time as exceeds this rank's share of what the machine's cores had left of each step.
     """
 
-    def __init__(self) -> None:
-        self._begun_s = self._idle_s = 0.0
+    def __init__(self, num_ranks: int) -> None:
+        """Args:
+        num_ranks: of this node, which share what its cores have left.
+        """
+        self._num_ranks = num_ranks
+        self._begun_s = self._idle_s = self._prepared_s = 0.0
+        self._num_bytes = 0
+        """Of a copy. It grows once, when there is optimizer state; what cost less before that tells nothing."""
         self._step_s = self._cost_s = math.inf
         """The least of all; steps are the same, and what disturbs them only makes them longer."""
 
@@ -117,16 +123,24 @@ class _Cost:
         """A step is handed out."""
         self._begun_s, self._idle_s = time.monotonic(), psutil.cpu_times().idle
 
-    def waited(self, waited_s: float, processor_s: float) -> None:
+    def prepared(self) -> None:
+        """The copy has begun; until here the training thread was at it."""
+        self._prepared_s = time.monotonic() - self._begun_s
+
+    def waited(self, waited_s: float, processor_s: float, num_bytes: int) -> None:
         """The forward and backward of the step are through, and its copy is.
 
         Args:
             waited_s: how long they had to wait for the copy.
             processor_s: what the copy took of a core.
+            num_bytes: its size.
         """
-        idle_s = psutil.cpu_times().idle - self._idle_s
+        if num_bytes > self._num_bytes:
+            self._num_bytes, self._cost_s = num_bytes, math.inf
+        idle_s = (psutil.cpu_times().idle - self._idle_s) / self._num_ranks
         self._step_s = min(self._step_s, time.monotonic() - self._begun_s)
-        self._cost_s = min(self._cost_s, waited_s + max(0.0, processor_s - idle_s))
+        cost_s = self._prepared_s + waited_s + max(0.0, processor_s - idle_s)
+        self._cost_s = min(self._cost_s, cost_s)
 
     def fewest_steps(self) -> int:
         """How many steps must lie between two snapshots; 1 where none was taken that could be measured."""
@@ -136,16 +150,17 @@ class _Cost:
 class Snapshots:
     """The snapshots of one rank. All methods are called by the training thread."""
 
-    def __init__(self, state: ProtectedState, descriptor: int, every: int | None) -> None:
+    def __init__(self, state: ProtectedState, descriptor: int, every: int | None, num_ranks: int = 1) -> None:
         """Args:
         state: the protected objects.
         descriptor: of the memory, as `snapshotfile.create` makes it.
         every: steps from one snapshot to the next; 0: none is taken; None: see `SnapshotSchedule`.
+        num_ranks: how many this node holds.
         """
         self._state = state
         self._file = SnapshotFile(descriptor)
         self._schedule = SnapshotSchedule(every)
-        self._cost = _Cost()
+        self._cost = _Cost(num_ranks)
         self._thread = ThreadPoolExecutor(1, "keepstep-snapshot")
         self._copy: _Copy | None = None
         self._running: Future[None] | None = None
@@ -202,6 +217,8 @@ class Snapshots:
                 memory[piece.offset : piece.offset + piece.tensor.numel()] = piece.tensor
         self._copy = _Copy(step, slot, end, view, pieces)
         self._running = self._thread.submit(self._copy.run, self._file)
+        if self._schedule.every is None:
+            self._cost.prepared()
 
     def complete(self) -> None:
         """Waits until the snapshot that is being taken is whole: the update may begin."""
@@ -209,7 +226,7 @@ class Snapshots:
             begun_s = time.monotonic()
             self._running.result()
             if self._schedule.every is None:
-                self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s)
+                self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s, self._copy.num_bytes)
             self.num_bytes = self._copy.num_bytes
             self._copy = self._running = None
 
