@@ -248,7 +248,8 @@ class Snapshots:
 
     def _open(self, slot: int, num_bytes: int) -> mmap.mmap:
         try:
-            if num_bytes - self._file.capacity(slot) > (free := free_bytes()):
+            more_bytes = num_bytes - self._file.capacity(slot)
+            if more_bytes > 0 and more_bytes > (free := free_bytes()):
                 raise OSError(errno.ENOMEM, f"{free / 1e6:.0f} MB are left")
             return self._file.open_for_writing(slot, num_bytes)
         except OSError as error:
