@@ -326,7 +326,7 @@ def test_no_flag_is_invented() -> None:
     known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
     known |= {"--otel", "--once", "--recovery", "--listen"}  # of `keepstep run`, of the views
     known |= {"--plot", "--nodes-per-relay", "--call-us"}  # of benchmarks/studies
-    known |= {"--steps", "--size", "--batch-size", "--check"}  # of the examples, of docs/diagrams.py
+    known |= {"--steps", "--size", "--batch-size", "--check", "--parallel"}  # of the examples, of docs/diagrams.py
     for page in PAGES:
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", FENCE.sub("", page.read_text("utf-8"))))
         assert shown - known == set(), page.name
