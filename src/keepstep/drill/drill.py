@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import statistics
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ REFERENCE, STRUCK, REPEATED = "reference", "with-faults", "repeated"
 TITLES = {REFERENCE: "without failures", STRUCK: "with failures", REPEATED: "without failures, again"}
 WORKING_DIR = "work"
 """Of a run, in its folder, where files are compared."""
+CLOSE_S = 0.5
+"""By how much the agent's idea of when a rank was lost may lie before the fault: a hang counts from the last move."""
 OnProgress = Callable[[str, Job], Awaitable[None]]
 
 
@@ -193,16 +195,29 @@ def is_good(result: dict[str, Any]) -> bool:
     return result["identical"] and not result["missed"] and all(file["difference"] is None for file in result["files"])
 
 
+def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecord]) -> RecoveryRecord | None:
+    """The recovery that dealt with a fault, or None where no recovery lost this rank.
+
+    Where a rank was lost more than once it is the recovery whose loss is nearest to the fault in time. The recovery may
+    have begun before the fault was struck: ranks that are lost one after the other can share one.
+
+    Args:
+        at_s: when the fault was struck, in monotonic seconds.
+        rank: whom it struck.
+        records: of the run.
+    """
+    losses = [
+        (abs(failure.since_s - at_s), number)
+        for number, record in enumerate(records)
+        for failure in record.failures
+        if failure.rank == rank and failure.since_s >= at_s - CLOSE_S
+    ]
+    return records[min(losses)[1]] if losses else None
+
+
 def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[RecoveryRecord]) -> dict[str, Any]:
     """What became of one fault. A recovery that a further failure cut short ends with the one that took over."""
-    record = next(
-        (
-            r
-            for r in records
-            if any(f.rank == rank and f.since_s >= at_s - 0.5 and r.begun_s >= at_s for f in r.failures)
-        ),
-        None,
-    )
+    record = recovery_from(at_s, rank, records)
     row: dict[str, Any] = {
         "fault": fault.kind,
         "specification": str(fault),
@@ -222,7 +237,7 @@ def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[Recover
             if fault.phase == "random"
             else row["phase"]
         )
-        row["detect_ms"] = round((record.begun_s - at_s) * 1000, 3)
+        row["detect_ms"] = max(0.0, round((record.begun_s - at_s) * 1000, 3))
         if ended is not None and ended.resumed_s is not None:
             row["resume_step"], row["steps_recomputed"] = ended.resume_step, ended.steps_recomputed
             row["gap_ms"] = round((ended.resumed_s - at_s) * 1000, 3)
