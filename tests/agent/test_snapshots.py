@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from keepstep.agent.snapshots import SnapshotMemory
-from keepstep.shared.snapshotfile import SnapshotFile
+from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
 
 
 @pytest.fixture
@@ -21,20 +21,22 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def write(descriptor: int, step: int) -> None:
+def write(descriptor: int, step: int, rank: int = 0) -> None:
     file = SnapshotFile(os.dup(descriptor))
-    file.open_for_writing(step % 2, 3)[:3] = b"abc"
-    file.seal(step % 2, step, 3, xxhash.xxh3_128_digest(b"abc"))
+    slot = file.choose(rank, None)
+    file.open_for_writing(slot, 3)[:3] = b"abc"
+    file.seal(WholeSnapshot(slot, rank, step, 3, xxhash.xxh3_128_digest(b"abc")))
 
 
 def test_it_outlives_the_worker_that_has_written_to_it(memory: SnapshotMemory) -> None:
     descriptor = memory.create(4)
     write(descriptor, 7)
+    write(descriptor, 6, rank=3)
     memory.ended(4)
-    assert memory.steps(4) == (7,)
+    assert memory.of(4) == ((0, (7,)), (3, (6,)))
     path = memory.path(4)
     assert path is not None
-    with SnapshotFile(os.open(path, os.O_RDONLY)).read(7) as view:
+    with SnapshotFile(os.open(path, os.O_RDONLY)).read(0, 7) as view:
         assert bytes(view) == b"abc"
 
 
@@ -42,7 +44,7 @@ def test_it_goes_with_a_worker_that_has_written_nothing(memory: SnapshotMemory) 
     before = open_files()
     memory.create(4)
     memory.ended(4)
-    assert (memory.steps(4), memory.path(4)) == ((), None)
+    assert (memory.of(4), memory.path(4)) == ((), None)
     assert open_files() == before
 
 
@@ -51,8 +53,10 @@ def test_it_is_let_go_when_it_is_needed_no_more(memory: SnapshotMemory) -> None:
     for worker in range(3):
         write(memory.create(worker), worker)
     memory.release((0, 1, 99), running=(1,))
-    assert [memory.steps(worker) for worker in range(3)] == [(), (1,), (2,)], "a running worker keeps its own"
+    assert [memory.of(worker) for worker in range(3)] == [(), ((0, (1,)),), ((0, (2,)),)], (
+        "a running worker keeps its own"
+    )
     memory.release(None, running=(1,))
-    assert [memory.steps(worker) for worker in range(3)] == [(), (1,), ()]
+    assert [memory.of(worker) for worker in range(3)] == [(), ((0, (1,)),), ()]
     memory.release(None, running=())
     assert open_files() == before

@@ -111,7 +111,7 @@ def test_a_time_that_is_no_number_is_refused(number: float) -> None:
 
 def test_unknown_fields_are_refused_inside_of_messages_too() -> None:
     """`Transfer` and `Tag` let them pass."""
-    body = codec.encode(Recover(1, 1, (Transfer((0,), (1,)),), Membership.of([Member(0, "n", "0")])))
+    body = codec.encode(Recover(1, 1, (Transfer((0,), (1,)),), Membership.of([Member(0, "n", "0")]), (), None))
     with pytest.raises(RemoteProtocolError, match="at most length 2"):
         codec.decode(body.replace(b"\x92\x91\x00\x91\x01", b"\x93\x91\x00\x91\x01\xc0"))
     structures = [kind for kind in every_structure() if not kind.__struct_config__.forbid_unknown_fields]
@@ -236,7 +236,13 @@ SMALL = {
     "bytes": lambda n: tagged("StoreAnswered", ONE, ONE, array(n // 4, b"\xc4\x02ab" * (n // 4)), b"\xa0"),
     "integers": lambda n: tagged("GroupsReset", array(n // 3, b"\xcd\x7f\xff" * (n // 3)), ONE),
     "empty structures": lambda n: tagged(
-        "Recover", ONE, ONE, array(n // 3, b"\x92\x90\x90" * (n // 3)), tagged("Membership", *[b"\x90"] * 5)
+        "Recover",
+        ONE,
+        ONE,
+        array(n // 3, b"\x92\x90\x90" * (n // 3)),
+        tagged("Membership", *[b"\x90"] * 5),
+        b"\x90",
+        b"\xc0",
     ),
     "messages": lambda n: tagged(
         "Packet", EMPTY, ONE, ONE, ONE, array(n // 11, b"\x92\xa6Resume\xcd\x7f\xff" * (n // 11)), FALSE

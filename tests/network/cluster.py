@@ -28,6 +28,7 @@ PATIENT = ("--hang-floor", 30)
 default. What these tests lose is not found by that: a stopped process has a rule of its own."""
 DEADLINE_S = 240.0
 SCRIPT = Path(__file__).with_name("train.py")
+SHARDED_SCRIPT = Path(__file__).with_name("train_fsdp2.py")
 
 
 class Cluster:

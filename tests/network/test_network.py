@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.network.cluster import DEADLINE_S, SCRIPT, Cluster
+from tests.network.cluster import DEADLINE_S, SCRIPT, SHARDED_SCRIPT, Cluster
 from tests.network.lab import Lab, why_no_clocks, why_not
 
 from keepstep.protocol.recovery import RecoveryMachine, Stage
@@ -32,17 +32,25 @@ TWO_RANKS = ["--nproc-per-node", "1", "--nnodes", "2:3", "--spares", "1"]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """What the ranks say of their weights after a run in which nothing fails."""
-    return run_undisturbed(tmp_path_factory.mktemp("reference"), STEPS)
+    digests = run_undisturbed(tmp_path_factory.mktemp("reference"), 2, SCRIPT, STEPS, 0)
+    assert len(set(digests.values())) == 1
+    return digests
 
 
-def run_undisturbed(folder: Path, num_steps: int) -> dict[int, str]:
+def run_undisturbed(folder: Path, num_ranks: int, *script: object) -> dict[int, str]:
     """A run on one machine in which nothing fails; what its ranks say of their weights."""
-    command = [sys.executable, "-m", "keepstep.cli.main", "run", "--nproc-per-node", "2", "--spares", "0"]
-    command += ["--run-dir", str(folder), str(SCRIPT), str(num_steps), "0"]
+    command = [sys.executable, "-m", "keepstep.cli.main", "run", "--nproc-per-node", str(num_ranks), "--spares", "0"]
+    command += ["--run-dir", str(folder), *map(str, script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     lines = [line.split() for line in ended.stdout.splitlines() if line.startswith("digest ")]
-    digests = {int(rank): digest for _, rank, digest in lines}
-    assert len(set(digests.values())) == 1
+    return {int(rank): digest for _, rank, digest in lines}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The same of four ranks under FSDP2."""
+    digests = run_undisturbed(tmp_path_factory.mktemp("sharded"), 4, SHARDED_SCRIPT, STEPS, 0, 1)
+    assert len(set(digests.values())) == 4
     return digests
 
 
@@ -58,6 +66,18 @@ def a_job(
 ) -> Cluster:
     """The job of these tests, which takes three seconds and a bit where nothing fails."""
     return Cluster(lab, folder, flags, [str(SCRIPT), str(num_steps), str(STEP_S)], is_apart=is_apart)
+
+
+def a_sharded_job(lab: Lab, folder: Path, every: int) -> Cluster:
+    """Two ranks on each of two machines, two spares on the third."""
+    flags = ["--nproc-per-node", "2", "--nnodes", "2:3", "--spares", "2"]
+    return Cluster(lab, folder, flags, [str(SHARDED_SCRIPT), str(STEPS), str(STEP_S), str(every)])
+
+
+def has_two_spares(job: RecoveryMachine) -> bool:
+    """All is well: it trains, snapshots have been taken, and both spares wait."""
+    spares = [spare for spare in job.roster.spares() if spare.ready or spare.awaits_rank]
+    return job.stage is Stage.TRAINING and job.progress.trained_to > 0 and len(spares) == 2
 
 
 def trains_with_a_spare(job: RecoveryMachine) -> bool:
@@ -134,7 +154,41 @@ def test_a_machine_takes_in_the_ranks_of_another_until_that_is_back(seed: int, t
         cluster.wait_until(are_apart, "the rank back on the other machine")
         assert cluster.wait() == {0: 0, 1: 0}
         assert [record.cause for record in cluster.job.records] == ["node lost", "rank moved"]
-        assert cluster.digests() == run_undisturbed(tmp_path / "reference", num_steps)
+        assert cluster.digests() == run_undisturbed(tmp_path / "reference", 2, SCRIPT, num_steps, 0)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_machine_is_lost_whose_shards_no_other_rank_holds(
+    lab: Lab, tmp_path: Path, every: int, sharded: dict[int, str]
+) -> None:
+    """The second copy of its ranks' snapshots is on another machine, which sends it to the spares on the third."""
+    with a_sharded_job(lab, tmp_path, every).running() as cluster:
+        cluster.wait_until(has_two_spares, "training")
+        cluster.power_off(1)
+        cluster.wait_until(has_recovered, "a recovery")
+        assert cluster.wait({0, 2}) == {0: 0, 2: 0}
+        (record,) = cluster.job.records
+        assert record.cause == "node lost"
+        assert sorted(failure.rank for failure in record.failures) == [2, 3]
+        assert {rank for rank, action in record.actions.items() if action == "restore"} == {2, 3}
+        recomputed = record.steps_recomputed
+        assert recomputed is not None
+        # Those since the snapshot, as many again where its second copy was under way, and the broken one.
+        assert recomputed <= 2 * every + 1
+        assert cluster.digests() == sharded
+
+
+def test_a_machine_is_lost_and_with_it_the_rank_that_keeps_its_second_copies(
+    lab: Lab, tmp_path: Path, sharded: dict[int, str]
+) -> None:
+    """The copies are in memory that the agent of that rank's machine holds: another rank there sends them."""
+    with a_sharded_job(lab, tmp_path, 1).running() as cluster:
+        cluster.wait_until(has_two_spares, "training")
+        cluster.power_off(1)
+        assert cluster.kill_rank(0)
+        cluster.wait_until(lambda job: has_replaced(job, 3), "a recovery")
+        assert cluster.wait({0, 2}) == {0: 0, 2: 0}
+        assert cluster.digests() == sharded
 
 
 @pytest.mark.parametrize("way", ["nothing arrives there", "nothing comes from there"])

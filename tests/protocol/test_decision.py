@@ -21,7 +21,7 @@ from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.recovery.placement.kept import SnapshotRegister
 from keepstep.protocol.recovery.placement.quarantine import Quarantine
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
-from keepstep.protocol.recovery.stages.decision import MAX_SOURCES, decide, reachable_step
+from keepstep.protocol.recovery.stages.decision import MAX_SOURCES, decide, kept_step, reachable_step, tied_ranks
 from keepstep.protocol.resume import Action
 
 GENERATION = 4
@@ -38,7 +38,7 @@ def ready(generation: int, reach: tuple[int, ...] = (0,), snapshots: tuple[int, 
 
 def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, ...] = ()) -> SafePointReached:
     current = step if phase in (Phase.BACKWARD, Phase.SYNCED) else step + 1
-    return SafePointReached((0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False)
+    return SafePointReached((0,), GENERATION, step, phase, reach, current if reach else None, snapshots, False, ())
 
 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
@@ -87,7 +87,7 @@ def test_a_synced_rank_of_one_shard_does_not_leave_the_only_copy_of_another_behi
     membership = sharded("xyxy")
     step = reachable_step(roster, SnapshotRegister(), membership, GENERATION)
     assert step == 3
-    decision = decide(roster, membership, step, GENERATION)
+    decision = decide(roster, SnapshotRegister(), membership, step, GENERATION)
     assert decision.actions == {0: Action.STAY, 1: Action.STAY, 2: Action.RESTORE, 3: Action.STAY}
     assert decision.transfers == (Transfer((0,), (2,)),)
 
@@ -104,7 +104,8 @@ def register_of(**kept: tuple[int, ...]) -> SnapshotRegister:
     """What each lost rank's process has left on its node, by rank (r1=...)."""
     register = SnapshotRegister()
     for rank, steps in kept.items():
-        register.add(Worker(10 + int(rank[1:]), "a", 0, int(rank[1:]), 1), steps)
+        number = int(rank[1:])
+        register.left(Worker(10 + number, "a", 0, number, 1), ((number, steps),))
     return register
 
 
@@ -131,7 +132,7 @@ def test_a_lost_shard_without_a_replica_takes_all_back_to_its_snapshot(
         return
     replacement = roster.add("a", 1)
     replacement.inherits = frozenset(kept)
-    decision = decide(roster, membership, step, GENERATION)
+    decision = decide(roster, SnapshotRegister(), membership, step, GENERATION)
     assert decision.actions[0] is (Action.STAY if step in position.reach else Action.REWIND)
     assert decision.actions[1] is Action.REWIND
     assert decision.transfers == ()
@@ -140,7 +141,7 @@ def test_a_lost_shard_without_a_replica_takes_all_back_to_its_snapshot(
 def test_replacements_that_wait_for_a_rank_are_told_apart_by_what_they_inherit() -> None:
     roster = roster_of({"safe": BACKWARD}, {}, {})
     worker_of(roster, 1).inherits = frozenset({3})
-    decision = decide(roster, sharded("xyx"), 3, GENERATION)
+    decision = decide(roster, SnapshotRegister(), sharded("xyx"), 3, GENERATION)
     assert decision.actions == {0: Action.STAY, 1: Action.REWIND, 2: Action.RESTORE}
     assert decision.transfers == (Transfer((0,), (2,)),)
 
@@ -151,7 +152,7 @@ def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
         return {"ready": ready(0, ())}
     step, at = position
     reach = tuple(sorted(rests_at(position)))
-    return {"safe": SafePointReached((0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False)}
+    return {"safe": SafePointReached((0,), GENERATION, step, PHASE_OF[at], reach, standing_at(position), (), False, ())}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -165,7 +166,7 @@ def test_in_a_first_recovery_only_replacements_receive(num_ranks: int) -> None:
         step = reachable_step(roster, SnapshotRegister(), membership, GENERATION)
         assert (step is not None) == (held == set(sharding)), (sharding, positions)
         if step is not None:
-            decision = decide(roster, membership, step, GENERATION)
+            decision = decide(roster, SnapshotRegister(), membership, step, GENERATION)
             receivers = [rank for transfer in decision.transfers for rank in transfer.receivers]
             lost = [rank for rank, position in enumerate(positions) if position is None]
             assert sorted(receivers) == lost, (sharding, positions, decision)
@@ -190,7 +191,7 @@ def test_the_safe_point_counts_and_not_what_was_said_at_the_start() -> None:
     """Checkpoints of the start may have been deleted since, and newer ones written."""
     roster = roster_of({"ready": ready(GENERATION, (0,), (2,)), "safe": safe(9, Phase.BACKWARD, (), (6, 8))})
     assert reachable_step(roster, SnapshotRegister(), sharded("00"), GENERATION) == 8
-    assert decide(roster, sharded("0"), 8, GENERATION).actions == {0: Action.REWIND}
+    assert decide(roster, SnapshotRegister(), sharded("0"), 8, GENERATION).actions == {0: Action.REWIND}
 
 
 def test_a_lost_or_finished_worker_holds_nothing() -> None:
@@ -200,6 +201,85 @@ def test_a_lost_or_finished_worker_holds_nothing() -> None:
     roster.mark_lost(worker_of(roster, 0), gone=False)
     roster.mark_done(worker_of(roster, 1), 3)
     assert reachable_step(roster, SnapshotRegister(), sharded("00"), GENERATION) is None
+
+
+# ---- Second copies --------------------------------------------------------------------------------------------------
+
+
+def two_nodes(kept: dict[int, tuple[int, ...]]) -> tuple[Roster, SnapshotRegister, Membership]:
+    """Ranks 0 and 1 on node a, which is lost; 2 and 3 on node b, which keep these steps of the first two's."""
+    roster = Roster(RecoverySettings(4, 0), Quarantine(0, 1.0))
+    for name in "ab":
+        roster.add_node(NodeJoined(name, 4, name, 0, 0))
+    register = SnapshotRegister()
+    for rank in range(4):
+        worker = roster.add("ab"[rank // 2], rank)
+        worker.ready = ready(GENERATION)
+    membership = roster.membership()
+    membership = Membership.of(msgspec.structs.replace(membership.member(rank), shard=str(rank)) for rank in range(4))
+    for rank in (2, 3):
+        worker = worker_of(roster, rank)
+        copies = tuple((whose, kept[whose]) for whose in kept if whose + 2 == rank)
+        worker.safe = msgspec.structs.replace(safe(5, Phase.BACKWARD, (5,), (4, 5)), second_copies=copies)
+        register.keeps(worker, copies)
+    roster.remove_node("a")
+    register.node_lost("a")
+    return roster, register, membership
+
+
+def test_a_lost_nodes_ranks_are_sent_from_second_copies() -> None:
+    roster, register, membership = two_nodes({0: (3, 4), 1: (4, 5)})
+    assert reachable_step(roster, register, membership, GENERATION) == 4
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {}, "their buddies live: they may be anywhere"
+    for rank in (0, 1):
+        roster.add("b", rank)
+    decision = decide(roster, register, membership, 4, GENERATION)
+    assert decision.transfers == ()
+    assert [(transfer, kept.worker) for transfer, kept in decision.copies] == [
+        (Transfer((2,), (0,)), 2),
+        (Transfer((3,), (1,)), 3),
+    ]
+    assert decision.actions[2] is decision.actions[3] is Action.REWIND
+
+
+def test_a_keeper_that_is_lost_as_well_has_a_neighbour_send() -> None:
+    roster, register, membership = two_nodes({0: (4,), 1: (4,)})
+    keeper = worker_of(roster, 2)
+    register.left(keeper, ((2, (4,)), (0, (4,))))
+    roster.mark_lost(keeper, gone=True)
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {2: frozenset("b")}, "its own rank's are there"
+    for rank in (0, 1, 2):
+        roster.add("b", rank).inherits = frozenset({4} if rank == 2 else ())
+    copies = decide(roster, register, membership, 4, GENERATION).copies
+    assert [(transfer, kept.worker) for transfer, kept in copies] == [
+        (Transfer((2,), (0,)), keeper.worker),
+        (Transfer((3,), (1,)), 3),
+    ]
+
+
+def test_a_copy_on_a_node_without_ranks_ties_its_rank_to_that_node() -> None:
+    roster, register, membership = two_nodes({0: (4,), 1: (4,)})
+    for rank in (2, 3):
+        keeper = worker_of(roster, rank)
+        register.left(keeper, ((rank - 2, (4,)),))
+        roster.mark_lost(keeper, gone=True)
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {0: frozenset("b")}, "the others follow it"
+
+
+def test_what_must_stay_is_the_newest_step_of_which_each_shard_is_on_two_nodes() -> None:
+    roster, register, membership = two_nodes({0: (3, 4), 1: (3, 4)})
+    assert kept_step(roster, SnapshotRegister(), membership, GENERATION, 4) is None, "there are no second copies"
+    for rank in (0, 1):
+        roster.add("b", rank)
+    assert kept_step(roster, register, membership, GENERATION, 9) == 4, "none is on two: at least once"
+    register.left(Worker(20, "c", 0, 2, 1), ((2, (3,)), (3, (3,)), (0, (3,)), (1, (3,))))
+    assert kept_step(roster, register, membership, GENERATION, 9) == 4, "of ranks 2 and 3 there is no other 3"
+    for rank in (2, 3):
+        found = worker_of(roster, rank).safe
+        assert found is not None
+        worker_of(roster, rank).safe = msgspec.structs.replace(found, snapshots=(3, 4))
+    assert kept_step(roster, register, membership, GENERATION, 9) == 3
+    assert kept_step(roster, register, membership, GENERATION, 2) is None
 
 
 # ---- What moves to whom ---------------------------------------------------------------------------------------------
@@ -213,7 +293,7 @@ def test_each_replica_group_has_its_own_sources_and_receivers() -> None:
         {"ready": ready(0, ())},
         {"safe": safe(3, Phase.SYNCED, (3, 4))},
     )
-    decision = decide(roster, membership, 4, GENERATION)
+    decision = decide(roster, SnapshotRegister(), membership, 4, GENERATION)
     assert decision.step == 4
     assert decision.actions == {0: Action.ADVANCE, 1: Action.STAY, 2: Action.RESTORE, 3: Action.ADVANCE}
     assert decision.transfers == (Transfer((0,), (2,)),)
@@ -221,14 +301,14 @@ def test_each_replica_group_has_its_own_sources_and_receivers() -> None:
 
 def test_nothing_moves_where_every_rank_gets_there_alone() -> None:
     roster = roster_of({"safe": safe(3, Phase.SYNCED, (3, 4))}, {"safe": safe(9, Phase.BACKWARD, (), (4,))})
-    decision = decide(roster, sharded("00"), 4, GENERATION)
+    decision = decide(roster, SnapshotRegister(), sharded("00"), 4, GENERATION)
     assert decision.actions == {0: Action.ADVANCE, 1: Action.REWIND}
     assert decision.transfers == ()
 
 
 def test_a_rank_that_rewinds_is_a_source_for_one_that_cannot() -> None:
     roster = roster_of({"safe": safe(9, Phase.BACKWARD, (), (4,))}, {"ready": ready(0, ())})
-    assert decide(roster, sharded("00"), 4, GENERATION).transfers == (Transfer((0,), (1,)),)
+    assert decide(roster, SnapshotRegister(), sharded("00"), 4, GENERATION).transfers == (Transfer((0,), (1,)),)
 
 
 @pytest.mark.parametrize("num_receivers", [1, 3])
@@ -238,6 +318,6 @@ def test_the_list_of_sources_stays_short_and_that_of_receivers_is_whole(num_rece
     whole = [{"safe": safe(3, Phase.BACKWARD, (3,))}] * num_holders
     roster = roster_of(*[{"ready": ready(0, ())}] * num_receivers, *whole)
     membership = sharded("0" * (num_receivers + num_holders))
-    (transfer,) = decide(roster, membership, 3, GENERATION).transfers
+    (transfer,) = decide(roster, SnapshotRegister(), membership, 3, GENERATION).transfers
     assert transfer.receivers == tuple(range(num_receivers))
     assert transfer.sources == tuple(range(num_receivers, num_receivers + MAX_SOURCES))

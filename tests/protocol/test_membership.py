@@ -29,10 +29,10 @@ def test_every_rank_has_its_member_on_both_sides(members: list[Member]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        ((0, 1), ("a",), (0,), ("x",), (0, 0)),
-        ((0, 1), ("a",), (0, 0), ("x",), (0, 0, 0)),
-        ((0,), ("a",), (1,), ("x",), (0,)),
-        ((0,), ("a",), (0,), ("x",), (-1,)),
+        ((0, 1), (("a", ""),), (0,), ("x",), (0, 0)),
+        ((0, 1), (("a", ""),), (0, 0), ("x",), (0, 0, 0)),
+        ((0,), (("a", ""),), (1,), ("x",), (0,)),
+        ((0,), (("a", ""),), (0,), ("x",), (-1,)),
         ((0,), (), (0,), ("x",), (0,)),
     ],
 )
@@ -46,7 +46,12 @@ def test_a_change_makes_the_same_membership_on_both_sides(members: list[Member],
     before = Membership.of(msgspec.structs.replace(each, worker=number) for number, each in enumerate(members))
     after_members = [before.member(rank) for rank in range(before.world_size)]
     for rank in data.draw(st.sets(st.integers(0, len(members) - 1))):
-        after_members[rank] = Member(1000 + rank, data.draw(st.sampled_from("abz")), data.draw(st.sampled_from("xyw")))
+        after_members[rank] = Member(
+            1000 + rank,
+            data.draw(st.sampled_from("abz")),
+            data.draw(st.sampled_from("xyw")),
+            data.draw(st.sampled_from(["", "rack"])),
+        )
     after = Membership.of(after_members)
     change = msgspec.msgpack.decode(msgspec.msgpack.encode(before.change_to(after)), type=MembershipChange)
     assert before.changed(change) == after

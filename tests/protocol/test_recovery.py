@@ -52,7 +52,7 @@ def test_a_job_starts_all_ranks_and_spares_and_trains_when_all_ranks_are_ready()
         (4, None),
     ]
     assert set(job.orders(Assign)) == {Assign(rank, 1, rank, rank, 3) for rank in range(3)}
-    assert job.orders(Recover) == [Recover(1, 0, (), job.machine.membership)]
+    assert job.orders(Recover) == [Recover(1, 0, (), job.machine.membership, (), None)]
     assert job.orders(Resume) == [Resume(1)]
     assert job.handed_to(Recover) == job.handed_to(Resume) == [(0, 1, 2)]
     assert {worker.action for worker in job.workers.values() if worker.rank is not None} == {Action.STAY}
@@ -76,7 +76,7 @@ def test_a_job_goes_on_from_the_newest_checkpoint_of_an_earlier_one() -> None:
     job = SimulatedJob(checkpoint_every=10)
     job.checkpoints |= {5, 10}
     job.settle()
-    assert job.orders(Recover) == [Recover(1, 10, (), job.machine.membership)]
+    assert job.orders(Recover) == [Recover(1, 10, (), job.machine.membership, (), None)]
     assert {job.holder(rank).action for rank in range(3)} == {Action.REWIND}
     assert job.machine.progress.trained_to == 10
     job.finish_well()
@@ -163,7 +163,7 @@ def test_the_orders_of_a_recovery_come_in_the_order_of_the_design() -> None:
     job.settle()
     assert [type(effect.order) for effect in job.effects] == [FenceWorker, Stop, Assign, Recover, Resume, StartWorker]
     change = MembershipChange(((1, Member(2, NODE, "0")),))  # agents know the rest
-    assert job.orders(Recover) == [Recover(2, 3, (Transfer((0,), (1,)),), change)]
+    assert job.orders(Recover) == [Recover(2, 3, (Transfer((0,), (1,)),), change, (), None)]
     assert job.handed_to(Recover)[-1] == job.handed_to(Resume)[-1] == (0, 2)
     taken = {number: worker.action for number, worker in job.workers.items() if worker.rank is not None}
     assert taken == {0: Action.STAY, 2: Action.RESTORE}
@@ -234,7 +234,7 @@ def test_a_shard_is_restored_from_its_own_replicas(rank: int) -> None:
     job.settle()
     twin = (rank + 2) % 4
     change = MembershipChange(((rank, Member(4, NODE, ("even", "odd")[rank])),))
-    assert job.orders(Recover) == [Recover(2, 3, (Transfer((twin,), (rank,)),), change)]
+    assert job.orders(Recover) == [Recover(2, 3, (Transfer((twin,), (rank,)),), change, (), None)]
     assert job.machine.records[-1].actions == {0: "stay", 1: "stay", 2: "stay", 3: "stay"} | {rank: "restore"}
 
 

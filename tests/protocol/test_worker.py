@@ -88,8 +88,7 @@ def ready(snapshots: tuple[int, ...] = ()) -> WorkerMachine:
 
 
 def load(generation: int, step: int, action: Action, *transfers: Transfer) -> Load:
-    mine = next((each for each in transfers if RANK in (*each.sources, *each.receivers)), None)
-    return Load(Recover(generation, step, transfers, MEMBERSHIP), action, mine)
+    return Load(Recover(generation, step, transfers, MEMBERSHIP, (), None), action)
 
 
 def resume(machine: WorkerMachine, generation: int) -> None:
@@ -102,7 +101,7 @@ def resume(machine: WorkerMachine, generation: int) -> None:
 def training(phase: Phase = Phase.UPDATED, step: int = 0) -> WorkerMachine:
     """A rank of generation 1 in a phase of a step; UPDATED: just before it."""
     machine = ready()
-    machine.receive(Recover(1, 0, (), MEMBERSHIP))
+    machine.receive(Recover(1, 0, (), MEMBERSHIP, (), None))
     assert moves(machine) == [load(1, 0, Action.STAY)]
     resume(machine, 1)
     for _ in range(step):
@@ -176,7 +175,7 @@ def test_a_start_up_whose_generation_is_over_goes_on_in_echo_and_reaches_nothing
     ready = WorkerReady(NUMBER, 0, (), (), False, "0")
     assert moves(machine) == [
         ready,
-        SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, (), False),
+        SafePointReached((NUMBER,), 2, -1, Phase.STARTING, (), None, (), False, ()),
         Wait(),
     ]
 
@@ -203,7 +202,7 @@ def test_a_start_up_in_which_something_was_echoed_reaches_nothing() -> None:
 
 def test_a_job_that_is_started_again_rewinds_to_its_checkpoint() -> None:
     machine = ready(snapshots=(10, 20))
-    machine.receive(Recover(1, 20, (), MEMBERSHIP))
+    machine.receive(Recover(1, 20, (), MEMBERSHIP, (), None))
     assert moves(machine) == [load(1, 20, Action.REWIND)]
     assert machine.own_reach() == ()
     resume(machine, 1)
@@ -224,12 +223,12 @@ def test_a_rank_says_where_it_was_stopped_and_where_it_can_be(
     assert machine.receive(stop(2)) is Urgency.BREAK
     assert machine.interrupted
     assert machine.owes_safe_point
-    machine.can_load((3,))
+    machine.holds((3,), ())
     if phase is not Phase.SYNCED:
         assert moves(machine) == [Undo()]
         machine.undone()
         assert (machine.steps.phase, machine.steps.step) == (Phase.UPDATED, 4)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, phase, reach, current, (3,), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, phase, reach, current, (3,), False, ()), Wait()]
     assert not machine.owes_safe_point
 
 
@@ -237,7 +236,7 @@ def test_an_update_is_completed_before_the_safe_point() -> None:
     machine = training(Phase.OPTIMIZER, 5)
     machine.receive(stop(2))
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, ()), Wait()]
 
 
 def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
@@ -246,7 +245,7 @@ def test_an_update_that_a_missing_value_has_got_into_is_torn() -> None:
     machine.lost_value()
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     machine.found_partially_updated()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (), None, (), False, ()), Wait()]
 
 
 def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
@@ -257,7 +256,7 @@ def test_an_update_that_no_missing_value_has_got_into_is_whole() -> None:
     machine.steps.advance(StepEvent.STEP_COMPLETED)
     assert machine.own_reach() == ()  # until it is known
     machine.found_whole()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, ()), Wait()]
 
 
 def test_a_copy_that_is_half_restored_is_not_found_whole() -> None:
@@ -274,8 +273,8 @@ def test_a_synced_rank_tells_that_its_update_would_hold_a_collective() -> None:
     for event in (StepEvent.STEP_ENTERED, StepEvent.BACKWARD_BEGUN, StepEvent.GRADIENTS_SYNCED):
         machine.steps.advance(event)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), True), Wait()]
-    machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),), MEMBERSHIP))
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), True, ()), Wait()]
+    machine.receive(Recover(2, 5, (Transfer((RANK,), (0,)),), MEMBERSHIP, (), None))
     assert moves(machine) == [Undo()]
 
 
@@ -283,7 +282,7 @@ def test_a_step_that_is_undone_before_the_machine_is_asked_is_reported_as_stoppe
     machine = training(Phase.BACKWARD, 5)
     machine.receive(stop(2))
     machine.undone()
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False, ()), Wait()]
 
 
 def test_the_same_stop_again_is_no_news() -> None:
@@ -301,7 +300,7 @@ def test_a_failed_collective_is_told_once_and_stops_the_rank() -> None:
     machine.undone()
     assert moves(machine) == [Wait()]
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.BACKWARD, (5,), 5, (), False, ()), Wait()]
 
 
 def test_a_collective_that_fails_after_the_stop_is_not_told() -> None:
@@ -325,7 +324,7 @@ def test_the_backward_of_a_step_whose_lost_rank_was_synced_comes_to_its_end() ->
     assert machine.settled() is Urgency.BREAK
     assert machine.interrupted
     assert machine.settled(2) is Urgency.NONE
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.SYNCED, (5, 6), 5, (), False, ()), Wait()]
 
 
 def test_a_backward_has_its_time_to_settle_and_no_more() -> None:
@@ -367,7 +366,7 @@ def test_another_loss_ends_the_settling() -> None:
 
 def test_a_synced_rank_advances_when_the_job_resumes_after_the_step() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 6, (), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Update()]
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.steps.advance(StepEvent.STEP_COMPLETED)
@@ -380,7 +379,7 @@ def test_a_synced_rank_advances_when_the_job_resumes_after_the_step() -> None:
 
 def test_a_synced_rank_undoes_its_step_when_the_job_resumes_before_it() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 5, (), MEMBERSHIP))
+    machine.receive(Recover(2, 5, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Undo()]
     machine.undone()
     assert moves(machine) == [Connect(2)]
@@ -393,22 +392,22 @@ def test_a_synced_rank_undoes_its_step_when_the_job_resumes_before_it() -> None:
 def test_a_failure_while_a_synced_rank_waits_finds_it_synced_still() -> None:
     machine = stopped(Phase.SYNCED)
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.SYNCED, (5, 6), 5, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.SYNCED, (5, 6), 5, (), False, ()), Wait()]
 
 
 def test_a_failure_while_a_rank_advances_finds_it_after_the_step() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 6, (), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Update()]
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.receive(stop(3))
     machine.steps.advance(StepEvent.STEP_COMPLETED)
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, ()), Wait()]
 
 
 def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None:
     machine = stopped(Phase.SYNCED)
-    machine.receive(Recover(2, 6, (Transfer((RANK,), (0,)),), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (Transfer((RANK,), (0,)),), MEMBERSHIP, (), None))
     assert moves(machine) == [Update()]
     machine.steps.advance(StepEvent.BARRIER_LEFT)
     machine.lost_value()
@@ -418,7 +417,7 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
     assert isinstance(hint, CollectiveFailed)
     assert (hint.generation, hint.group, wait) == (2, "update", Wait())
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (), None, (), False, ()), Wait()]
 
 
 # ---- recover ---------------------------------------------------------------------------------------------------------
@@ -428,7 +427,7 @@ def test_a_spare_takes_a_rank_and_restores() -> None:
     machine = spare()
     machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
     transfer = Transfer((0, 2), (RANK,))
-    reconnect(machine, Recover(2, 5, (transfer,), MEMBERSHIP))
+    reconnect(machine, Recover(2, 5, (transfer,), MEMBERSHIP, (), None))
     assert moves(machine) == [GroupsReset((NUMBER,), 2), load(2, 5, Action.RESTORE, transfer)]
     assert machine.own_reach() == ()
     machine.loaded(1000)
@@ -441,7 +440,7 @@ def test_a_spare_takes_a_rank_and_restores() -> None:
 def test_a_survivor_that_is_behind_restores() -> None:
     machine = stopped(Phase.BACKWARD)
     transfer = Transfer((2,), (0, RANK))
-    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP))
+    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP, (), None))
     assert moves(machine)[-1] == load(2, 6, Action.RESTORE, transfer)
     resume(machine, 2)
     assert machine.steps.parameters_at == 6
@@ -450,7 +449,7 @@ def test_a_survivor_that_is_behind_restores() -> None:
 def test_a_source_stays_and_sends() -> None:
     machine = stopped(Phase.UPDATED, 6)
     transfer = Transfer((RANK,), (0,))
-    reconnect(machine, Recover(2, 6, (Transfer((7,), (8,)), transfer), MEMBERSHIP))
+    reconnect(machine, Recover(2, 6, (Transfer((7,), (8,)), transfer), MEMBERSHIP, (), None))
     assert moves(machine)[-1] == load(2, 6, Action.STAY, Transfer((7,), (8,)), transfer)
     assert machine.own_reach() == (6,)
 
@@ -459,24 +458,24 @@ def test_a_source_stays_and_sends() -> None:
 def test_a_broken_transfer_tears_the_receiver_and_not_the_source(receives: bool) -> None:
     machine = stopped(Phase.UPDATED, 6)
     transfer = Transfer((0,), (RANK,)) if receives else Transfer((RANK,), (0,))
-    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP))
+    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP, (), None))
     moves(machine)
     machine.fell_out("restore", "connection reset")
     assert moves(machine) == [CollectiveFailed(NUMBER, 2, "restore", "connection reset"), Wait()]
     machine.receive(stop(3))
     reach, current = ((), None) if receives else ((6,), 6)
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, reach, current, (), False, ()), Wait()]
 
 
 def test_a_torn_rank_that_is_restored_is_whole_again() -> None:
     machine = stopped(Phase.UPDATED, 6)
     transfer = Transfer((0,), (RANK,))
-    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP))
+    reconnect(machine, Recover(2, 6, (transfer,), MEMBERSHIP, (), None))
     moves(machine)
     machine.fell_out("restore", "connection reset")
     machine.receive(stop(3))
     moves(machine)
-    reconnect(machine, Recover(3, 7, (transfer,), MEMBERSHIP))
+    reconnect(machine, Recover(3, 7, (transfer,), MEMBERSHIP, (), None))
     assert moves(machine)[-1] == load(3, 7, Action.RESTORE, transfer)
     resume(machine, 3)
     assert machine.own_reach() == (7,)
@@ -484,28 +483,28 @@ def test_a_torn_rank_that_is_restored_is_whole_again() -> None:
 
 def test_a_rank_that_cannot_connect_does_not_try_again_in_the_same_generation() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, (), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Connect(2)]
     machine.fell_out("connect", "nobody came")
     assert moves(machine) == [CollectiveFailed(NUMBER, 2, "connect", "nobody came"), Wait()]
     machine.receive(stop(3))
     moves(machine)
-    machine.receive(Recover(3, 6, (), MEMBERSHIP))
+    machine.receive(Recover(3, 6, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Connect(3)]
 
 
 def test_a_rank_that_falls_out_of_a_generation_that_is_over_reports_no_failure() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, (), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     moves(machine)
     machine.receive(stop(3))
     machine.fell_out("connect", "taken down")
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, ()), Wait()]
 
 
 def test_a_recover_that_leaves_a_rank_with_nothing_breaks_the_protocol() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    reconnect(machine, Recover(2, 7, (), MEMBERSHIP))
+    reconnect(machine, Recover(2, 7, (), MEMBERSHIP, (), None))
     with pytest.raises(RemoteProtocolError, match="rank 1 is to resume at step 7, can be at"):
         moves(machine)
 
@@ -516,60 +515,60 @@ def test_a_recover_that_leaves_a_rank_with_nothing_breaks_the_protocol() -> None
 def test_a_stop_while_standing_is_answered() -> None:
     machine = stopped(Phase.BACKWARD)
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False, ()), Wait()]
 
 
 def test_a_recover_of_a_generation_that_is_over_is_ignored() -> None:
     machine = stopped(Phase.UPDATED, 6)
     machine.receive(stop(3))
-    machine.receive(Recover(2, 6, (), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     assert isinstance(moves(machine)[-1], Wait)
-    machine.receive(Recover(3, 6, (), MEMBERSHIP))
+    machine.receive(Recover(3, 6, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Connect(3)]
 
 
 def test_a_recover_that_a_stop_overtakes_is_not_carried_out() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, (), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, ()), Wait()]
 
 
 def test_a_stop_while_connecting_finds_the_rank_where_it_was_stopped() -> None:
     machine = stopped(Phase.BACKWARD)
-    machine.receive(Recover(2, 5, (), MEMBERSHIP))
+    machine.receive(Recover(2, 5, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Connect(2)]
     machine.receive(stop(3))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.BACKWARD, (5,), 5, (), False, ()), Wait()]
 
 
 def test_a_stop_that_comes_as_the_groups_are_connected_ends_that_generation() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    machine.receive(Recover(2, 6, (), MEMBERSHIP))
+    machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Connect(2)]
     machine.receive(stop(3))
     machine.connected()
     assert machine.generation == 2
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, ()), Wait()]
 
 
 def test_a_stop_before_the_state_is_loaded_leaves_it_whole() -> None:
     machine = stopped(Phase.UPDATED, 6)
-    reconnect(machine, Recover(2, 7, (Transfer((0,), (RANK,)),), MEMBERSHIP))
+    reconnect(machine, Recover(2, 7, (Transfer((0,), (RANK,)),), MEMBERSHIP, (), None))
     machine.receive(stop(3))
-    report = SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False)
+    report = SafePointReached((NUMBER,), 3, 5, Phase.UPDATED, (6,), 6, (), False, ())
     assert moves(machine) == [GroupsReset((NUMBER,), 2), report, Wait()]
 
 
 def test_a_stop_while_all_recover_is_answered_from_the_resume_step() -> None:
     machine = stopped(Phase.BACKWARD)
-    reconnect(machine, Recover(2, 5, (), MEMBERSHIP))
+    reconnect(machine, Recover(2, 5, (), MEMBERSHIP, (), None))
     moves(machine)
     machine.loaded(0)
     moves(machine)
     machine.receive(stop(3))
     machine.receive(Resume(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 3, 4, Phase.UPDATED, (5,), 5, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 3, 4, Phase.UPDATED, (5,), 5, (), False, ()), Wait()]
 
 
 def test_a_spare_that_is_stopped_before_it_stands_ready_reports_that_it_reaches_nothing() -> None:
@@ -578,7 +577,7 @@ def test_a_spare_that_is_stopped_before_it_stands_ready_reports_that_it_reaches_
     machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
     machine.receive(stop(3))
     machine.built("0", (), False)
-    report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False)
+    report = SafePointReached((NUMBER,), 3, -1, Phase.STARTING, (), None, (), False, ())
     assert moves(machine) == [WorkerReady(NUMBER, 0, (), (), False, "0"), report, Wait()]
 
 
@@ -600,7 +599,7 @@ def test_a_failure_before_all_have_finished_is_recovered_from() -> None:
     machine.finished(None)
     moves(machine)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 5, Phase.UPDATED, (6,), 6, (), False, ()), Wait()]
     machine.receive(Complete(1))
     assert moves(machine) == [Wait()]
 
@@ -663,7 +662,7 @@ def test_a_step_that_was_handed_out_is_not_taken_back() -> None:
 
 def test_a_rank_that_stands_at_the_resume_step_holds_there() -> None:
     machine = ready()
-    machine.receive(Recover(1, 0, (), MEMBERSHIP))
+    machine.receive(Recover(1, 0, (), MEMBERSHIP, (), None))
     assert moves(machine) == [load(1, 0, Action.STAY)]
     machine.loaded(0)
     moves(machine)
@@ -678,7 +677,7 @@ def test_what_was_agreed_in_a_generation_that_is_over_counts_no_more() -> None:
     machine.receive(stop(2))
     machine.receive(msg.Hold(1))
     moves(machine)
-    reconnect(machine, Recover(2, 3, (), MEMBERSHIP))
+    reconnect(machine, Recover(2, 3, (), MEMBERSHIP, (), None))
     assert moves(machine)[-1] == load(2, 3, Action.STAY)
     resume(machine, 2)
     machine.receive(msg.Drain(1, 3))
@@ -689,7 +688,7 @@ def test_a_rank_ends_where_all_stand_after_a_recovery() -> None:
     machine = training(Phase.UPDATED, 3)
     machine.receive(stop(2))
     moves(machine)
-    reconnect(machine, Recover(2, 3, (), MEMBERSHIP))
+    reconnect(machine, Recover(2, 3, (), MEMBERSHIP, (), None))
     assert moves(machine)[-1] == load(2, 3, Action.STAY)
     machine.loaded(0)
     assert moves(machine) == [StateRecovered((NUMBER,), 2, 0), Wait()]
@@ -704,7 +703,7 @@ def test_a_failure_after_a_rank_has_saved_is_recovered_from() -> None:
     machine.saved(False)
     moves(machine)
     machine.receive(stop(2))
-    assert moves(machine) == [SafePointReached((NUMBER,), 2, 2, Phase.UPDATED, (3,), 3, (), False), Wait()]
+    assert moves(machine) == [SafePointReached((NUMBER,), 2, 2, Phase.UPDATED, (3,), 3, (), False, ()), Wait()]
 
 
 def test_a_rank_that_has_finished_its_loop_ends_at_its_last_step_too() -> None:

@@ -99,7 +99,8 @@ class ToyNode:
                 reach = () if worker.step is None else (worker.step,)
                 at = (worker.step or 0) - 1
                 self._say(
-                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, worker.step, (), False), now_s
+                    msg.SafePointReached(me, order.generation, at, Phase.UPDATED, reach, worker.step, (), False, ()),
+                    now_s,
                 )
             case msg.Recover():
                 worker.step = order.resume_step

@@ -13,6 +13,7 @@ import pytest
 from keepstep.protocol import controller, reliable_channel, resume
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import AnswersReceived, ControllerMachine, DrainAsked, JournalEntry
+from keepstep.protocol.messages import Membership
 from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.liveness import LivenessMachine
@@ -39,11 +40,15 @@ from keepstep.protocol.recovery.standstill import Standstill
 from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
+from keepstep.protocol.snapshots import SnapshotSchedule
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
+from keepstep.sim.cluster import transfers
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
-from keepstep.sim.cluster.snapshots import SimulatedSnapshots, Snapshot
+from keepstep.sim.cluster.process import SimulatedProcess
+from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots, Snapshot
+from keepstep.sim.cluster.transfers import SimulatedSecondCopies
 from keepstep.sim.cluster.values import INCOMPLETE, LocalValue, Rows
 from keepstep.sim.faults import SimulatedFault
 from keepstep.sim.oracle import Check
@@ -304,8 +309,8 @@ def the_common_step_is_the_least(patch: pytest.MonkeyPatch) -> None:
 def a_rank_that_is_restored_is_a_source_too(patch: pytest.MonkeyPatch) -> None:
     right = decision.decide
 
-    def decide(workers: Roster, membership: Any, step: int, generation: int) -> decision.Decision:
-        found = right(workers, membership, step, generation)
+    def decide(workers: Roster, snapshots: Any, membership: Any, step: int, generation: int) -> decision.Decision:
+        found = right(workers, snapshots, membership, step, generation)
         groups = [
             (membership.replicas[membership.shard(each.receivers[0])], each.receivers) for each in found.transfers
         ]
@@ -324,7 +329,7 @@ def the_resume_step_is_one_too_great(patch: pytest.MonkeyPatch) -> None:
         return None if step is None else step + 1
 
     def decide(*arguments: Any) -> decision.Decision:
-        return dataclasses.replace(decision.decide(*arguments), transfers=())
+        return dataclasses.replace(decision.decide(*arguments), transfers=(), copies=())
 
     patch.setattr(starting, "reachable_step", reachable_step)
     patch.setattr(stopping, "reachable_step", reachable_step)
@@ -369,13 +374,7 @@ def an_undone_step_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_receiver_does_not_wait_for_its_state(patch: pytest.MonkeyPatch) -> None:
-    right = WorkerMachine._loading
-
-    def loading(self: WorkerMachine) -> Move:
-        move = right(self)
-        return dataclasses.replace(move, transfer=None) if isinstance(move, Load) else move
-
-    patch.setattr(WorkerMachine, "_loading", loading)
+    patch.setattr(Load, "receives", lambda self, rank: ())
 
 
 def a_rank_goes_back_to_another_checkpoint_than_the_others(patch: pytest.MonkeyPatch) -> None:
@@ -403,9 +402,9 @@ def a_torn_copy_is_a_source(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shard_is_restored_from_another(patch: pytest.MonkeyPatch) -> None:
-    def decide(everybody: Roster, membership: msg.Membership, *arguments: int) -> decision.Decision:
+    def decide(everybody: Roster, snapshots: Any, membership: msg.Membership, *arguments: int) -> decision.Decision:
         same = msgspec.structs.replace(membership, shard_numbers=(0,) * membership.world_size)
-        return decision.decide(everybody, same, *arguments)
+        return decision.decide(everybody, snapshots, same, *arguments)
 
     patch.setattr(recovering, "decide", decide)
 
@@ -657,7 +656,7 @@ def a_drained_node_keeps_its_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rank_is_synced_before_its_snapshot_is_complete(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SimulatedSnapshots, "is_copying", property(lambda self: False))
+    patch.setattr(SimulatedSnapshots, "is_complete", lambda self, step: True)
 
 
 def a_slot_counts_before_all_is_in_it(patch: pytest.MonkeyPatch) -> None:
@@ -667,17 +666,18 @@ def a_slot_counts_before_all_is_in_it(patch: pytest.MonkeyPatch) -> None:
         copy = right(self, snapshot)
         if copy is not None and self._copy is not None:
             torn = dataclasses.replace(snapshot, parameters=(*snapshot.parameters[:-1], INCOMPLETE))
-            self._memory.slots[self._copy[1]] = torn
+            self._memory.seal(self._copy[1], torn)
         return copy
 
     patch.setattr(SimulatedSnapshots, "hand_out", hand_out)
 
 
 def a_copy_goes_into_the_newer_slot(patch: pytest.MonkeyPatch) -> None:
-    def slot_for(slots: Mapping[int, int], num_slots: int) -> int:
-        return max(range(num_slots), key=lambda slot: slots.get(slot, 99))
+    def slot_to_replace(held: Mapping[int, tuple[int, int]], rank: int, kept_step: int | None) -> int | None:
+        own = {slot: step for slot, (whose, step) in held.items() if whose == rank}
+        return max(own, key=own.__getitem__) if len(own) > 1 else None
 
-    patch.setattr(sim_snapshots, "slot_for", slot_for)
+    patch.setattr(sim_snapshots, "slot_to_replace", slot_to_replace)
 
 
 def a_copy_goes_on_while_the_state_is_restored(patch: pytest.MonkeyPatch) -> None:
@@ -703,7 +703,7 @@ def some_ranks_only_rewind(patch: pytest.MonkeyPatch) -> None:
 
 def snapshots_of_a_past_that_is_computed_again_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SnapshotRegister, "resumed", lambda self, step: None)
-    patch.setattr(sim_snapshots, "outdated", lambda slots, step: [])
+    patch.setattr(sim_snapshots, "outdated", lambda held, step: [])
 
 
 def what_a_process_has_left_is_released_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -728,7 +728,63 @@ def a_replacement_is_not_told_of_the_snapshots(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(SnapshotRegister, "on_node", lambda self, rank, node: [])
 
 
+def a_rank_does_not_wait_for_its_second_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SnapshotSchedule, "is_second_copy_due", lambda self, step: False)
+
+
+def a_second_copy_counts_before_all_is_in_it(patch: pytest.MonkeyPatch) -> None:
+    send, open_slot = SimulatedSecondCopies.send, SimulatedMemory.open
+    under_way: list[Snapshot] = []
+
+    def sends(self: SimulatedSecondCopies, sender: SimulatedProcess, snapshot: Snapshot) -> None:
+        under_way.append(dataclasses.replace(snapshot, parameters=(*snapshot.parameters[:-1], INCOMPLETE)))
+        send(self, sender, snapshot)
+        under_way.clear()
+
+    def opens(self: SimulatedMemory, rank: int, kept_step: int | None) -> int:
+        slot = open_slot(self, rank, kept_step)
+        for torn in under_way:
+            self.seal(slot, torn)
+        return slot
+
+    patch.setattr(SimulatedSecondCopies, "send", sends)
+    patch.setattr(SimulatedMemory, "open", opens)
+    patch.setattr(SimulatedMemory, "discard", lambda self, slot: None)
+
+
+def a_buddy_is_on_the_same_node(patch: pytest.MonkeyPatch) -> None:
+    def close(membership: Membership) -> dict[int, int]:
+        found = {}
+        for rank, node in enumerate(membership.node_numbers):
+            there = [other for other, its in enumerate(membership.node_numbers) if its == node and other != rank]
+            found |= dict.fromkeys([rank], there[0]) if there else {}
+        return found
+
+    patch.setattr(transfers, "buddies", close)
+    patch.setattr(sim_snapshots, "buddies", close)
+
+
+def the_snapshot_that_must_stay_is_written_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovering, "kept_step", lambda *_: None)
+
+
+def second_copies_of_the_last_generation_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SnapshotRegister, "forget_live", lambda self: None)
+    patch.setattr(SnapshotRegister, "forget", lambda self, worker: None)
+    patch.setattr(SnapshotRegister, "node_lost", lambda self, node: None)
+
+
+def second_copies_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedProcess, "second_copies", lambda self: ())
+
+
 MUTANTS: dict[Plant, Check] = {
+    a_rank_does_not_wait_for_its_second_copy: Check.SNAPSHOT,
+    a_second_copy_counts_before_all_is_in_it: Check.WRONG_SOURCE,
+    a_buddy_is_on_the_same_node: Check.SNAPSHOT,
+    the_snapshot_that_must_stay_is_written_over: Check.SNAPSHOT,
+    second_copies_of_the_last_generation_count: Check.RAISED,
+    second_copies_are_not_told: Check.ENDED,
     a_rank_is_synced_before_its_snapshot_is_complete: Check.SNAPSHOT,
     a_slot_counts_before_all_is_in_it: Check.WRONG_SOURCE,
     a_copy_goes_into_the_newer_slot: Check.RECOMPUTED,
@@ -878,7 +934,34 @@ def a_job_is_drained_while_one_rank_is_ahead(seed: int) -> Case:
     return Case(seed, layout, (SimulatedFault("drain", 6.0 + seed % 97 / 97),))
 
 
+def all_are_interrupted_while_second_copies_are_under_way(seed: int) -> Case:
+    """They take as long as two steps, and no rank is lost: all go on from where they stand."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=0, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(2))
+    layout = ClusterLayout(
+        nodes,
+        ("0", "1"),
+        settings,
+        LIVENESS,
+        durations=SimulatedDurations(second_copy_s=1.0),
+        num_steps=20,
+        snapshot_every=4,
+    )
+    return Case(seed, layout, (SimulatedFault("false hint", 3.0 + seed % 40 / 10, pick=seed),))
+
+
+def a_node_is_lost_while_second_copies_are_under_way(seed: int) -> Case:
+    """Its ranks' snapshots of that step are whole there, and not yet anywhere else."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(3))
+    durations = SimulatedDurations(snapshot_s=0.02, second_copy_s=0.6)
+    layout = ClusterLayout(nodes, ("0", "1"), settings, LIVENESS, durations=durations, num_steps=20, snapshot_every=1)
+    return Case(seed, layout, (SimulatedFault("node loss", 3.0 + seed % 40 / 10, pick=seed % 2),))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    a_second_copy_counts_before_all_is_in_it: a_node_is_lost_while_second_copies_are_under_way,
+    the_snapshot_that_must_stay_is_written_over: all_are_interrupted_while_second_copies_are_under_way,
     loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
     a_rank_in_its_last_step_has_begun_another: data_is_cut_off_in_the_last_step,
     the_common_step_is_the_least: a_node_is_cut_off_in_the_barrier,

@@ -53,7 +53,7 @@ class Controller(alone.LinkAlone):
                 self._give(Rescue("too few ranks are left"))
             case SafePointReached():
                 step = max(report.reach) if self.resume_at is None else self.resume_at
-                self._give(Recover(report.generation, step, (), self._membership))
+                self._give(Recover(report.generation, step, (), self._membership, (), None))
             case StateRecovered():
                 self._give(Resume(report.generation))
             case StepsFinished():

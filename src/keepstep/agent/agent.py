@@ -238,10 +238,10 @@ class Agent:
                     pass
 
     def _pass_snapshots(self, effect: PassMemory) -> None:
-        for former in effect.formers:
-            if (path := self._snapshots.path(former)) is not None:
-                order = InheritSnapshots(effect.worker, path, self._snapshots.steps(former))
-                self._hand_over((effect.worker,), order)
+        for keeper in effect.keepers:
+            steps = dict(self._snapshots.of(keeper)).get(effect.rank, ())
+            if (path := self._snapshots.path(keeper)) is not None and steps:
+                self._hand_over((effect.worker,), InheritSnapshots(effect.worker, effect.rank, path, steps))
 
     def _hand_over(self, workers: tuple[int, ...], order: WorkerOrder) -> None:
         data = frame(order)
@@ -328,8 +328,8 @@ class Agent:
         self._phases.gather(self.workers.values())  # of all: it may be the end of the job
         self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
-        steps = self._snapshots.steps(report.worker)
-        self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s, steps)
+        snapshots = self._snapshots.of(report.worker)
+        self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s, snapshots)
         self._act()
 
     def _watch_lifeline(self, number: int) -> None:
@@ -348,8 +348,8 @@ class Agent:
             return  # without its spawner no worker lives, and none is the cause of anything
         self._watch_first_step(worker)
         self._phases.gather(self.workers.values())
-        steps = self._snapshots.steps(number)
-        self._machine.training_thread_died(number, worker.page.read().tag, time.monotonic(), steps)
+        snapshots = self._snapshots.of(number)
+        self._machine.training_thread_died(number, worker.page.read().tag, time.monotonic(), snapshots)
         self._act()
 
     def _drop(self, worker: AgentWorker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 
+from keepstep.protocol.messages import SnapshotsByRank
 from keepstep.shared import snapshotfile
 
 
@@ -20,9 +21,11 @@ class SnapshotMemory:
         self._held[worker] = snapshotfile.create(f"snapshots-{worker}")
         return self._held[worker]
 
-    def steps(self, worker: int) -> tuple[int, ...]:
-        """The steps of the snapshots that a worker has, or had when it ended."""
-        return snapshotfile.held_steps(self._held[worker]) if worker in self._held else ()
+    def of(self, worker: int) -> SnapshotsByRank:
+        """The snapshots that a worker has, or had when it ended: its rank's, and second copies of other ranks'."""
+        if worker not in self._held:
+            return ()
+        return snapshotfile.steps_by_rank(snapshotfile.whole_snapshots(self._held[worker]))
 
     def path(self, worker: int) -> str | None:
         """What another process of this node opens to read them; None where they are gone."""
@@ -30,7 +33,7 @@ class SnapshotMemory:
 
     def ended(self, worker: int) -> None:
         """A worker is gone, and with it memory in which there is nothing."""
-        if not self.steps(worker):
+        if not self.of(worker):
             self.release((worker,), ())
 
     def release(self, workers: Iterable[int] | None, running: Collection[int]) -> None:

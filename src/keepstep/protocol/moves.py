@@ -48,7 +48,18 @@ class Load:
 
     order: msg.Recover
     action: Action
-    transfer: msg.Transfer | None
+
+    def receives(self, rank: int | None) -> tuple[msg.Transfer, ...]:
+        """The transfer, if there is one, in which this rank gets its state."""
+        return tuple(each for each in (*self.order.transfers, *self.order.from_buddies) if rank in each.receivers)
+
+    def sends(self, rank: int | None) -> tuple[msg.Transfer, ...]:
+        """The transfer, if there is one, in which this rank sends its own state."""
+        return tuple(each for each in self.order.transfers if rank in each.sources)
+
+    def sends_copies(self, rank: int | None) -> tuple[msg.Transfer, ...]:
+        """The transfers in which this rank sends what it keeps of other ranks' snapshots."""
+        return tuple(each for each in self.order.from_buddies if rank in each.sources)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

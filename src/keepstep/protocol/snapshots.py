@@ -1,21 +1,32 @@
-"""When a rank takes snapshots of its state, and which of them count.
+"""When a rank takes snapshots of its state, where they are kept, and which of them count.
 
-Every rank has two slots. The copy for step s begins when step s is handed out, and has to be complete before the rank
-counts as synced in s. So where one rank has passed the gradient barrier of step s, all hold the snapshot of s, and the
-slot of the one before may be written again. No message is needed for that, and whenever ranks are lost there is a
-newest step of which all have, or had, a snapshot.
+A rank keeps its two newest snapshots in memory of its node. Where all that hold a shard would be lost with one node or
+failure domain, another rank keeps a second copy of each of them: its *buddy*, in another failure domain.
+
+The copy for step s begins when step s is handed out, and has to be complete before the rank counts as synced in s. The
+second copy has longer: until the gradient barrier of the step before the next snapshot. So where one rank has passed
+the barrier of step s, all hold the snapshot of s. Where one begins the next snapshot, all have both copies of the one
+before, and the older one's memory may be written again. No message is needed for that, and whenever ranks or nodes are
+lost there is a newest step of which all have, or had, a snapshot.
+
+A recovery can interrupt that: the newest snapshot may have no second copy yet when all resume, and take their first
+snapshot of the new generation. Then the one before it must not be written over. Which one that is, the controller says
+in `keepstep.protocol.messages.Recover`: it knows from all ranks what they hold.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from keepstep.protocol.messages import Membership
 
+NUM_KEPT = 2
+"""Snapshots of one rank in one place: the newest, and the one that is written meanwhile."""
 NUM_TRIALS = 5
 """Steps of each generation that have a snapshot each, to measure what one costs. Of a new job's first one there is no
-optimizer state yet, and the next two touch the memory for the first time, a slot each."""
+optimizer state yet, and the next two touch the memory for the first time, each another part of it."""
 SHARE = 0.01
 """What snapshots may cost by themselves, of the time of all steps."""
 
@@ -46,7 +57,7 @@ class SnapshotSchedule:
         """
         self._first = step
         self._every = self._wanted
-        if self._wanted is None and not (membership and has_lone_shards(membership)):
+        if self._wanted is None and not (membership and lone_shards(membership)):
             self._every = 0
 
     def is_due(self, step: int) -> bool:
@@ -54,6 +65,13 @@ class SnapshotSchedule:
         if self._every == 0:
             return False
         return (step - self._first) % (self._every or 1) == 0
+
+    def is_second_copy_due(self, step: int) -> bool:
+        """Whether a rank may pass the gradient barrier of ``step`` only when its buddy has all of its newest snapshot.
+
+        So it is in the first step of a generation, too: with it every rank has its two copies again.
+        """
+        return self._every != 0 and (step == self._first or self.is_due(step + 1))
 
     def is_agreed_in(self, step: int) -> bool:
         """Whether the ranks agree in this step's gradient barrier how often snapshots are taken from then on."""
@@ -64,9 +82,45 @@ class SnapshotSchedule:
         self._every = every
 
 
-def has_lone_shards(membership: Membership) -> bool:
-    """Whether some rank holds what no other one does."""
-    return any(len(ranks) == 1 for ranks in membership.replicas.values())
+def lone_shards(membership: Membership) -> frozenset[str]:
+    """The shards whose holders all fail together.
+
+    They are in one failure domain; in a job of one domain, on one node; in a job of one node, one rank holds the shard.
+    """
+    if len(membership.nodes) == 1:
+        counts = Counter(membership.shard_numbers)
+        return frozenset(membership.shards[number] for number, count in counts.items() if count == 1)
+    places = [domain or node for node, domain in membership.nodes]
+    if len(set(places)) == 1:
+        places = [node for node, _domain in membership.nodes]
+    at: defaultdict[int, set[str]] = defaultdict(set)
+    for shard, node in set(zip(membership.shard_numbers, membership.node_numbers, strict=True)):
+        at[shard].add(places[node])
+    return frozenset(membership.shards[number] for number, there in at.items() if len(there) == 1)
+
+
+def buddies(membership: Membership) -> dict[int, int]:
+    """For each rank whose shard is lone the rank that keeps a second copy of its snapshots: empty on a single node.
+
+    The nodes stand in a ring, those of one failure domain side by side, and each has its copies as many nodes further
+    as the largest domain has: so no buddy is in the same domain, unless one has more than half of all nodes.
+    """
+    lone = lone_shards(membership) if len(membership.nodes) > 1 else ()
+    if not lone:
+        return {}
+    on_node: list[list[int]] = [[] for _ in membership.nodes]
+    for rank, node in enumerate(membership.node_numbers):
+        on_node[node].append(rank)
+    domains = [domain or name for name, domain in membership.nodes]
+    ring = sorted(range(len(domains)), key=lambda node: (domains[node], membership.nodes[node]))
+    shift = min(max(Counter(domains).values()), len(ring) // 2)
+    found = {}
+    for position, node in enumerate(ring):
+        there = on_node[ring[(position + shift) % len(ring)]]
+        for index, rank in enumerate(on_node[node]):
+            if membership.shard(rank) in lone:
+                found[rank] = there[index % len(there)]
+    return found
 
 
 def fewest_steps(cost_s: float, step_s: float) -> int:
@@ -79,16 +133,20 @@ def fewest_steps(cost_s: float, step_s: float) -> int:
     return max(1, math.ceil(cost_s / (SHARE * step_s)))
 
 
-def slot_for(slots: Mapping[int, int], num_slots: int) -> int:
-    """The slot for a new snapshot: one that holds none, else that of the older one.
+def slot_to_replace(held: Mapping[int, tuple[int, int]], rank: int, kept_step: int | None) -> int | None:
+    """Which memory a new snapshot of a rank is written to; None: memory that holds nothing.
 
     Args:
-        slots: the step in each slot that holds a snapshot; all lie before that of the new one.
-        num_slots: how many there are.
+        held: the rank and step of each whole snapshot, by the number of its slot.
+        rank: whose snapshot is to be written; it is newer than all of this rank that are held.
+        kept_step: that must stay, whatever comes.
     """
-    return min(range(num_slots), key=lambda slot: slots.get(slot, -1))
+    own = {slot: step for slot, (whose, step) in held.items() if whose == rank}
+    if len(own) < NUM_KEPT:
+        return None
+    return min((slot for slot in own if own[slot] != kept_step), key=own.__getitem__)
 
 
-def outdated(slots: Mapping[int, int], step: int) -> list[int]:
+def outdated(held: Mapping[int, tuple[int, int]], step: int) -> list[int]:
     """The slots whose snapshots count no more when all ranks resume at ``step``: later steps will be computed again."""
-    return [slot for slot, held in slots.items() if held > step]
+    return [slot for slot, (_rank, of_step) in held.items() if of_step > step]

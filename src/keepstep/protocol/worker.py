@@ -110,8 +110,10 @@ class WorkerMachine:
         """The newest generation for which the safe point was reported, or which this rank fell out of."""
         self._snapshots: tuple[int, ...] = ()
         """The steps of the snapshots and checkpoints that this rank can load."""
+        self._second_copies: msg.SnapshotsByRank = ()
+        """The snapshots of other ranks that this worker keeps."""
         self.inherited: list[msg.InheritSnapshots] = []
-        """Where the snapshots of the processes are that held the rank before this one; the shell takes them out."""
+        """Where snapshots are in other memory of the node; the shell takes them out."""
         self._order: msg.Recover | None = None
         """From loading to training that of ``generation``, while standing that of a newer one; None before it came."""
         self._advanced = 0
@@ -143,7 +145,8 @@ class WorkerMachine:
                 self.assignment, self.rank = order, order.rank
             case msg.InheritSnapshots():
                 self.inherited.append(order)
-                self._snapshots = tuple(sorted({*self._snapshots, *order.steps}))
+                if self.rank in (None, order.rank):  # else it is to send them
+                    self._snapshots = tuple(sorted({*self._snapshots, *order.steps}))
             case msg.Stop() if order.generation > self._stop_generation:
                 return self._stop(order)
             case msg.Recover() if order.generation >= self._stop_generation:
@@ -358,8 +361,9 @@ class WorkerMachine:
             step, phase = self.stopped_in or (self.steps.step, self.steps.phase)
             current = None if self.partially_updated else self.steps.parameters_at
             would_communicate = self.communicates_in_update and self.steps.phase is Phase.SYNCED
-            report = (self._stop_generation, step, phase, self.own_reach(), current, self._snapshots, would_communicate)
-            return SendReport(msg.SafePointReached((self.worker,), *report))
+            at = (self._stop_generation, step, phase, self.own_reach(), current)
+            held = (self._snapshots, would_communicate, self._second_copies)
+            return SendReport(msg.SafePointReached((self.worker,), *at, *held))
         order = self._order
         if order is None or not order.generation == self._stop_generation == self._reported:
             return Wait()
@@ -387,17 +391,13 @@ class WorkerMachine:
         assert order is not None
         if self.is_over(order.generation):
             return self._stand(order.generation)
-        transfer = next((each for each in order.transfers if self._takes_part(each)), None)
         action = self._action(order)
         if action in (Action.RESTORE, Action.REWIND):
             self.partially_updated = True
-        return Load(order, action, transfer)
-
-    def _takes_part(self, transfer: msg.Transfer) -> bool:
-        return self.rank in transfer.receivers or self.rank in transfer.sources
+        return Load(order, action)
 
     def _action(self, order: msg.Recover) -> Action:
-        if any(self.rank in transfer.receivers for transfer in order.transfers):
+        if any(self.rank in transfer.receivers for transfer in (*order.transfers, *order.from_buddies)):
             return Action.RESTORE
         current = None if self.partially_updated else self.steps.parameters_at
         reached = frozenset(self.own_reach())
@@ -476,9 +476,14 @@ class WorkerMachine:
         self.stopped_in = (self.steps.step, self.steps.phase)
         self.steps.advance(StepEvent.STEP_UNDONE)
 
-    def can_load(self, snapshots: tuple[int, ...]) -> None:
-        """The steps of the snapshots and checkpoints that this rank can load, as of the safe point it has come to."""
-        self._snapshots = snapshots
+    def holds(self, snapshots: tuple[int, ...], second_copies: msg.SnapshotsByRank) -> None:
+        """What there is at the safe point that this rank has come to.
+
+        Args:
+            snapshots: the steps of the snapshots and checkpoints that it can load.
+            second_copies: what it keeps of other ranks.
+        """
+        self._snapshots, self._second_copies = snapshots, second_copies
 
     def saved(self, is_saved: bool) -> None:
         """The checkpoint of the step at which the job is drained is written, where this rank is to write one."""

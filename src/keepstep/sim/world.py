@@ -20,7 +20,7 @@ from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event, Schedule
 from keepstep.sim.cluster.scripts.once import OnceScript
 from keepstep.sim.cluster.scripts.startup import StartUpScript
-from keepstep.sim.cluster.transfers import Transfers
+from keepstep.sim.cluster.transfers import SimulatedSecondCopies, Transfers
 from keepstep.sim.cluster.values import History, Rows
 from keepstep.sim.cluster.worker import SimulatedWorker
 from keepstep.sim.oracle import Oracle
@@ -46,6 +46,7 @@ class World:
         self.collectives = Collectives(self)
         self.rendezvous = SimulatedRendezvous(self)
         self.transfers = Transfers(self)
+        self.second_copies = SimulatedSecondCopies(self)
         self.controller = SimulatedController(self)
         self.nodes = {node.name: SimulatedNode(self, node) for node in layout.nodes}
         self.workers: dict[int, SimulatedWorker] = {}
@@ -71,6 +72,7 @@ class World:
             **{relay.name: relay for relay in self.relays.all},
             "collectives": self.collectives,
             "transfers": self.transfers,
+            "second_copies": self.second_copies,
             "oracle": self.oracle,
             "once": self.once,
             "start-up": self.start_up,
@@ -171,7 +173,7 @@ class World:
 
     def loadable_by(self, worker: SimulatedProcess) -> tuple[int, ...]:
         """The steps of the checkpoints and snapshots that a worker can load."""
-        return tuple(sorted({*self.checkpoints(), *worker.snapshots.steps()}))
+        return tuple(sorted({*self.checkpoints(), *worker.snapshots.steps(worker.machine.rank)}))
 
     def checkpoints(self, before_s: float = math.inf) -> list[int]:
         """The steps of which there was a whole checkpoint at a time, by default now."""

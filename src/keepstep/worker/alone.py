@@ -48,7 +48,7 @@ class LinkAlone(Link):
                 self._give(Assign(0, 1, 0, 0, 1))
             case WorkerReady():
                 self._membership = Membership.of([Member(self.worker, "", report.shard)])
-                self._give(Recover(1, max((*report.reach, *report.snapshots)), (), self._membership))
+                self._give(Recover(1, max((*report.reach, *report.snapshots)), (), self._membership, (), None))
                 self._give(Resume(1))
             case StepsFinished():
                 self._give(Complete(1))

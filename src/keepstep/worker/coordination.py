@@ -23,7 +23,16 @@ from keepstep.cancel import CancelToken
 from keepstep.config import adopt_rank
 from keepstep.errors import InternalError, PeerLost
 from keepstep.protocol import moves
-from keepstep.protocol.messages import Rescue, StateRescued, Stop, Terminate, WorkerOrder, WorkerReady, text
+from keepstep.protocol.messages import (
+    Rescue,
+    SnapshotsByRank,
+    StateRescued,
+    Stop,
+    Terminate,
+    WorkerOrder,
+    WorkerReady,
+    text,
+)
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.waiting.operations import Operation
@@ -68,6 +77,8 @@ class Coordination:
         """Told of each moment of a recovery; the drill listens."""
         self.snapshots: Callable[[], tuple[int, ...]] = lambda: ()
         """Steps of the checkpoints that this rank can read now; asked by the training thread."""
+        self.second_copies: Callable[[], SnapshotsByRank] = tuple
+        """What this worker keeps of other ranks' snapshots; asked likewise."""
         self.digests: Callable[[], dict[str, str]] = dict
         """Digests of all protected state by name; the drill asks, in the training thread."""
         self.broken = CancelToken()
@@ -384,7 +395,7 @@ class Coordination:
                 if not (may_look and self.machine.owes_safe_point):
                     return self.machine.next_move(), self._num_orders
             may_look = False
-            self.machine.can_load(self.snapshots())
+            self.machine.holds(self.snapshots(), self.second_copies())
 
     def _await_order(self, num_orders: int) -> None:
         """Waits until more orders than ``num_orders`` have come.

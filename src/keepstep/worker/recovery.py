@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import NoReturn, assert_never
 
 from torch import distributed as dist
 
 from keepstep.cancel import Cancelled
 from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError
-from keepstep.protocol.messages import Rescue, text
+from keepstep.protocol.messages import Rescue, Transfer, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
+from keepstep.weights.memory.pieces import Held
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.digests import named_digests
+from keepstep.worker.state.image import StateHeader, describe
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
 from keepstep.worker.step.attempt import Attempt
@@ -48,6 +51,8 @@ class Recovery:
         self._generation: int | None = None
         """In which this rank trained last."""
         coordination.snapshots = self.snapshots
+        if snapshots is not None:
+            coordination.second_copies = snapshots.second_copies
         coordination.digests = lambda: named_digests(state)
         coordination.missing_values.protected = lambda: (tensor for _name, tensor in state.live_tensors())
 
@@ -105,8 +110,8 @@ class Recovery:
         if self._snapshots is not None:
             while self._machine.inherited:
                 kept = self._machine.inherited.pop(0)
-                self._snapshots.inherit(kept.path, kept.steps)
-            steps.update(self._snapshots.steps())
+                self._snapshots.inherit(kept.path, kept.rank, kept.steps)
+            steps.update(self._snapshots.steps(self._machine.rank))
         return tuple(sorted(steps))
 
     def hand_out(self, step: int) -> None:
@@ -117,7 +122,7 @@ class Recovery:
     def before_barrier(self) -> None:
         """This rank is about to say that it is synced: its snapshot of the step is complete by then."""
         if self._snapshots is not None:
-            self._snapshots.complete()
+            self._snapshots.complete(self._machine.steps.step, self._coordination.page.set_waiting)
 
     def snapshot_proposal(self) -> int | None:
         """See `Snapshots.proposal`."""
@@ -141,8 +146,9 @@ class Recovery:
         if self._machine.rank == 0 and not self._has_told_of_snapshots and self._snapshots is not None:
             self._has_told_of_snapshots = True
             each = "each step" if every == 1 else f"every {every} steps"
+            where = "their nodes, and of a second node" if self._snapshots.has_buddy else "their nodes"
             print(
-                f"keepstep: {each} all ranks copy their state into the memory of their nodes, for no other rank holds "
+                f"keepstep: {each} all ranks copy their state into the memory of {where}, for no other rank holds "
                 f"it: 2 x {self._snapshots.num_bytes / 1e6:.3g} MB on rank 0 (snapshot_every)",
                 file=sys.stderr,
                 flush=True,
@@ -191,6 +197,8 @@ class Recovery:
         """Waits for the checkpoint that is being written, and for the weights that are being published."""
         if self._checkpoints is not None:
             self._checkpoints.flush()
+        if self._snapshots is not None:
+            self._snapshots.flush()
         if self._publication is not None:
             self._publication.flush()
 
@@ -232,41 +240,49 @@ class Recovery:
             coordination.page.set_waiting(False)
         self._machine.loaded(received)
         if self._snapshots is not None:
-            self._snapshots.resumed(move.order.resume_step, self._machine.membership)
+            assert self._machine.rank is not None
+            order = move.order
+            self._snapshots.resumed(order.resume_step, self._machine.rank, self._machine.membership, order.kept_step)
         if move.action in (Action.RESTORE, Action.REWIND):
             coordination.show()
         self._resumed = move.order.resume_step > 0 or move.order.generation > 1
 
     def _get_there(self, move: Load) -> int:
         """Carries the action out and sends what others need; the number of bytes received."""
-        step, transfer, rank = move.order.resume_step, move.transfer, self._machine.rank
+        step, rank = move.order.resume_step, self._machine.rank
+        assert rank is not None
         received = 0
         if self._snapshots is not None and move.action in (Action.RESTORE, Action.REWIND):
             self._snapshots.release_state()
         match move.action:
             case Action.RESTORE:
-                assert transfer is not None
-                assert rank is not None
-                transport = self._transport()
-                received = receive_state(self._state, step, rank, transfer, transport, self._moved)
+                for transfer in move.receives(rank):
+                    received = receive_state(self._state, step, rank, transfer, self._transport(), self._moved)
                 self._state.layout.restored()
             case Action.REWIND:
-                self._rewind(step)
+                self._rewind(step, rank)
                 self._state.layout.restored()
             case Action.STAY | Action.ADVANCE:
                 pass
-        if transfer is not None and rank in transfer.sources:
-            assert rank is not None
-            transport = self._transport()
-            send_state(self._state, step, rank, transfer, transport, self._source, self._moved)
+        for transfer in move.sends(rank):
+            header, blocks = describe(self._state, step)
+            self._send(header, [block.held for block in blocks], transfer, rank)
+        for transfer in move.sends_copies(rank):
+            if self._snapshots is None:
+                raise RemoteProtocolError(f"rank {rank} keeps no snapshots, and is to send one of step {step}")
+            self.snapshots()  # takes in what the agent has told of
+            self._send(*self._snapshots.image(transfer.receivers, step), transfer, rank)
         return received
 
-    def _rewind(self, step: int) -> None:
+    def _send(self, header: StateHeader, held: Sequence[Held], transfer: Transfer, rank: int) -> None:
+        send_state(header, held, rank, transfer, self._transport(), self._source, self._moved)
+
+    def _rewind(self, step: int, rank: int) -> None:
         """Loads this rank's own snapshot of a step, or a checkpoint where there is none."""
-        if self._snapshots is not None and self._snapshots.load(step):
+        if self._snapshots is not None and self._snapshots.load(rank, step):
             return
         if self._checkpoints is None:
-            raise RemoteProtocolError(f"rank {self._machine.rank}: its snapshot of step {step} is gone")
+            raise RemoteProtocolError(f"rank {rank}: its snapshot of step {step} is gone")
         self._checkpoints.load(step)
 
     def _transport(self) -> StateTransport:

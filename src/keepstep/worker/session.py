@@ -19,13 +19,15 @@ from keepstep import config
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
 from keepstep.shared import lifeline, tagpage
+from keepstep.shared.snapshotfile import SnapshotFile
+from keepstep.weights.channels.group import Carrier
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.communicator import LOOPBACK
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.exchange import StartUpExchange
-from keepstep.worker.groups.registry import GroupRegistry
+from keepstep.worker.groups.registry import WORLD, GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.jobstore.default import DefaultStore
 from keepstep.worker.jobstore.store_client import StoreClient
@@ -41,6 +43,7 @@ from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
+from keepstep.worker.step.second_copies import SecondCopies
 from keepstep.worker.step.snapshots import Snapshots, parse_every
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
@@ -253,7 +256,21 @@ class Session:
             raise ConfigurationError(f"protect(snapshot_every={every}): snapshots of tensors on a GPU do not exist yet")
         if self._settings is None or every == 0 or not is_on_cpu:
             return None
-        return Snapshots(self._state, self._settings.snapshots_fd, every, max(1, self._settings.local_world_size))
+        file = SnapshotFile(self._settings.snapshots_fd)
+        copies = SecondCopies(file, self._background, self._second_copy_failed)
+        return Snapshots(self._state, file, every, copies, max(1, self._settings.local_world_size))
+
+    def _background(self) -> Carrier | None:
+        """What carries tensors beside what the training thread does, in the present generation."""
+        assert self._coordination.groups is not None
+        inner = self._coordination.groups.world.inner
+        return None if inner is None else inner.background
+
+    def _second_copy_failed(self, error: Exception) -> None:
+        """A second copy ended in an error, in a thread of its own: if the group is not down already, a peer is gone."""
+        groups = self._coordination.groups
+        if groups is not None and groups.world.inner is not None:
+            self._coordination.failed(WORLD, error)
 
     def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:
         if directory is None:

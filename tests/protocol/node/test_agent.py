@@ -83,7 +83,7 @@ class Node:
 
 
 def safe(*workers: int, step: int = 3) -> msg.SafePointReached:
-    return msg.SafePointReached(workers, 2, step, Phase.BACKWARD, (step,), step, (), False)
+    return msg.SafePointReached(workers, 2, step, Phase.BACKWARD, (step,), step, (), False, ())
 
 
 # ---- Orders ---------------------------------------------------------------------------------------------------------
@@ -100,7 +100,10 @@ def test_what_concerns_all_ranks_goes_to_those_that_hold_one() -> None:
     node = Node(ranks=2, spares=1)
     stop = msg.Stop(2, "rank 0 lost", None)
     assert node.order(stop) == [HandOver((0, 1), stop)]
-    assign, recover = msg.Assign(2, 2, 0, 0, 3), msg.Recover(2, 3, (), msg.Membership.of([msg.Member(0, "n", "0")]))
+    assign, recover = (
+        msg.Assign(2, 2, 0, 0, 3),
+        msg.Recover(2, 3, (), msg.Membership.of([msg.Member(0, "n", "0")]), (), None),
+    )
     assert node.order(assign, recover) == [HandOver((2,), assign), HandOver((0, 1, 2), recover)]
 
 
@@ -521,33 +524,33 @@ def test_what_was_meant_for_an_earlier_life_is_dropped(stale: msg.Packet | msg.N
 
 def test_what_a_lost_worker_has_left_is_told_before_its_loss() -> None:
     node = Node(ranks=2)
-    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, (3, 4))
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, ((0, (3, 4)), (5, (4,))))
     lost = msg.WorkerLost(0, Cause.SIGNAL, "killed by SIGKILL", True, IN_A_STEP, node.now_s)
-    assert node.heard() == [msg.SnapshotsLeft(0, (3, 4)), lost]
-    assert node.agent.training_thread_died(1, IN_A_STEP, node.now_s, (4,))
+    assert node.heard() == [msg.SnapshotsLeft(0, ((0, (3, 4)), (5, (4,)))), lost]
+    assert node.agent.training_thread_died(1, IN_A_STEP, node.now_s, ((1, (4,)),))
     died = msg.WorkerLost(1, Cause.EXIT, "its process died", True, IN_A_STEP, node.now_s)
-    assert node.heard() == [msg.SnapshotsLeft(1, (4,)), died]
+    assert node.heard() == [msg.SnapshotsLeft(1, ((1, (4,)),)), died]
 
 
 def test_what_a_fenced_worker_has_left_is_told_when_it_is_gone() -> None:
     node = Node(ranks=1)
     node.order(msg.FenceWorker(0, "it hangs"))
     assert node.heard() == []
-    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, (5,))
-    assert node.heard() == [msg.SnapshotsLeft(0, (5,)), msg.WorkerFenced(0)]
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, ((0, (5,)),))
+    assert node.heard() == [msg.SnapshotsLeft(0, ((0, (5,)),)), msg.WorkerFenced(0)]
 
 
 def test_a_worker_whose_script_is_through_leaves_nothing() -> None:
     node = Node(ranks=1)
-    node.agent.exited(0, Cause.EXIT, "", BETWEEN, node.now_s, (3,))
+    node.agent.exited(0, Cause.EXIT, "", BETWEEN, node.now_s, ((0, (3,)),))
     assert node.heard() == [msg.WorkerDone(0, 4)]
 
 
 def test_snapshots_are_passed_on_in_front_of_the_rank_and_let_go() -> None:
     node = Node(spares=1)
     assign = msg.Assign(0, 2, 1, 0, 3)
-    orders = node.order(msg.PassSnapshots(0, (7, 9)), assign)
-    assert orders == [PassMemory(0, (7, 9)), HandOver((0,), assign)]
+    orders = node.order(msg.PassSnapshots(0, 1, (7, 9)), assign)
+    assert orders == [PassMemory(0, 1, (7, 9)), HandOver((0,), assign)]
     assert node.order(msg.ReleaseSnapshots((7, 9))) == [ReleaseMemory((7, 9))]
 
 
@@ -555,6 +558,6 @@ def test_a_node_that_joins_again_lets_go_of_all_snapshots() -> None:
     node = Node(ranks=1)
     node.agent.receive(EVICTED, node.now_s)
     assert node.agent.take() == [Kill(0)]
-    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, (3,))
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, ((0, (3,)),))
     assert ReleaseMemory(None) in node.agent.take()
     assert node.heard() == []

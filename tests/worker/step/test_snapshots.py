@@ -13,11 +13,21 @@ from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismat
 from keepstep.protocol.messages import Member, Membership
 from keepstep.protocol.snapshots import NUM_TRIALS
 from keepstep.shared import snapshotfile
+from keepstep.shared.snapshotfile import SnapshotFile
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import snapshots as module
+from keepstep.worker.step.second_copies import SecondCopies
 from keepstep.worker.step.snapshots import Snapshots, parse_every
 
 LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
+
+
+RANK = 1
+
+
+def snapshots_of(state: ProtectedState, descriptor: int, every: int | None = 1) -> Snapshots:
+    file = SnapshotFile(os.dup(descriptor))
+    return Snapshots(state, file, every, SecondCopies(file, lambda: None, lambda error: None))
 
 
 class Rank:
@@ -29,15 +39,15 @@ class Rank:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.own = Keeps({"seen": 0})
         self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer, "own": self.own})
-        self.snapshots = Snapshots(self.state, os.dup(descriptor), every)
-        self.snapshots.resumed(0, LONE)
+        self.snapshots = snapshots_of(self.state, descriptor, every)
+        self.snapshots.resumed(0, RANK, LONE, None)
         self.contents: dict[int, Any] = {}
         """At each step that was handed out."""
 
     def step(self, step: int) -> None:
         self.contents[step] = content(self.state)
         self.snapshots.hand_out(step)
-        self.snapshots.complete()
+        self.snapshots.complete(step, lambda is_waiting: None)
         train(self.model, [self.optimizer], 1, step)
         self.own.state = {"seen": step + 1}
 
@@ -54,9 +64,9 @@ def test_a_rank_goes_back_to_either_of_its_two(memory: int, optimizer: str) -> N
     rank = Rank(memory, optimizer=optimizer)
     for step in range(5):
         rank.step(step)
-    assert rank.snapshots.steps() == (3, 4)
+    assert rank.snapshots.steps(RANK) == (3, 4)
     for back in (4, 3):
-        assert rank.snapshots.load(back)
+        assert rank.snapshots.load(RANK, back)
         assert content(rank.state) == rank.contents[back]
 
 
@@ -64,7 +74,7 @@ def test_to_a_step_before_there_was_optimizer_state(memory: int) -> None:
     rank = Rank(memory)
     rank.step(0)
     rank.step(1)
-    assert rank.snapshots.load(0)
+    assert rank.snapshots.load(RANK, 0)
     assert content(rank.state) == rank.contents[0]
     assert not rank.optimizer.state
 
@@ -75,21 +85,35 @@ def test_a_replacement_gets_what_the_former_process_has_left(memory: int) -> Non
         former.step(step)
     own = snapshotfile.create("own")
     replacement = Rank(own, every=2, seed=99)
-    replacement.snapshots.inherit(f"/proc/{os.getpid()}/fd/{memory}", (2, 4))
-    assert replacement.snapshots.steps() == (2, 4)
-    assert replacement.snapshots.load(4)
+    replacement.snapshots.inherit(f"/proc/{os.getpid()}/fd/{memory}", RANK, (2, 4))
+    assert replacement.snapshots.steps(RANK) == (2, 4)
+    assert replacement.snapshots.load(RANK, 4)
     assert content(replacement.state) == former.contents[4]
-    replacement.snapshots.resumed(4, LONE)
+    replacement.snapshots.resumed(4, RANK, LONE, None)
     replacement.step(4)
-    assert replacement.snapshots.steps() == (2, 4)
+    assert replacement.snapshots.steps(RANK) == (2, 4)
     replacement.snapshots.passed_barrier()
-    assert replacement.snapshots.steps() == (4,), "its own"
+    assert replacement.snapshots.steps(RANK) == (4,), "its own"
     assert content(replacement.state) == content(former_at_5(former))
     os.close(own)
 
 
+def test_another_rank_is_sent_what_is_in_memory(memory: int) -> None:
+    rank = Rank(memory)
+    for step in range(3):
+        rank.step(step)
+    header, held = rank.snapshots.image((0, RANK), 1)
+    assert header.step == 1
+    tensors = {entry.name: each.tensor for entry, each in zip(header.all_tensors, held, strict=True)}
+    rank.snapshots.load(RANK, 1)
+    for name, tensor in (*rank.state.parameters(), *rank.state.buffers(), *rank.state.optimizer_tensors()):
+        assert torch.equal(tensors[name], tensor), name
+    with pytest.raises(RemoteProtocolError, match="no snapshot of rank 0 at step 1 in memory"):
+        rank.snapshots.image((0,), 1)
+
+
 def former_at_5(former: Rank) -> ProtectedState:
-    former.snapshots.load(4)
+    former.snapshots.load(RANK, 4)
     train(former.model, [former.optimizer], 1, 4)
     former.own.state = {"seen": 5}
     return former.state
@@ -99,17 +123,17 @@ def test_what_lies_behind_the_step_at_which_all_resume_counts_no_more(memory: in
     rank = Rank(memory)
     for step in range(3):
         rank.step(step)
-    rank.snapshots.load(1)
-    rank.snapshots.resumed(1, LONE)
-    assert rank.snapshots.steps() == (1,)
-    assert not rank.snapshots.load(2)
+    rank.snapshots.load(RANK, 1)
+    rank.snapshots.resumed(1, RANK, LONE, None)
+    assert rank.snapshots.steps(RANK) == (1,)
+    assert not rank.snapshots.load(RANK, 2)
 
 
 def test_nothing_is_done_where_there_is_none_of_that_step(memory: int) -> None:
     rank = Rank(memory)
     rank.step(0)
     before = content(rank.state)
-    assert not rank.snapshots.load(7)
+    assert not rank.snapshots.load(RANK, 7)
     assert content(rank.state) == before
 
 
@@ -124,10 +148,10 @@ def test_a_forward_that_changes_buffers_changes_no_snapshot(memory: int, monkeyp
     rank.model(torch.randn(6, 4))
     rank.own.state["seen"] = 7
     assert content(rank.state) != rank.contents[0]
-    assert rank.snapshots.steps() == (), "not before it is complete"
+    assert rank.snapshots.steps(RANK) == (), "not before it is complete"
     may_begin.set()
-    rank.snapshots.complete()
-    assert rank.snapshots.load(0)
+    rank.snapshots.complete(1, lambda is_waiting: None)
+    assert rank.snapshots.load(RANK, 0)
     assert content(rank.state) == rank.contents[0]
 
 
@@ -141,13 +165,13 @@ def test_a_copy_that_is_cut_off_counts_for_nothing(memory: int, monkeypatch: pyt
     rank.step(1)
     may_begin.clear()
     rank.snapshots.hand_out(2)
-    assert rank.snapshots.steps() == (1,), "its slot was that of step 0"
+    assert rank.snapshots.steps(RANK) == (1,), "its slot was that of step 0"
     stopper = threading.Timer(0.05, may_begin.set)
     stopper.start()
     rank.snapshots.release_state()
     stopper.join()
-    assert rank.snapshots.steps() == (1,)
-    assert rank.snapshots.load(1)
+    assert rank.snapshots.steps(RANK) == (1,)
+    assert rank.snapshots.load(RANK, 1)
     assert content(rank.state) == rank.contents[1]
 
 
@@ -156,9 +180,9 @@ def test_a_step_that_comes_again_has_its_snapshot_already(memory: int) -> None:
     rank.step(0)
     rank.snapshots.hand_out(1)
     rank.snapshots.hand_out(1)
-    rank.snapshots.complete()
+    rank.snapshots.complete(1, lambda is_waiting: None)
     rank.snapshots.hand_out(1)
-    assert rank.snapshots.steps() == (0, 1)
+    assert rank.snapshots.steps(RANK) == (0, 1)
 
 
 def test_damage_is_no_state(memory: int) -> None:
@@ -168,7 +192,7 @@ def test_damage_is_no_state(memory: int) -> None:
     view = rank.snapshots._file._maps[0]
     view[len(view) // 2] ^= 1
     with pytest.raises(RemoteProtocolError, match="wrong checksum"):
-        rank.snapshots.load(0)
+        rank.snapshots.load(RANK, 0)
     assert content(rank.state) == before
 
 
@@ -176,9 +200,9 @@ def test_another_model_is_refused(memory: int) -> None:
     rank = Rank(memory)
     rank.step(0)
     model = torch.nn.Linear(7, 5)
-    other = Snapshots(ProtectedState({"model": model, "own": Keeps({})}), os.dup(memory), 1)
+    other = snapshots_of(ProtectedState({"model": model, "own": Keeps({})}), memory)
     with pytest.raises(StateMismatch, match="the snapshot"):
-        other.load(0)
+        other.load(RANK, 0)
 
 
 def test_memory_that_is_not_there(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:

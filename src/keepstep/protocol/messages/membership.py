@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from keepstep.errors import RemoteProtocolError
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -18,6 +21,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     node: str
     shard: str
     """What the rank holds; ranks of equal shards are replicas of each other."""
+    domain: str = ""
+    """What fails together with the node: a rack, a switch. Empty: the node alone."""
 
 
 class MembershipChange(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -36,7 +41,8 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
 
     workers: tuple[int, ...]
     """By rank."""
-    nodes: tuple[str, ...]
+    nodes: tuple[tuple[str, str], ...]
+    """The name and the failure domain of each."""
     node_numbers: tuple[int, ...]
     """By rank: which of ``nodes``."""
     shards: tuple[str, ...]
@@ -52,12 +58,13 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
     def of(cls, members: Iterable[Member]) -> Membership:
         """The membership of these members, in the order of their ranks."""
         listed = tuple(members)
-        nodes = {name: number for number, name in enumerate(dict.fromkeys(member.node for member in listed))}
+        places = [(member.node, member.domain) for member in listed]
+        nodes = {place: number for number, place in enumerate(dict.fromkeys(places))}
         shards = {name: number for number, name in enumerate(dict.fromkeys(member.shard for member in listed))}
         return cls(
             tuple(member.worker for member in listed),
             tuple(nodes),
-            tuple(nodes[member.node] for member in listed),
+            tuple(map(nodes.__getitem__, places)),
             tuple(shards),
             tuple(shards[member.shard] for member in listed),
         )
@@ -72,10 +79,11 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
         if not all(0 <= rank < self.world_size for rank in members):
             raise RemoteProtocolError(f"a change of ranks {sorted(members)} in a membership of {self.world_size} ranks")
         workers, node_numbers, shard_numbers = map(list, (self.workers, self.node_numbers, self.shard_numbers))
-        nodes, shards = (dict(zip(names, range(len(names)), strict=True)) for names in (self.nodes, self.shards))
+        nodes = {place: number for number, place in enumerate(self.nodes)}
+        shards = {name: number for number, name in enumerate(self.shards)}
         for rank, member in members.items():
             workers[rank] = member.worker
-            node_numbers[rank] = nodes.setdefault(member.node, len(nodes))
+            node_numbers[rank] = nodes.setdefault((member.node, member.domain), len(nodes))
             shard_numbers[rank] = shards.setdefault(member.shard, len(shards))
         return Membership(tuple(workers), *_in_order(nodes, node_numbers), *_in_order(shards, shard_numbers))
 
@@ -91,7 +99,8 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
 
     def member(self, rank: int) -> Member:
         """Who holds a rank, where, and what of the state."""
-        return Member(self.workers[rank], self.nodes[self.node_numbers[rank]], self.shard(rank))
+        node, domain = self.nodes[self.node_numbers[rank]]
+        return Member(self.workers[rank], node, self.shard(rank), domain)
 
     def shard(self, rank: int) -> str:
         """What a rank holds."""
@@ -110,7 +119,7 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
         return self.replicas[self.shard(rank)][0] == rank
 
 
-def _in_order(names: Iterable[str], numbers: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _in_order(names: Iterable[_Name], numbers: Sequence[int]) -> tuple[tuple[_Name, ...], tuple[int, ...]]:
     """The names that occur, in the order in which they do, and their numbers by rank; as `Membership.of` has them."""
     names, order = tuple(names), list(dict.fromkeys(numbers))
     if order == list(range(len(names))):

@@ -40,22 +40,25 @@ class Assign(Message, frozen=True):
 
 
 class PassSnapshots(Message, frozen=True):
-    """The worker is about to be given a rank: tell it of the snapshots of ``formers``, which held the rank before."""
+    """The worker is about to be given this rank, or to send its state to the one that is: tell it of the rank's
+    snapshots in the memory of ``keepers``."""
 
     worker: int
-    formers: tuple[int, ...]
+    rank: int
+    keepers: tuple[int, ...]
 
 
 class InheritSnapshots(Message, frozen=True):
-    """An agent tells a worker where the snapshots are of a process that held its rank before, and of which steps."""
+    """An agent tells a worker where snapshots of a rank are, and of which steps."""
 
     worker: int
+    rank: int
     path: str
     steps: tuple[int, ...]
 
 
 class ReleaseSnapshots(Message, frozen=True):
-    """All ranks have snapshots of their own again: the memory of these workers, which are gone, is needed no more."""
+    """All ranks have their snapshots again: the memory of these workers, which are gone, is needed no more."""
 
     workers: tuple[int, ...]
 
@@ -92,6 +95,11 @@ class Recover(Message, frozen=True):
     membership: Membership | MembershipChange
     """Of this generation. To an agent the controller sends what has changed since the last membership that it told it;
     a worker gets the whole."""
+    from_buddies: tuple[Transfer, ...]
+    """Of state that its one source does not hold itself: it sends from the second copy that it keeps of a snapshot."""
+    kept_step: int | None
+    """The newest step to which all ranks can go back whatever is lost next. Its snapshots stay until all ranks have
+    those of the resume step."""
 
 
 class MembershipTold(Message, frozen=True):

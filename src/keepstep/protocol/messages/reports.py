@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from keepstep.protocol.messages.base import Cause, Message, Seconds, Tag
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import Standing
@@ -20,6 +22,10 @@ class RankAwaited(Message, frozen=True):
     """A spare's script has come to a line that needs its rank: it can go no further, and can be given one."""
 
     worker: int
+
+
+SnapshotsByRank: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""Ranks, and the steps of the snapshots of each, ascending."""
 
 
 class WorkerReady(Message, frozen=True):
@@ -48,7 +54,8 @@ class CollectiveFailed(Message, frozen=True):
 
 class SafePointReached(Message, frozen=True):
     """The workers stand still and can say what their shards can be at. ``generation`` is the one named by `Stop`.
-    ``would_communicate``: the update that they were synced for holds a collective, which would be cut off."""
+    ``would_communicate``: the update that they were synced for holds a collective, which would be cut off.
+    ``second_copies``: what each of them keeps of other ranks' snapshots."""
 
     workers: tuple[int, ...]
     generation: int
@@ -58,6 +65,7 @@ class SafePointReached(Message, frozen=True):
     current_step: int | None
     snapshots: tuple[int, ...]
     would_communicate: bool
+    second_copies: SnapshotsByRank
 
 
 class GroupsReset(Message, frozen=True):
@@ -187,11 +195,11 @@ class WorkerLost(Message, frozen=True):
 
 
 class SnapshotsLeft(Message, frozen=True):
-    """A worker is gone and has left snapshots of these steps in memory that its agent holds. Comes before what tells
-    that it is gone."""
+    """A worker is gone and has left snapshots in memory that its agent holds: its own, and second copies of other
+    ranks'. Comes before what tells that it is gone."""
 
     worker: int
-    steps: tuple[int, ...]
+    snapshots: SnapshotsByRank
 
 
 class WorkerEnded(Message, frozen=True):

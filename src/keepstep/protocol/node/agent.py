@@ -198,7 +198,7 @@ class AgentMachine:
                     self.liveness.watch(order.worker, order.rank, now_s)
                     self._effects.append(HandOver((order.worker,), order))
             case msg.PassSnapshots():
-                self._effects.append(PassMemory(order.worker, order.formers))
+                self._effects.append(PassMemory(order.worker, order.rank, order.keepers))
             case msg.ReleaseSnapshots():
                 self._effects.append(ReleaseMemory(order.workers))
             case msg.MembershipTold():
@@ -288,7 +288,7 @@ class AgentMachine:
             self._effects.append(Kill(number))
 
     def exited(
-        self, number: int, cause: Cause, detail: str, tag: Tag, at_s: float, snapshots: tuple[int, ...] = ()
+        self, number: int, cause: Cause, detail: str, tag: Tag, at_s: float, snapshots: msg.SnapshotsByRank = ()
     ) -> None:
         """A worker's process is gone.
 
@@ -298,7 +298,7 @@ class AgentMachine:
             detail: how it ended; empty for exit code 0.
             tag: the last word of its tag page.
             at_s: when, on the clock of ``now_s``.
-            snapshots: the steps of those in its memory.
+            snapshots: those in its memory.
         """
         process = self._processes.pop(number, None)
         self.liveness.forget(number)
@@ -319,7 +319,7 @@ class AgentMachine:
             self._say(msg.WorkerLost(number, cause, detail or MIDDLE_OF_A_STEP, True, tag, at_s))
         self._leave_if_drained()
 
-    def training_thread_died(self, number: int, tag: Tag, at_s: float, snapshots: tuple[int, ...] = ()) -> bool:
+    def training_thread_died(self, number: int, tag: Tag, at_s: float, snapshots: msg.SnapshotsByRank = ()) -> bool:
         """A worker's training thread is dead; its process ends after it.
 
         In a step that is a loss, with any exit status: the process can touch nothing any more. Outside of a step
@@ -338,9 +338,9 @@ class AgentMachine:
         self._say(msg.WorkerLost(number, Cause.EXIT, "its process died", True, tag, at_s))
         return True
 
-    def _tell_of_snapshots(self, number: int, steps: tuple[int, ...]) -> None:
-        if steps:
-            self._say(msg.SnapshotsLeft(number, steps))
+    def _tell_of_snapshots(self, number: int, snapshots: msg.SnapshotsByRank) -> None:
+        if snapshots:
+            self._say(msg.SnapshotsLeft(number, snapshots))
 
     # ---- what workers say and show ----------------------------------------------------------------------------------
 

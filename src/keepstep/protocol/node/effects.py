@@ -71,10 +71,11 @@ class ReleaseMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassMemory:
-    """Tell a worker where the snapshots of workers are that are gone."""
+    """Tell a worker where snapshots of a rank are: in the memory of these workers, be they alive or gone."""
 
     worker: int
-    formers: tuple[int, ...]
+    rank: int
+    keepers: tuple[int, ...]
 
 
 AgentEffect = Spawn | Kill | Signal | HandOver | Leave | Depart | LookCloser | PassMemory | ReleaseMemory

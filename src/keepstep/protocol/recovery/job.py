@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from keepstep.protocol.messages import Membership, MembershipChange, ReleaseSnapshots
+from collections.abc import Sequence
+
+from keepstep.protocol.messages import Membership, MembershipChange, PassSnapshots, ReleaseSnapshots
 from keepstep.protocol.recovery.end.drain import JobDrain
 from keepstep.protocol.recovery.orders import Orders
-from keepstep.protocol.recovery.placement.kept import SnapshotRegister
+from keepstep.protocol.recovery.placement.kept import KeptSnapshots, SnapshotRegister
 from keepstep.protocol.recovery.placement.quarantine import Quarantine
-from keepstep.protocol.recovery.placement.roster import Roster
+from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.processes import Processes
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.recovery.records import RecoveryRecord
@@ -56,6 +58,13 @@ class JobState:
             return self.membership
         return told.change_to(self.membership)
 
+    def pass_snapshots(self, worker: Worker, rank: int, kept: Sequence[KeptSnapshots]) -> None:
+        """Tells a worker where snapshots are in the memory of its node, of the rank that it is given or sends to."""
+        others = tuple(each.worker for each in kept if each.worker != worker.worker)
+        if others:
+            order = PassSnapshots(worker.worker, rank, others)
+            self.orders.send(worker.node, order, f"rank {rank} has snapshots in the memory there")
+
     def release_snapshots(self, reason: str) -> None:
         """What nodes hold of workers that are gone is needed no more."""
         for node, workers in self.snapshots.release().items():
@@ -66,6 +75,7 @@ class JobState:
         self.generation += 1
         self.record = RecoveryRecord(self.generation, cause, detail, now_s)
         self.connected.clear()
+        self.snapshots.forget_live()
         self.standstill.clear()
         self.drain.interrupted()
         for worker in self.roster.holders():

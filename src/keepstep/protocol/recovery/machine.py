@@ -233,8 +233,8 @@ class RecoveryMachine:
                     self.standstill.stands(message, now_s)
             case msg.StepObserved():
                 self._job.record.observe_step(message.node, message.at_s, message.step_s)
-                # A rank has passed the gradient barrier, so each has a snapshot of the step at which all resumed.
-                self._job.release_snapshots("all ranks have snapshots of their own again")
+                # A rank has passed the gradient barrier, so each has its snapshots of the step at which all resumed.
+                self._job.release_snapshots("all ranks have their snapshots again")
                 self._go(self._stage.step_observed(now_s), now_s)
             case msg.StoreRequested():
                 raise InternalError("store requests are answered by the controller's rendezvous, not by its machine")
@@ -259,6 +259,8 @@ class RecoveryMachine:
             case msg.SafePointReached():
                 for number in numbers:
                     self.roster.workers[number].safe = message
+                    if message.second_copies:
+                        job.snapshots.keeps(self.roster.workers[number], message.second_copies)
                 self.progress.reached(min(message.reach, default=0))
             case msg.GroupsReset():
                 job.connected.update(numbers)
@@ -284,7 +286,7 @@ class RecoveryMachine:
                 if message.fatal or self._is_in_start_up(worker):
                     self._go(ToEnded(verdicts.failed(worker, message.error)), now_s)
             case msg.SnapshotsLeft():
-                self._job.snapshots.add(worker, message.steps)
+                self._job.snapshots.left(worker, message.snapshots)
             case msg.WorkerLost():
                 self._lost(worker, message, now_s)
             case msg.WorkerEnded():
@@ -344,6 +346,7 @@ class RecoveryMachine:
         spares: list[tuple[Worker, msg.WorkerLost]] = []
         for worker, message in lost:
             self._stage.awaited.discard(worker.worker)
+            self._job.snapshots.forget(worker)
             detail = worker.explain(message.detail)
             if message.cause not in (msg.Cause.NODE, msg.Cause.MOVED) and self._stage.blames_places:
                 self.quarantine.failed(Place(worker.node, worker.device), detail, now_s)

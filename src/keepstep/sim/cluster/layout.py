@@ -47,6 +47,8 @@ class SimulatedDurations:
     restore_s: float = 0.05
     snapshot_s: float = 0.15
     """The copy of a rank's state into memory, beside forward and backward."""
+    second_copy_s: float = 0.15
+    """From a rank to its buddy on another node."""
     stop_s: float = 0.005
     """From the flag to the next stop point in forward or backward."""
     local_s: float = 0.0001
@@ -159,7 +161,8 @@ def draw_snapshots(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
     num_shards = len(set(layout.shards))
     if num_shards == 1 or rng.random() < (0.3 if num_shards == layout.world_size else 0.6):
         return layout
-    durations = dataclasses.replace(layout.durations, snapshot_s=rng.choice((0.01, 0.15, 0.15, 0.6)))
+    snapshot_s, second_copy_s = rng.choice((0.01, 0.15, 0.15, 0.6)), rng.choice((0.02, 0.15, 1.0))
+    durations = dataclasses.replace(layout.durations, snapshot_s=snapshot_s, second_copy_s=second_copy_s)
     checkpoint_every = layout.checkpoint_every if rng.random() < 0.3 else None
     every = rng.choice((1, 1, 2, 3))
     return dataclasses.replace(layout, snapshot_every=every, durations=durations, checkpoint_every=checkpoint_every)

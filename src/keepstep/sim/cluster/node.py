@@ -177,9 +177,10 @@ class SimulatedNode:
                     for number in effect.workers:
                         self._terminate(number)
                 case PassMemory():
-                    for former in effect.formers:
-                        if steps := self._steps_of(former):
-                            self._hand_over(effect.worker, msg.InheritSnapshots(effect.worker, str(former), steps))
+                    for keeper in effect.keepers:
+                        if (memory := self.memory_of(keeper)) and (steps := memory.steps(effect.rank)):
+                            found = msg.InheritSnapshots(effect.worker, effect.rank, str(keeper), steps)
+                            self._hand_over(effect.worker, found)
                 case ReleaseMemory():
                     for number in tuple(self.memories) if effect.workers is None else effect.workers:
                         if (memory := self.memories.pop(number, None)) is not None:
@@ -239,10 +240,10 @@ class SimulatedNode:
         elif number in self._starting:
             self._starting[number].append(order)
 
-    def _steps_of(self, number: int) -> tuple[int, ...]:
-        """The steps of the snapshots that a worker has, or had when it ended."""
+    def _snapshots_of(self, number: int) -> msg.SnapshotsByRank:
+        """What is in the memory that a worker has, or had when it ended."""
         memory = self.memory_of(number)
-        return () if memory is None else tuple(sorted(memory.steps.values()))
+        return () if memory is None else memory.by_rank()
 
     def memory_of(self, number: int) -> SimulatedMemory | None:
         """What a worker has left, or has."""
@@ -260,19 +261,19 @@ class SimulatedNode:
     def training_thread_died(self, incarnation: int, number: int) -> None:
         """The kernel has taken back the lock that a worker's training thread held."""
         if self.is_up and incarnation == self._machine.incarnation and number in self.workers:
-            steps = self._steps_of(number)
-            self._machine.training_thread_died(number, self.workers[number].tag, self.clock_s, steps)
+            snapshots = self._snapshots_of(number)
+            self._machine.training_thread_died(number, self.workers[number].tag, self.clock_s, snapshots)
             self._proceed()
 
     def exited(self, incarnation: int, number: int) -> None:
         """The kernel tells how a process has ended."""
         if self.is_up and incarnation == self._machine.incarnation:
-            steps = self._steps_of(number)
+            snapshots = self._snapshots_of(number)
             worker = self.workers.pop(number)
-            if steps:
+            if snapshots:
                 self.memories[number] = worker.memory
             cause, detail = worker.exit
-            self._machine.exited(number, cause, detail, worker.tag, self.clock_s, steps)
+            self._machine.exited(number, cause, detail, worker.tag, self.clock_s, snapshots)
             self._proceed()
 
     def step_completed(self, worker: SimulatedProcess, generation: int, step: int) -> None:

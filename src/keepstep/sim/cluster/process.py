@@ -17,7 +17,7 @@ from keepstep.protocol.worker import WorkerMachine, WorkerState
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.layout import SimulatedDurations
 from keepstep.sim.cluster.schedule import Event
-from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots
+from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots, Snapshot
 from keepstep.sim.cluster.values import History, LocalValue, Rows
 
 if TYPE_CHECKING:
@@ -175,6 +175,42 @@ class SimulatedProcess(ABC):
         """An answer of the controller's record of the start-up comes."""
         if not self.is_stuck:
             self.world.start_up.heard(self.process, answer)
+
+    # ---- its snapshots ----------------------------------------------------------------------------------------------
+
+    def second_copies(self) -> msg.SnapshotsByRank:
+        """What it keeps of other ranks."""
+        return tuple((rank, steps) for rank, steps in self.memory.by_rank() if rank != self.machine.rank)
+
+    def take_snapshot(self, step: int) -> None:
+        """A step is handed out: its snapshot begins, if one is due."""
+        assert self.machine.rank is not None
+        snapshot = Snapshot(self.machine.rank, step, self.shard, self.parameters, self.local.rows)
+        before = self.world.oracle.snapshots.survivable(self)
+        if (copy := self.snapshots.hand_out(snapshot)) is not None:
+            self.world.oracle.snapshots.written_over(before, self)
+            self._after(self.world.draw(self._durations.snapshot_s), "copied", copy)
+        elif (held := self.memory.find(snapshot.rank, step)) is not None:
+            self.world.second_copies.send(self, held)
+
+    @held_while_stopped
+    def copied(self, copy: int) -> None:
+        """The thread of the snapshots is through with one."""
+        if (snapshot := self.snapshots.copied(copy)) is not None:
+            self.world.oracle.snapshots.taken(self, snapshot)
+            self.world.second_copies.send(self, snapshot)
+            self._is_copied()
+
+    @held_while_stopped
+    def second_copy_there(self, snapshot: Snapshot) -> None:
+        """The buddy has all of a snapshot."""
+        if self.snapshots.unsent == snapshot.step:
+            self.snapshots.unsent = None
+            self._is_copied()
+
+    @abstractmethod
+    def _is_copied(self) -> None:
+        """A snapshot is whole, here or with the buddy."""
 
     # ---- what other parts tell the script ---------------------------------------------------------------------------
 

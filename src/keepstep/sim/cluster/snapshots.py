@@ -1,20 +1,19 @@
-"""The snapshots of one simulated process, in memory of its node, which outlives it."""
+"""The snapshots of simulated processes, in memory of their nodes, which outlives them."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from keepstep.protocol.messages import Membership
-from keepstep.protocol.snapshots import SnapshotSchedule, outdated, slot_for
+from keepstep.protocol.messages import Membership, SnapshotsByRank
+from keepstep.protocol.snapshots import SnapshotSchedule, buddies, outdated, slot_to_replace
 from keepstep.sim.cluster.values import History, Rows
-
-NUM_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """A rank's state at one step."""
 
+    rank: int
     step: int
     shard: str | None
     parameters: History
@@ -22,21 +21,46 @@ class Snapshot:
 
 
 class SimulatedMemory:
-    """Two slots, which the node holds as well as the process."""
+    """What a process has its snapshots in, and those of other ranks; its node holds it as well."""
 
     def __init__(self) -> None:
-        self.slots: dict[int, Snapshot] = {}
+        self._slots: dict[int, Snapshot | None] = {}
+        """None while it is written."""
         self.is_lost = False
         """It has gone with its node, or its agent has let go of it because the node was given up."""
 
     @property
-    def steps(self) -> dict[int, int]:
-        """The step of the whole snapshot in each slot that has one."""
-        return {slot: snapshot.step for slot, snapshot in self.slots.items()}
+    def held(self) -> dict[int, tuple[int, int]]:
+        """The rank and step of the whole snapshot in each slot that has one."""
+        return {slot: (each.rank, each.step) for slot, each in self._slots.items() if each is not None}
 
-    def find(self, step: int) -> Snapshot | None:
+    def by_rank(self) -> SnapshotsByRank:
+        """The steps of each rank's whole snapshots."""
+        ranks = sorted({rank for rank, _step in self.held.values()})
+        return tuple((rank, self.steps(rank)) for rank in ranks)
+
+    def steps(self, rank: int | None) -> tuple[int, ...]:
+        """Those of one rank's snapshots, ascending."""
+        return tuple(sorted(step for whose, step in self.held.values() if whose == rank))
+
+    def find(self, rank: int | None, step: int) -> Snapshot | None:
         """The snapshot of a step."""
-        return next((each for each in self.slots.values() if each.step == step), None)
+        return next((each for each in self._slots.values() if each and (each.rank, each.step) == (rank, step)), None)
+
+    def open(self, rank: int, kept_step: int | None) -> int:
+        """The slot for a new snapshot of a rank."""
+        slot = slot_to_replace(self.held, rank, kept_step)
+        slot = next(number for number in range(99) if number not in self._slots) if slot is None else slot
+        self._slots[slot] = None
+        return slot
+
+    def seal(self, slot: int, snapshot: Snapshot) -> None:
+        """All of it is there."""
+        self._slots[slot] = snapshot
+
+    def discard(self, slot: int) -> None:
+        """What is in a slot counts no more."""
+        self._slots.pop(slot, None)
 
 
 class SimulatedSnapshots:
@@ -48,29 +72,38 @@ class SimulatedSnapshots:
         self._copy: tuple[int, int, Snapshot] | None = None
         """Its number, its slot, and what will be there."""
         self._num_copies = 0
-        self._inherited: dict[int, SimulatedMemory] = {}
-        """By step, that of processes which held this rank before."""
+        self._inherited: dict[tuple[int, int], SimulatedMemory] = {}
+        """By rank and step, other memory of the node."""
+        self.kept_step: int | None = None
+        """That must not be written over before all ranks have their snapshots again."""
+        self.unsent: int | None = None
+        """The step of the snapshot that the buddy does not have yet."""
 
     @property
     def is_copying(self) -> bool:
         """Whether a snapshot is being taken."""
         return self._copy is not None
 
-    def steps(self) -> tuple[int, ...]:
-        """The steps that the process can go back to, ascending."""
-        return tuple(sorted({*self._inherited, *self._memory.steps.values()}))
+    def is_complete(self, step: int) -> bool:
+        """Whether the rank may say that it is synced in a step."""
+        return not self.is_copying and not (self.unsent is not None and self._schedule.is_second_copy_due(step))
 
-    def inherit(self, memory: SimulatedMemory, steps: tuple[int, ...]) -> None:
-        """The process takes the rank of one that is gone."""
-        self._inherited |= dict.fromkeys(steps, memory)
+    def steps(self, rank: int | None) -> tuple[int, ...]:
+        """The steps that the process can go back to, ascending."""
+        inherited = {step for whose, step in self._inherited if whose == rank}
+        return tuple(sorted({*inherited, *self._memory.steps(rank)}))
+
+    def inherit(self, memory: SimulatedMemory, rank: int, steps: tuple[int, ...]) -> None:
+        """The process takes the rank of one that is gone, or is to send its state."""
+        self._inherited |= {(rank, step): memory for step in steps}
 
     def hand_out(self, snapshot: Snapshot) -> int | None:
         """A step is handed out, with this state; the number of the copy that begins, if one does."""
-        steps = self._memory.steps
-        if self._copy or not self._schedule.is_due(snapshot.step) or snapshot.step in steps.values():
+        if self._copy or not self._schedule.is_due(snapshot.step):
             return None
-        slot = slot_for(steps, NUM_SLOTS)
-        self._memory.slots.pop(slot, None)
+        if self._memory.find(snapshot.rank, snapshot.step):
+            return None
+        slot = self._memory.open(snapshot.rank, self.kept_step)
         self._num_copies += 1
         self._copy = (self._num_copies, slot, snapshot)
         return self._num_copies
@@ -80,31 +113,40 @@ class SimulatedSnapshots:
         if self._copy is None or self._copy[0] != number:
             return None
         _, slot, snapshot = self._copy
-        self._memory.slots[slot] = snapshot
+        self._memory.seal(slot, snapshot)
         self._copy = None
         return snapshot
 
     def cancel(self) -> None:
         """The state is about to be written."""
+        if self._copy is not None:
+            self._memory.discard(self._copy[1])
         self._copy = None
 
-    def find(self, step: int) -> Snapshot | None:
-        """What to go back to, if there is any of that step."""
-        if (own := self._memory.find(step)) is not None:
-            return own
-        return self._inherited[step].find(step) if step in self._inherited else None
+    def find(self, rank: int, step: int) -> Snapshot | None:
+        """What to go back to, or to send, if there is any of that step."""
+        inherited = self._inherited.get((rank, step), self._memory)
+        return self._memory.find(rank, step) or inherited.find(rank, step)
 
     def resumed(self, step: int, membership: Membership | None) -> None:
         """The process stands at the step at which all resume."""
         self.cancel()
-        for slot in outdated(self._memory.steps, step):
-            del self._memory.slots[slot]
-        self._inherited = {held: memory for held, memory in self._inherited.items() if held <= step}
+        for slot in outdated(self._memory.held, step):
+            self._memory.discard(slot)
+        self._inherited = {key: memory for key, memory in self._inherited.items() if key[1] <= step}
+        self.unsent = None
         self._schedule.resumed(step, membership)
 
-    def passed_barrier(self) -> None:
-        """Every rank has a snapshot of its own again."""
+    def passed_barrier(self, rank: int | None, membership: Membership | None) -> None:
+        """Every rank has its snapshots again."""
         self._inherited.clear()
+        if self.kept_step is None or membership is None:
+            return
+        self.kept_step = None
+        guarded = {rank} | {each for each, buddy in buddies(membership).items() if buddy == rank}
+        for slot, (whose, _step) in self._memory.held.items():
+            if whose not in guarded:
+                self._memory.discard(slot)
 
     def is_due(self, step: int) -> bool:
         """Whether every rank that is synced in a step has a snapshot of it."""

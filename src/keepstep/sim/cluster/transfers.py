@@ -1,4 +1,4 @@
-"""State on its way from the ranks that hold it to those that need it."""
+"""State on its way from ranks to others: in a recovery to those that need it, in training as a second copy."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import Transfer
+from keepstep.protocol.snapshots import buddies
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
-from keepstep.sim.cluster.values import INCOMPLETE
+from keepstep.sim.cluster.snapshots import Snapshot
+from keepstep.sim.cluster.values import INCOMPLETE, History, Rows
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
+
+STOPPED_S = 0.1
+"""Until a copy is looked at again whose sender or receiver is stopped."""
 
 
 @dataclasses.dataclass(slots=True)
 class _UnderWay:
     transfer: Transfer
+    step: int
     there: dict[int, SimulatedProcess] = dataclasses.field(default_factory=dict)
     """rank -> its process."""
 
@@ -28,9 +34,9 @@ class Transfers:
         self._world = world
         self._open: dict[tuple[int, Transfer], _UnderWay] = {}
 
-    def come(self, worker: SimulatedProcess, generation: int, transfer: Transfer) -> None:
-        """A source or a receiver is ready; the bytes move when all are."""
-        under_way = self._open.setdefault((generation, transfer), _UnderWay(transfer))
+    def come(self, worker: SimulatedProcess, generation: int, transfer: Transfer, step: int) -> None:
+        """A source or a receiver is ready; the bytes of the resume step move when all are."""
+        under_way = self._open.setdefault((generation, transfer), _UnderWay(transfer, step))
         assert worker.machine.rank is not None
         under_way.there[worker.machine.rank] = worker
         if not transfer.sources or len(under_way.there) < len(transfer.sources) + len(transfer.receivers):
@@ -51,9 +57,20 @@ class Transfers:
             worker.sent()
             return
         sources = [under_way.there[source] for source in under_way.transfer.sources]
-        copies = {(source.shard, source.parameters, source.local.rows) for source in sources}
+        copies = {self._sent_by(source, under_way) for source in sources}
         shard, parameters, rows = min(copies, key=repr)
         worker.received(parameters if len(copies) == 1 else (*parameters, INCOMPLETE), shard, rows)
+
+    def _sent_by(self, source: SimulatedProcess, under_way: _UnderWay) -> tuple[str | None, History, Rows]:
+        """What a source holds itself, or keeps as the buddy of a receiver."""
+        shards = {self._world.shard_of(rank) for rank in under_way.transfer.receivers}
+        if source.shard in shards:
+            return source.shard, source.parameters, source.local.rows
+        kept = (source.snapshots.find(rank, under_way.step) for rank in under_way.transfer.receivers)
+        found = next((each for each in kept if each is not None), None)
+        if found is None:
+            return None, (INCOMPLETE,), source.local.rows
+        return found.shard, found.parameters, found.rows
 
     def leave(self, process: int) -> None:
         """A process ends, or breaks its connections: the processes that still wait for it wait in vain."""
@@ -65,3 +82,51 @@ class Transfers:
                     if other.process != process and self._world.coin():
                         event = Event(f"worker {other.process}", "transfer_broke", ())
                         self._world.schedule.after(self._world.draw(0.01), event)
+
+
+class SimulatedSecondCopies:
+    """Snapshots on their way from ranks to their buddies."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def send(self, sender: SimulatedProcess, snapshot: Snapshot) -> None:
+        """A rank has a snapshot that its buddy lacks: the bytes begin to move."""
+        membership = sender.machine.membership
+        buddy = None if membership is None else buddies(membership).get(snapshot.rank)
+        if buddy is None or membership is None:
+            return
+        sender.snapshots.unsent = snapshot.step
+        number = membership.workers[buddy]
+        receiver = next((each for each in self._world.rank_holders() if each.number == number), None)
+        if receiver is None or receiver.machine.generation != sender.machine.generation:
+            return  # it is lost, or a stop is on its way
+        if receiver.memory.find(snapshot.rank, snapshot.step) is not None:
+            sender.second_copy_there(snapshot)
+            return
+        before = self._world.oracle.snapshots.survivable(receiver)
+        slot = receiver.memory.open(snapshot.rank, sender.snapshots.kept_step)
+        self._world.oracle.snapshots.written_over(before, receiver)
+        key = (sender.process, receiver.process, sender.machine.generation, slot)
+        delay_s = self._world.draw(self._world.layout.durations.second_copy_s)
+        self._world.schedule.after(delay_s, Event("second_copies", "arrive", (*key, snapshot)))
+
+    def arrive(self, sender: int, receiver: int, generation: int, slot: int, snapshot: Snapshot) -> None:
+        """The last byte is there, if nothing was cut off meanwhile."""
+        source, target = self._world.workers.get(sender), self._world.workers.get(receiver)
+        assert target is not None
+        assert source is not None
+        if source.is_stopped or target.is_stopped:
+            again = Event("second_copies", "arrive", (sender, receiver, generation, slot, snapshot))
+            self._world.schedule.after(STOPPED_S, again)
+            return
+        is_connected = all(
+            each.is_alive and each.machine.generation == generation and not each.machine.interrupted
+            for each in (source, target)
+        )
+        if not is_connected:
+            target.memory.discard(slot)
+            return
+        target.memory.seal(slot, snapshot)
+        self._world.oracle.snapshots.doubled(target, snapshot)
+        source.second_copy_there(snapshot)

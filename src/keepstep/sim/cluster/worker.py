@@ -22,7 +22,6 @@ from keepstep.protocol.worker import WorkerState as State
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.process import SimulatedProcess, held_while_stopped
-from keepstep.sim.cluster.snapshots import Snapshot
 from keepstep.sim.cluster.values import INCOMPLETE, History, Rows
 
 if TYPE_CHECKING:
@@ -61,9 +60,10 @@ class SimulatedWorker(SimulatedProcess):
         super().__init__(world, node, process, wanted)
         self._connecting = 0
         """The generation in which it connects, or did last."""
-        self._loading_step = 0
-        self._awaits_copy: int | None = None
+        self._loading_step = self._awaits_copy = 0
         """The activity in which the training thread waits for a snapshot, in front of the gradient barrier."""
+        self._to_do: list[msg.Transfer] = []
+        """The transfers of a recovery in which it is still to take part."""
         self._gradients: int | None = None
         """The step whose complete gradients it holds."""
         self._activity = 0
@@ -78,7 +78,7 @@ class SimulatedWorker(SimulatedProcess):
         if isinstance(order, msg.OnceAnswered):
             return self.world.once.answered(self, order)
         if isinstance(order, msg.InheritSnapshots) and (memory := self.node.memory_of(int(order.path))) is not None:
-            self.snapshots.inherit(memory, order.steps)
+            self.snapshots.inherit(memory, order.rank, order.steps)
         if isinstance(order, msg.Assign):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
@@ -125,7 +125,7 @@ class SimulatedWorker(SimulatedProcess):
                 return
             self._show()
             if machine.state in (State.TRAINING, State.FINISHED, State.READY, State.RECOVERED, State.STANDING):
-                machine.can_load(self.world.loadable_by(self))
+                machine.holds(self.world.loadable_by(self), self.second_copies())
             match move := machine.next_move():
                 case moves.SendReport():
                     self._say(move.report)
@@ -287,19 +287,23 @@ class SimulatedWorker(SimulatedProcess):
             self.parameters += (INCOMPLETE,)  # half overwritten, until all has come
         if move.action is Action.REWIND:
             self.shard = self.world.shard_of(self.machine.rank)
-            if (snapshot := self.snapshots.find(step)) is not None:
+            if (snapshot := self.snapshots.find(self.machine.rank or 0, step)) is not None:
                 self.shard, self.parameters, rows = snapshot.shard, snapshot.parameters, snapshot.rows
             else:
                 self.parameters, rows = self.world.read_checkpoint(self.shard, step)
             self._take_over(rows)
-        if move.transfer is None:
-            self._begin(
-                self.world.draw(self._durations.restore_s) if move.action is Action.REWIND else 0.0, Activity.LOADED
-            )
-        else:
+        self.snapshots.kept_step, rank = move.order.kept_step, self.machine.rank
+        self._to_do = [*move.receives(rank), *move.sends(rank), *move.sends_copies(rank)]
+        if self._to_do:
             self._is_waiting = True
             self._begin(CONNECT_DEADLINE_S, Activity.FALL_OUT, "the transfer did not end")
-            self.world.transfers.come(self, move.order.generation, move.transfer)
+            self._next_transfer()
+            return
+        reading_s = self.world.draw(self._durations.restore_s) if move.action is Action.REWIND else 0.0
+        self._begin(reading_s, Activity.LOADED)
+
+    def _next_transfer(self) -> None:
+        self.world.transfers.come(self, self.machine.generation, self._to_do.pop(0), self._loading_step)
 
     @held_while_stopped
     def received(self, parameters: History, shard: str | None, rows: Rows) -> None:
@@ -326,11 +330,15 @@ class SimulatedWorker(SimulatedProcess):
         self._loaded(0)
 
     def _loaded(self, received_bytes: int) -> None:
-        if self.machine.state is State.LOADING and not self.is_stuck and self.is_alive:
-            self._activity += 1
-            self.machine.loaded(received_bytes)
-            self.snapshots.resumed(self._loading_step, self.machine.membership)
-            self.go()
+        if self.machine.state is not State.LOADING or self.is_stuck or not self.is_alive:
+            return
+        if self._to_do:
+            self._next_transfer()
+            return
+        self._activity += 1
+        self.machine.loaded(received_bytes)
+        self.snapshots.resumed(self._loading_step, self.machine.membership)
+        self.go()
 
     def _save(self) -> None:
         self.machine.saved(self.world.checkpoint(self, len(self.parameters)))
@@ -358,26 +366,19 @@ class SimulatedWorker(SimulatedProcess):
         self.world.oracle.drain.begins_step(self, step)
         self.world.oracle.members.begins_step(self)
         self._gradients = None
-        self._take_snapshot(step)
+        self.take_snapshot(step)
         self.local.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)
         self._show()
         self._begin(self.world.draw(self._durations.forward_s), Activity.FORWARD)
 
-    def _take_snapshot(self, step: int) -> None:
-        copy = self.snapshots.hand_out(Snapshot(step, self.shard, self.parameters, self.local.rows))
-        if copy is not None:
-            self._after(self.world.draw(self._durations.snapshot_s), "copied", copy)
-
-    @held_while_stopped
-    def copied(self, copy: int) -> None:
-        """The thread of the snapshots is through with one."""
-        if (snapshot := self.snapshots.copied(copy)) is None:
-            return
-        self.world.oracle.snapshots.taken(self, snapshot)
-        if self._awaits_copy == self._activity and not self.is_stuck:
-            self._awaits_copy = None
-            self._synced(snapshot.step)
+    def _is_copied(self) -> None:
+        step, is_at_it = self.machine.steps.step, self._awaits_copy == self._activity and not self.is_stuck
+        if is_at_it:
+            self._is_waiting = not self.snapshots.is_copying
+        if is_at_it and self.snapshots.is_complete(step):
+            self._is_waiting = False
+            self._synced(step)
 
     def _forward(self) -> None:
         if self.machine.interrupted:
@@ -423,9 +424,9 @@ class SimulatedWorker(SimulatedProcess):
         else:
             self._gradients = step
             self.local.gathered(rows)
-            if self.snapshots.is_copying:
+            if not self.snapshots.is_complete(step):
                 self._activity += 1
-                self._awaits_copy = self._activity
+                self._awaits_copy, self._is_waiting = self._activity, not self.snapshots.is_copying
             else:
                 self._synced(step)
 
@@ -470,7 +471,7 @@ class SimulatedWorker(SimulatedProcess):
     def _update(self) -> None:
         """The rank has left the gradient barrier."""
         self.world.oracle.commits(self, self.machine.steps.step)
-        self.snapshots.passed_barrier()
+        self.snapshots.passed_barrier(self.machine.rank, self.machine.membership)
         self.machine.steps.advance(StepEvent.BARRIER_LEFT)
         self._show()
         follows = Activity.REDUCE if self.world.layout.reduces_after_update else Activity.COMPLETE

@@ -147,7 +147,9 @@ class Oracle:
     def _resumes(self, worker: SimulatedProcess, cohort: Cohort, step: int) -> None:
         if cohort.resumed_at is None:
             self._check_resume_step(cohort, step)
-            self.snapshots.resumes(step)
+            before = [] if self._trained is None else list(self._trained.members.values())
+            is_new = all(each.is_first_holder and each not in before for each in cohort.members.values())
+            self.snapshots.resumes(-1 if is_new else step)
             cohort.resumed_at = self.furthest = step
             self._harmed.clear()
             self._state_lost = False
@@ -161,17 +163,22 @@ class Oracle:
     def commits(self, worker: SimulatedProcess, step: int) -> None:
         """A process leaves the gradient barrier and begins to change its parameters."""
         cohort = self._cohort_of(worker)
-        self.snapshots.passed_barrier(worker, cohort.members.values(), step)
+        if cohort is self.cohorts[-1]:  # of a past that was given up there is nothing to go back to
+            self.snapshots.passed_barrier(worker, cohort.members.values(), step)
+        self.snapshots.survives_any_node(worker, step)
         for newer in self.cohorts[cohort.number :]:
             if newer.resumed_at is None or newer.resumed_at > step:
                 continue
             if self._world.layout.reduces_after_update and newer.resumed_at == step:
                 continue  # the step counts when its last collective is through, which needs all ranks
             # A whole cohort that is cut off may go on for itself until it is told, but not one with members in both.
-            if both := [str(other) for rank, other in newer.members.items() if cohort.members[rank] is other]:
+            # A process that was cut off with all of its shard left the others with its snapshot only.
+            both = {rank: other for rank, other in newer.members.items() if cohort.members[rank] is other}
+            if self._world.shard_of(worker.machine.rank) in set(map(self._world.shard_of, both)):
+                other = next(iter(both.values()))
                 raise ViolationError(
                     Check.OLD_COMMIT,
-                    f"{worker} commits step {step}, and {both[0]}, which was in it, has resumed at {newer.resumed_at}",
+                    f"{worker} commits step {step}, and {other}, which was in it, has resumed at {newer.resumed_at}",
                 )
 
     def completed(self, worker: SimulatedProcess, step: int) -> None:

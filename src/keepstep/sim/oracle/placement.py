@@ -114,7 +114,9 @@ class MembershipWatch:
         machine, told = worker.machine, worker.machine.membership
         if told is None or machine.rank is None:
             raise ViolationError(Check.MEMBERSHIP, f"{worker} trains and was told no membership")
-        own = Member(worker.number, worker.node.name, self._world.shard_of(machine.rank))
+        node = worker.node.name
+        domain = next(each.domain for each in self._world.layout.nodes if each.name == node)
+        own = Member(worker.number, node, self._world.shard_of(machine.rank), domain)
         if told.world_size != self._world.layout.world_size or told.member(machine.rank) != own:
             raise ViolationError(Check.MEMBERSHIP, f"{worker} is {own}, and was told {told}")
         others = self._told.setdefault(machine.generation, told)

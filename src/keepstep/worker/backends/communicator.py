@@ -137,6 +137,15 @@ class Communicator(Carrier, Protocol):
         """Why an operation has failed."""
         ...
 
+    @property
+    def background(self) -> Carrier:
+        """Moves tensors beside what the training thread does, from any thread.
+
+        These operations are not counted, and the observer is told of none: no rank stands still in one of them. They
+        end with the communicator, as all do.
+        """
+        ...
+
     def barrier(self, greatest: Tensor | None = None) -> dist.Work:
         """Meets all members. Waiting raises RuntimeError when one is gone or the communicator was aborted.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,6 +47,16 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     def empty(self) -> torch.Tensor:
         """A new tensor of this form, its content undefined."""
         return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the block, which fills one run of memory."""
+        return math.prod(self.shape) * self.element_bytes
+
+    def tensor_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor whose bytes these are, shape [bytes or more], as `byte_view` has them."""
+        flat = memory[: self.num_bytes].view(getattr(torch, self.dtype))
+        return flat.as_strided(self.shape, self.strides)
 
     def form(self, with_strides: bool) -> str:
         """The tensor's form for a message, such as ``float32[2, 3]``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -35,7 +35,7 @@ from keepstep.weights.memory.copies import checksum_in, copy_of
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
 from keepstep.weights.spans import Spans
 from keepstep.worker.state import neighbour
-from keepstep.worker.state.image import StateHeader, describe, finish, targets
+from keepstep.worker.state.image import StateHeader, finish, targets
 from keepstep.worker.state.protected import ProtectedState
 
 _CHECKSUM_BYTES = 8
@@ -93,8 +93,8 @@ class Source:
 
 
 def send_state(
-    state: ProtectedState,
-    step: int,
+    content: StateHeader,
+    held: Sequence[Held],
     rank: int,
     route: Transfer,
     transport: StateTransport,
@@ -104,8 +104,8 @@ def send_state(
     """Sends this source's share of the shard to every receiver.
 
     Args:
-        state: the live objects; only read.
-        step: the step that the parameters are at.
+        content: what the state consists of.
+        held: its tensors, live or of a snapshot, in the order of ``content``; only read.
         rank: this rank, one of ``route.sources``.
         route: the same on all sides.
         transport: what carries it.
@@ -118,13 +118,12 @@ def send_state(
         Cancelled: by the stop of ``transport``.
     """
     group = transport.group
-    content, blocks = describe(state, step)
     header = SourceHeader(source.limits, content)
     if rank == route.sources[0]:
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
     plan = RankPlan(_transfer_layout(header, route), rank)
-    plan.prepare([block.held for block in blocks])
+    plan.prepare(held)
     connections = {
         receiver: connection for receiver in route.receivers if (connection := _call(receiver, rank, source.h2d, group))
     }

@@ -1,8 +1,9 @@
-"""Snapshots of this rank's state in memory: for shards that no other rank holds.
+"""Snapshots of this rank's state in memory: for shards whose holders may all be lost at once.
 
 Between two updates parameters and optimizer state do not change. So the copy for a step begins when the step is handed
 out, runs in a thread of its own beside forward and backward, and is awaited in front of the gradient barrier. It goes
-into memory that the agent holds as well (`keepstep.shared.snapshotfile`).
+into memory that the agent holds as well (`keepstep.shared.snapshotfile`), and from there to a buddy on another node
+(`keepstep.worker.step.second_copies`).
 
 A snapshot is the length of a `StateHeader` as msgpack, the header, and the tensors' bytes in its order, each at a
 multiple of 64.
@@ -17,7 +18,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -27,12 +28,14 @@ import xxhash
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.freememory import free_bytes
-from keepstep.protocol.messages import Membership
-from keepstep.protocol.snapshots import SnapshotSchedule, fewest_steps, outdated, slot_for
-from keepstep.shared.snapshotfile import NUM_SLOTS, SnapshotFile
+from keepstep.protocol.messages import Membership, SnapshotsByRank
+from keepstep.protocol.snapshots import NUM_KEPT, SnapshotSchedule, fewest_steps
+from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
 from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
+from keepstep.weights.memory.pieces import Held
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.step.second_copies import SecondCopies
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
@@ -79,8 +82,8 @@ class _Copy:
     processor_s: float = 0.0
     """What it took of a core."""
 
-    def run(self, file: SnapshotFile) -> None:
-        """Fills the slot and seals it. Runs in the thread of the snapshots."""
+    def run(self, file: SnapshotFile, rank: int) -> WholeSnapshot | None:
+        """Fills the slot and seals it. Runs in the thread of the snapshots. None: it was cancelled."""
         begun_s = time.thread_time()
         checksum, hashed = xxhash.xxh3_128(), 0
         with memoryview(self.view) as memory:
@@ -89,15 +92,17 @@ class _Copy:
                 size = piece.tensor.numel()
                 for begin in range(0, size, _CHUNK_BYTES):
                     if self.is_cancelled:
-                        return
+                        return None
                     end = min(size, begin + _CHUNK_BYTES)
                     if not piece.is_copied:
                         copy_bytes(start + piece.offset + begin, piece.tensor.data_ptr() + begin, end - begin)
                     checksum.update(memory[hashed : piece.offset + end])
                     hashed = piece.offset + end
             checksum.update(memory[hashed : self.num_bytes])
-        file.seal(self.slot, self.step, self.num_bytes, checksum.digest())
+        whole = WholeSnapshot(self.slot, rank, self.step, self.num_bytes, checksum.digest())
+        file.seal(whole)
         self.processor_s = time.thread_time() - begun_s
+        return whole
 
 
 class _Cost:
@@ -116,6 +121,7 @@ class _Cost:
         self._begun_s = self._idle_s = self._prepared_s = 0.0
         self._num_bytes = 0
         """Of a copy. It grows once, when there is optimizer state; what cost less before that tells nothing."""
+        self._sending_s = 0.0
         self._step_s = self._cost_s = math.inf
         """The least of all; steps are the same, and what disturbs them only makes them longer."""
 
@@ -142,23 +148,38 @@ class _Cost:
         cost_s = self._prepared_s + waited_s + max(0.0, processor_s - idle_s)
         self._cost_s = min(self._cost_s, cost_s)
 
+    def sent(self, sending_s: float) -> None:
+        """A buddy has the step's copy.
+
+        Args:
+            sending_s: how long that took. The next one cannot be on its way before.
+        """
+        self._sending_s = min(self._sending_s or sending_s, sending_s)
+
     def fewest_steps(self) -> int:
         """How many steps must lie between two snapshots; 1 where none was taken that could be measured."""
-        return 1 if math.isinf(self._cost_s) else fewest_steps(self._cost_s, self._step_s)
+        if math.isinf(self._cost_s):
+            return 1
+        return max(fewest_steps(self._cost_s, self._step_s), math.ceil(self._sending_s / self._step_s))
 
 
 class Snapshots:
     """The snapshots of one rank. All methods are called by the training thread."""
 
-    def __init__(self, state: ProtectedState, descriptor: int, every: int | None, num_ranks: int = 1) -> None:
+    def __init__(
+        self, state: ProtectedState, file: SnapshotFile, every: int | None, copies: SecondCopies, num_ranks: int = 1
+    ) -> None:
         """Args:
         state: the protected objects.
-        descriptor: of the memory, as `snapshotfile.create` makes it.
+        file: this worker's memory.
         every: steps from one snapshot to the next; 0: none is taken; None: see `SnapshotSchedule`.
+        copies: those of other ranks in the same memory, and this rank's with its buddy.
         num_ranks: how many this node holds.
         """
         self._state = state
-        self._file = SnapshotFile(descriptor)
+        self._file = file
+        self._copies = copies
+        self._rank = -1
         self._schedule = SnapshotSchedule(every)
         self._cost = _Cost(num_ranks)
         self._thread = ThreadPoolExecutor(1, "keepstep-snapshot")
@@ -166,21 +187,30 @@ class Snapshots:
         self._running: Future[None] | None = None
         self.num_bytes = 0
         """Of the last one."""
-        self._inherited: dict[int, SnapshotFile] = {}
-        """step -> the memory of a process that held this rank before and has left a snapshot of it that counts."""
+        self._inherited: dict[tuple[int, int], SnapshotFile] = {}
+        """rank and step -> other memory of this node in which there is a snapshot that counts."""
 
-    def steps(self) -> tuple[int, ...]:
-        """The steps that this rank can go back to, ascending."""
-        return tuple(sorted({*self._inherited, *self._file.steps.values()}))
+    def steps(self, rank: int | None) -> tuple[int, ...]:
+        """The steps that this worker can go back to as this rank, ascending."""
+        if rank is None:
+            return ()
+        inherited = {step for whose, step in self._inherited if whose == rank}
+        return tuple(sorted({*inherited, *self._file.steps(rank)}))
 
-    def inherit(self, path: str, steps: Iterable[int]) -> None:
-        """This process takes the rank of one that is gone, whose memory its agent still holds.
+    def second_copies(self) -> SnapshotsByRank:
+        """What this worker keeps of other ranks."""
+        return self._copies.held()
+
+    def inherit(self, path: str, rank: int, steps: Iterable[int]) -> None:
+        """This process takes a rank, or is to send its state, of which the agent holds snapshots in other memory.
 
         Args:
             path: of that memory.
-            steps: of the snapshots in it.
+            rank: whose snapshots.
+            steps: of them.
         """
-        self._inherited |= dict.fromkeys(steps, SnapshotFile(os.open(path, os.O_RDONLY)))
+        file = SnapshotFile(os.open(path, os.O_RDONLY))
+        self._inherited |= {(rank, step): file for step in steps}
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
@@ -194,8 +224,9 @@ class Snapshots:
             return
         if self._schedule.every is None:
             self._cost.begin()
-        held = self._file.steps
-        if step in held.values():
+        self._copies.hand_out()
+        if (held := self._file.find(self._rank, step)) is not None:
+            self._copies.send(held)
             return
         header, blocks = describe(self._state, step)
         head = msgspec.msgpack.encode(header)
@@ -208,7 +239,7 @@ class Snapshots:
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             pieces.append(_Piece(content, offset, first_buffer <= index < first_optimizer or index >= last))
             end = offset + content.numel()
-        slot = slot_for(held, NUM_SLOTS)
+        slot = self._file.choose(self._rank, self._copies.kept_step)
         view = self._open(slot, end)
         view[: _LENGTH_BYTES + len(head)] = len(head).to_bytes(_LENGTH_BYTES, "little") + head
         memory = torch.frombuffer(view, dtype=torch.uint8)
@@ -216,12 +247,29 @@ class Snapshots:
             if piece.is_copied:
                 memory[piece.offset : piece.offset + piece.tensor.numel()] = piece.tensor
         self._copy = _Copy(step, slot, end, view, pieces)
-        self._running = self._thread.submit(self._copy.run, self._file)
+        self._running = self._thread.submit(self._run, self._copy)
         if self._schedule.every is None:
             self._cost.prepared()
 
-    def complete(self) -> None:
-        """Waits until the snapshot that is being taken is whole: the update may begin."""
+    def _run(self, copy: _Copy) -> None:
+        """Runs in the thread of the snapshots."""
+        try:
+            whole = copy.run(self._file, self._rank)
+        finally:
+            self._file.leave(copy.slot)
+        if whole is not None:
+            self._copies.send(whole)
+
+    def complete(self, step: int, set_waiting: Callable[[bool], None]) -> None:
+        """Waits until all is whole that has to be before this rank counts as synced in a step.
+
+        Args:
+            step: the present one.
+            set_waiting: told before and after a wait for another rank.
+
+        Raises:
+            ConfigurationError: the buddy's node has no memory for it.
+        """
         if self._copy is not None and self._running is not None:
             begun_s = time.monotonic()
             self._running.result()
@@ -229,6 +277,20 @@ class Snapshots:
                 self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s, self._copy.num_bytes)
             self.num_bytes = self._copy.num_bytes
             self._copy = self._running = None
+        if self._schedule.is_second_copy_due(step):
+            set_waiting(True)
+            try:
+                sending_s = self._copies.wait()
+            finally:
+                set_waiting(False)
+            if sending_s is not None and self._schedule.every is None:
+                self._cost.sent(sending_s)
+
+    def flush(self) -> None:
+        """The last step is complete: waits for what is under way, so that no other rank waits for this one."""
+        if self._running is not None:
+            self._running.result()
+        self._copies.wait()
 
     def proposal(self, step: int) -> int | None:
         """What this rank says in the gradient barrier of ``step`` on how many steps are to lie between two snapshots.
@@ -246,6 +308,11 @@ class Snapshots:
         """Steps from one snapshot to the next; 0: none is taken; None: it is being measured."""
         return self._schedule.every
 
+    @property
+    def has_buddy(self) -> bool:
+        """Whether another rank keeps this one's snapshots, too."""
+        return self._copies.has_buddy
+
     def _open(self, slot: int, num_bytes: int) -> mmap.mmap:
         try:
             more_bytes = num_bytes - self._file.capacity(slot)
@@ -253,8 +320,9 @@ class Snapshots:
                 raise OSError(errno.ENOMEM, f"{free / 1e6:.0f} MB are left")
             return self._file.open_for_writing(slot, num_bytes)
         except OSError as error:
+            self._file.leave(slot)
             raise ConfigurationError(
-                f"this rank's snapshots take {NUM_SLOTS} x {num_bytes / 1e6:.0f} MB of memory, which is not there: "
+                f"this rank's snapshots take {NUM_KEPT} x {num_bytes / 1e6:.0f} MB of memory, which is not there: "
                 f'{error.strerror}; give the job more, or protect(snapshot_every="off")'
             ) from error
 
@@ -270,8 +338,8 @@ class Snapshots:
         """The state is about to be written: no copy of it goes on."""
         self._cancel()
 
-    def load(self, step: int) -> bool:
-        """Puts the state of ``step`` into the protected objects.
+    def load(self, rank: int, step: int) -> bool:
+        """Puts the state of a rank at a step into the protected objects.
 
         Returns:
             whether this rank has a snapshot of it; if not, nothing was done.
@@ -280,39 +348,79 @@ class Snapshots:
             RemoteProtocolError: its checksum is wrong, or it is of another step than it says. It counts no more.
             StateMismatch: it is of other objects than these, which have not been touched.
         """
-        if step in self._file.steps.values():
-            file = self._file
-        elif step in self._inherited:
-            file = self._inherited[step]
-        else:
+        file = self._where(rank, step)
+        if file is None:
             return False
-        with contextlib.closing(file.read(step)) as view:
+        with contextlib.closing(file.read(rank, step)) as view:
             self._load_from(view, step)
         return True
 
+    def _where(self, rank: int, step: int) -> SnapshotFile | None:
+        if self._file.find(rank, step) is not None:
+            return self._file
+        return self._inherited.get((rank, step))
+
+    def image(self, ranks: Collection[int], step: int) -> tuple[StateHeader, list[Held]]:
+        """The state of one of some ranks at a step, as a snapshot in memory of this node has it.
+
+        Raises:
+            RemoteProtocolError: there is none, or its checksum is wrong.
+        """
+        found = ((rank, file) for rank in ranks if (file := self._where(rank, step)) is not None)
+        rank, file = next(found, (min(ranks), self._file))
+        view = file.read(rank, step)  # closed with the last tensor that is made of it
+        header, offsets = _read_header(view, step)
+        memory = torch.frombuffer(view, dtype=torch.uint8)
+        return header, [
+            Held(entry.tensor_in(memory[offset:]), entry.box)
+            for entry, offset in zip(header.all_tensors, offsets, strict=True)
+        ]
+
     def _load_from(self, view: mmap.mmap, step: int) -> None:
-        length = int.from_bytes(view[:_LENGTH_BYTES], "little")
-        header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=StateHeader)
-        if header.step != step:
-            raise RemoteProtocolError(f"the snapshot of step {step} in memory says it is of step {header.step}")
+        header, offsets = _read_header(view, step)
         tensors, host_tensors = targets(self._state, header, "the snapshot")
-        end = _LENGTH_BYTES + length
         with memoryview(view) as memory:
             start = address_of(memory)
-            for tensor in map(byte_view, tensors):
-                offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            for tensor, offset in zip(map(byte_view, tensors), offsets, strict=True):
                 copy_bytes(tensor.data_ptr(), start + offset, tensor.numel())
-                end = offset + tensor.numel()
         finish(self._state, header, host_tensors)
 
-    def resumed(self, step: int, membership: Membership | None) -> None:
-        """This rank stands at the step at which all resume. What is of later steps counts no more."""
+    def resumed(self, step: int, rank: int, membership: Membership | None, kept_step: int | None) -> None:
+        """This rank stands at the step at which all resume. What is of later steps counts no more.
+
+        Args:
+            step: that one.
+            rank: the one that this worker holds.
+            membership: of the generation.
+            kept_step: see `keepstep.protocol.messages.Recover`.
+        """
         self._cancel()
-        for slot in outdated(self._file.steps, step):
-            self._file.discard(slot)
-        self._inherited = {held: file for held, file in self._inherited.items() if held <= step}
+        self._rank = rank
+        for each in self._file.whole:
+            if each.step > step:
+                self._file.discard(each.slot)
+        self._inherited = {key: file for key, file in self._inherited.items() if key[1] <= step}
         self._schedule.resumed(step, membership)
+        self._copies.resumed(rank, membership if self._schedule.every != 0 else None, kept_step)
 
     def passed_barrier(self) -> None:
-        """Every rank has complete gradients, and with them its own snapshot of the step at which it resumed."""
+        """Every rank has complete gradients, and with them its snapshots of the step at which it resumed."""
         self._inherited.clear()
+        self._copies.passed_barrier()
+
+
+def _read_header(view: mmap.mmap, step: int) -> tuple[StateHeader, list[int]]:
+    """A snapshot's header, and where each of its tensors begins.
+
+    Raises:
+        RemoteProtocolError: it is of another step.
+    """
+    length = int.from_bytes(view[:_LENGTH_BYTES], "little")
+    header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=StateHeader)
+    if header.step != step:
+        raise RemoteProtocolError(f"the snapshot of step {step} in memory says it is of step {header.step}")
+    offsets, end = [], _LENGTH_BYTES + length
+    for entry in header.all_tensors:
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = offsets[-1] + entry.num_bytes
+    return header, offsets

@@ -1,45 +1,80 @@
-"""The snapshots that nodes still hold of workers that are gone."""
+"""The snapshots that nodes hold of lost ranks: their own, and second copies with their buddies."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from keepstep.protocol.messages import SnapshotsByRank
 from keepstep.protocol.recovery.placement.roster import Worker
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptSnapshots:
-    """What one worker has left in the memory that its agent holds."""
+    """What one worker's memory holds of a rank's snapshots."""
 
+    rank: int
     worker: int
     node: str
     steps: frozenset[int]
+    is_own: bool
+    """Whether that worker held the rank itself. If not it is, or was, the rank's buddy."""
+    is_live: bool
+    """Whether that worker is alive."""
 
 
 class SnapshotRegister:
-    """By rank, until all ranks have snapshots of their own again."""
+    """By rank. Those of workers that are gone stand until all ranks have their snapshots again, others until a stop."""
 
     def __init__(self) -> None:
         self._kept: defaultdict[int, list[KeptSnapshots]] = defaultdict(list)
 
-    def add(self, worker: Worker, steps: Iterable[int]) -> None:
+    def left(self, worker: Worker, snapshots: SnapshotsByRank) -> None:
         """A rank's process is gone, and has left these."""
-        if worker.rank is not None and (found := frozenset(steps)):
-            self._kept[worker.rank].append(KeptSnapshots(worker.worker, worker.node, found))
+        self.forget(worker)
+        for rank, steps in snapshots:
+            is_own = rank == worker.rank
+            self._kept[rank].append(
+                KeptSnapshots(rank, worker.worker, worker.node, frozenset(steps), is_own, is_live=False)
+            )
 
-    def of(self, rank: int) -> list[KeptSnapshots]:
-        """What is left of a rank's former processes."""
-        return self._kept.get(rank, [])
+    def keeps(self, worker: Worker, second_copies: SnapshotsByRank) -> None:
+        """A live worker keeps these."""
+        for rank, steps in second_copies:
+            copies = KeptSnapshots(rank, worker.worker, worker.node, frozenset(steps), is_own=False, is_live=True)
+            self._kept[rank].append(copies)
+
+    def forget(self, worker: Worker) -> None:
+        """A live worker keeps nothing that is known of."""
+        for rank, listed in self._kept.items():
+            self._kept[rank] = [kept for kept in listed if not kept.is_live or kept.worker != worker.worker]
+
+    def forget_live(self) -> None:
+        """All live workers are about to say anew what they keep."""
+        for rank, listed in self._kept.items():
+            self._kept[rank] = [kept for kept in listed if not kept.is_live]
+
+    @property
+    def has_second_copies(self) -> bool:
+        """Whether a rank that is alive keeps snapshots of another one."""
+        return any(kept.is_live for listed in self._kept.values() for kept in listed)
+
+    def all_of(self, rank: int) -> Sequence[KeptSnapshots]:
+        """What is known of a rank's snapshots, but for those in the memory of its live worker."""
+        return self._kept.get(rank, ())
+
+    def of(self, rank: int, step: int) -> list[KeptSnapshots]:
+        """Where the snapshot of a step is."""
+        return [kept for kept in self.all_of(rank) if step in kept.steps]
 
     def steps(self, rank: int) -> frozenset[int]:
         """The steps to which a replacement can bring the rank."""
-        return frozenset().union(*(kept.steps for kept in self.of(rank)))
+        return frozenset().union(*(kept.steps for kept in self.all_of(rank)))
 
     def on_node(self, rank: int, node: str) -> list[KeptSnapshots]:
         """What a replacement on a node can load."""
-        return [kept for kept in self.of(rank) if kept.node == node and kept.steps]
+        return [kept for kept in self.all_of(rank) if kept.node == node and kept.steps]
 
     def node_lost(self, node: str) -> None:
         """What it held is gone."""
@@ -55,10 +90,11 @@ class SnapshotRegister:
             self._kept[rank] = earlier
 
     def release(self) -> dict[str, tuple[int, ...]]:
-        """All ranks have snapshots of their own: what is kept may go, workers by node."""
-        by_node: defaultdict[str, list[int]] = defaultdict(list)
+        """All ranks have their snapshots: what is kept may go. Workers that are gone, by node."""
+        by_node: defaultdict[str, set[int]] = defaultdict(set)
         for listed in self._kept.values():
             for kept in listed:
-                by_node[kept.node].append(kept.worker)
+                if not kept.is_live:
+                    by_node[kept.node].add(kept.worker)
         self._kept.clear()
         return {node: tuple(sorted(workers)) for node, workers in by_node.items()}

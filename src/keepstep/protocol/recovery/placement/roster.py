@@ -108,14 +108,17 @@ class Roster:
     def membership(self) -> Membership:
         """All rank holders as one value, with the shards that they reported. Every rank has a holder."""
         holders = (self._holders[rank] for rank in range(self.world_size))
-        return Membership.of(Member(each.worker, each.node, each.ready.shard if each.ready else "") for each in holders)
+        return Membership.of(self._member(each, each.ready.shard if each.ready else "") for each in holders)
 
     def change_since(self, before: Membership) -> MembershipChange:
         """The ranks that have another holder than in an earlier membership; they hold the same shards as there."""
         holders, ranks = self._holders, enumerate(before.workers)
         changed = [(rank, each) for rank, worker in ranks if (each := holders[rank]).worker != worker]
-        members = ((rank, Member(each.worker, each.node, before.shard(rank))) for rank, each in changed)
-        return MembershipChange(tuple(members))
+        return MembershipChange(tuple((rank, self._member(each, before.shard(rank))) for rank, each in changed))
+
+    def _member(self, worker: Worker, shard: str) -> Member:
+        domain = self.nodes[worker.node].domain
+        return Member(worker.worker, worker.node, shard, "" if domain == worker.node else domain)
 
     def live_on(self, nodes: Sequence[str], numbers: Sequence[Sequence[int]]) -> list[int]:
         """Those workers of some nodes, by node, that are there and not lost."""
@@ -282,6 +285,10 @@ class Roster:
     def holders(self) -> Collection[Worker]:
         """The live workers that hold a rank, in no particular order; a view that changes with the roster."""
         return self._holders.values()
+
+    def holder(self, rank: int) -> Worker:
+        """The live worker that holds a rank; there has to be one."""
+        return self._holders[rank]
 
     @property
     def num_holders(self) -> int:

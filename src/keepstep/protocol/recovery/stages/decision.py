@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 
+from keepstep.errors import InternalError
 from keepstep.protocol import resume
 from keepstep.protocol.messages import Membership, Transfer
-from keepstep.protocol.recovery.placement.kept import SnapshotRegister
+from keepstep.protocol.recovery.placement.kept import KeptSnapshots, SnapshotRegister
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
 from keepstep.protocol.recovery.progress import Progress
 from keepstep.protocol.resume import Action
+from keepstep.protocol.snapshots import lone_shards
 
 MAX_SOURCES = 16
 """Ranks of one replica group that send to its receivers. Two fill a receiver's line; more only help when many restore
@@ -25,6 +28,8 @@ class Decision:
     actions: dict[int, Action]
     """rank -> what it does."""
     transfers: tuple[Transfer, ...]
+    copies: tuple[tuple[Transfer, KeptSnapshots], ...]
+    """Of shards that no rank holds at that step any more: who sends which snapshot, from memory of its node."""
 
 
 def begins_again(progress: Progress, roster: Roster, step: int) -> bool:
@@ -80,25 +85,64 @@ def reachable_step(
 def tied_ranks(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership, step: int, generation: int
 ) -> dict[int, frozenset[str]]:
-    """The lost ranks that only the memory of some node brings to ``step``, and those nodes.
+    """The lost ranks whose replacement has to be on one of some nodes, where its snapshot of ``step`` is in memory.
 
-    One for each shard that no live rank has at that step: the shard's other ranks get it from that one.
+    One for each shard that no live rank has at that step: the shard's other ranks get it from that one. Where only
+    second copies are left, a rank on the node of one can send it to wherever the replacement is. Only if there will be
+    none on that node, the replacement has to come there.
     """
     missing = roster.missing_ranks()
-    if not any(snapshots.of(rank) for rank in missing):
+    if not any(snapshots.of(rank, step) for rank in missing):
         return {}
     words = {each.rank or 0: _last_word(each, generation) for each in roster.holders()}
-    tied: dict[int, frozenset[str]] = {}
     held = {membership.shard(rank) for rank, word in words.items() if step in _reaches(word)}
+    lost: dict[str, list[KeptSnapshots]] = defaultdict(list)
     for rank in missing:
-        nodes = frozenset(kept.node for kept in snapshots.of(rank) if step in kept.steps)
-        if nodes and membership.shard(rank) not in held:
-            tied[rank] = nodes
-            held.add(membership.shard(rank))
+        if membership.shard(rank) not in held:
+            lost[membership.shard(rank)] += snapshots.of(rank, step)
+    nodes = {each.node for each in roster.holders()}
+    tied: dict[int, frozenset[str]] = {}
+    for own in (True, False):
+        for shard, there in list(lost.items()):
+            kept = [each for each in there if each.is_own or not own]
+            if kept and (own or not any(each.node in nodes for each in kept)):
+                tied[kept[0].rank] = frozenset(each.node for each in kept if each.rank == kept[0].rank)
+                nodes |= tied[kept[0].rank] if len(tied[kept[0].rank]) == 1 else set()
+                del lost[shard]
     return tied
 
 
-def decide(roster: Roster, membership: Membership, step: int, generation: int) -> Decision:
+def kept_step(
+    roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int, step: int
+) -> int | None:
+    """The newest step, ``step`` at the most, to which all ranks can go back whatever is lost next.
+
+    So each lone shard has a snapshot of it on two nodes. If there is no such step, it is the newest of which each shard
+    has one at all. None where no rank keeps second copies: snapshots are complete on all ranks at once then.
+    """
+    if not snapshots.has_second_copies:
+        return None
+    lone = lone_shards(membership)
+    nodes_of: dict[str, dict[int, set[str]]] = {shard: defaultdict(set) for shard in membership.shards}
+    for worker in roster.holders():
+        rank, word = worker.rank or 0, _last_word(worker, generation)
+        nodes = nodes_of[membership.shard(rank)]
+        for held in word[2] if word is not None else ():
+            nodes[held].add(worker.node)
+        for kept in snapshots.all_of(rank):
+            for held in kept.steps:
+                nodes[held].add(kept.node)
+    doubled = [
+        {held for held, nodes in there.items() if len(nodes) > (shard in lone)} for shard, there in nodes_of.items()
+    ]
+    for shards in (doubled, list(nodes_of.values())):
+        common = frozenset.intersection(*map(frozenset, shards))
+        if found := [held for held in common if held <= step]:
+            return max(found)
+    return None
+
+
+def decide(roster: Roster, snapshots: SnapshotRegister, membership: Membership, step: int, generation: int) -> Decision:
     """For each rank: stay, advance, rewind or restore, and who sends to whom within its replica group."""
     spoken = {(id(each.safe or each.ready), each.inherits): each for each in roster.holders()}
     by_report = {report: _action(_last_word(worker, generation), step) for report, worker in spoken.items()}
@@ -115,8 +159,28 @@ def decide(roster: Roster, membership: Membership, step: int, generation: int) -
             num_missing -= 1
             if not num_missing:
                 break
-    transfers = tuple(Transfer(tuple(sources[shard]), tuple(sorted(ranks))) for shard, ranks in receivers.items())
-    return Decision(step, actions, transfers)
+    transfers, copies = [], []
+    for shard, ranks in receivers.items():
+        if of_shard := sources[shard]:
+            transfers.append(Transfer(tuple(of_shard), tuple(sorted(ranks))))
+        else:
+            source, kept = _copy(roster, snapshots, ranks, step)
+            copies.append((Transfer((source,), tuple(sorted(ranks))), kept))
+    return Decision(step, actions, tuple(transfers), tuple(copies))
+
+
+def _copy(roster: Roster, snapshots: SnapshotRegister, ranks: Sequence[int], step: int) -> tuple[int, KeptSnapshots]:
+    """A rank that can send what some ranks are to have at a step, and the snapshot: its keeper, or one on that node."""
+    there = [kept for rank in ranks for kept in snapshots.of(rank, step)]
+    for kept in sorted(there, key=lambda each: not each.is_live):
+        on_node = [each for each in roster.holders() if each.node == kept.node and each.rank not in ranks]
+        if on_node:
+            source = min(
+                on_node, key=lambda each: (each.worker != kept.worker, not (each.safe or each.inherits), each.rank)
+            )
+            assert source.rank is not None
+            return source.rank, kept
+    raise InternalError(f"no rank holds what ranks {list(ranks)} need to resume at step {step}")
 
 
 Report = tuple[tuple[int, ...], int | None, tuple[int, ...]]

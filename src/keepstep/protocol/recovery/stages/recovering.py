@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from keepstep.protocol.messages import Cause, Recover, StateRecovered
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.records import Failure
-from keepstep.protocol.recovery.stages.decision import decide
+from keepstep.protocol.recovery.stages.decision import decide, kept_step
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
 from keepstep.protocol.recovery.transitions import Next, Stage, ToTraining
 
@@ -25,7 +25,8 @@ class Recovering(RecoveryStage):
         assert before is not None
         change = job.roster.change_since(before)
         job.membership = before.changed(change)
-        decision = decide(job.roster, job.membership, step, job.generation)
+        decision = decide(job.roster, job.snapshots, job.membership, step, job.generation)
+        kept = kept_step(job.roster, job.snapshots, job.membership, job.generation, step)
         record = job.record
         record.resume_step = step
         record.decided_s = now_s
@@ -35,7 +36,11 @@ class Recovering(RecoveryStage):
         job.progress.resumes(step, job.generation)
         job.snapshots.resumed(step)
         reason = f"resume at step {step}, where every shard can be"
-        job.orders.to_all(Recover(job.generation, step, decision.transfers, job.tell(before, change)), reason)
+        for transfer, copy in decision.copies:
+            job.pass_snapshots(job.roster.holder(transfer.sources[0]), copy.rank, [copy])
+        copies = tuple(transfer for transfer, _ in decision.copies)
+        told = job.tell(before, change)
+        job.orders.to_all(Recover(job.generation, step, decision.transfers, told, copies, kept), reason)
 
     def proceed(self, now_s: float) -> Next:
         """All ranks stand at the resume step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.protocol.messages import Cause, PassSnapshots, SafePointReached, Stop, WorkerLost
+from keepstep.protocol.messages import Cause, SafePointReached, Stop, WorkerLost
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.job import JobState
@@ -111,8 +111,7 @@ class Stopping(RecoveryStage):
                 job.record.replacements[rank] = worker.worker
                 if kept := job.snapshots.on_node(rank, worker.node):
                     worker.inherits = frozenset().union(*(each.steps for each in kept))
-                    formers = PassSnapshots(worker.worker, tuple(each.worker for each in kept))
-                    job.orders.send(worker.node, formers, f"rank {rank} has snapshots in the memory there")
+                    job.pass_snapshots(worker, rank, kept)
                 job.orders.assign(worker, job.generation, f"spare {worker.worker} takes rank {rank}")
             return ToRecovering(step)
         missing = job.roster.missing_ranks()

@@ -45,6 +45,9 @@ POLL_INTERVAL_S = 0.01
 PEEK_S = 0.001
 """How often `wait_until_quiet` looks at operations that the script does not wait for."""
 
+Issue = Callable[[TorchBackend], dist.Work]
+"""Issues an operation on torch's backend."""
+
 _UNUSED_TAG = 0x7FFF_FFFF
 """A tag that no message carries."""
 
@@ -70,6 +73,8 @@ class GlooCommunicator:
         self.num_begun = 0
         self._under_way: dict[GlooWork, None] = {}
         """In the order in which they were begun. `begin` looks at those that the script does not wait for."""
+        self._in_background: dict[GlooWork, None] = {}
+        """Those of `begin_unobserved`."""
         self._changed = threading.Condition()
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ class GlooCommunicator:
             first = not self._is_down
             self._is_down = True
             self._changed.notify_all()
-            communicator = self._communicator if self._under_way else None
+            communicator = self._communicator if self._under_way or self._in_background else None
         self._connections.cut()
         if first and communicator is not None:
             threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
@@ -149,7 +154,7 @@ class GlooCommunicator:
         self._threads.have_rested()  # the first look
         while not self._is_quiet_within(POLL_INTERVAL_S) and not self._threads.have_rested():
             pass
-        for work in list(self._under_way):
+        for work in [*self._under_way, *self._in_background]:
             work.forget(CommunicatorAborted(f"group {self._name} was aborted"), communicator)
 
     def _close_pairs(self, communicator: TorchBackend) -> None:
@@ -184,11 +189,11 @@ class GlooCommunicator:
         until = time.monotonic() + deadline_s
         while True:
             with self._changed:
-                under_way = list(self._under_way)
+                under_way = [*self._under_way, *self._in_background]
             ended = [work.look() for work in under_way]  # not under the lock: what has ended is told to others
             left = until - time.monotonic()
             with self._changed:
-                if not self._under_way:
+                if not (self._under_way or self._in_background):
                     return True
                 if left <= 0.0:
                     return False
@@ -235,20 +240,44 @@ class GlooCommunicator:
         """
         self._look_at_the_oldest()
         work = GlooWork(operation, peer, outputs, self._timeout, on_error, self._observer.awaited, self._ended)
+        communicator = self._enter(work, self._under_way)
+        self._observer.entered(self._name, operation, peer)
+        return self._issue(work, communicator, call, self._ended)
+
+    def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> GlooWork:
+        """Begins an operation that belongs to nothing the training thread does; see `Communicator.background`.
+
+        Args:
+            operation, call, peer: as in `begin`.
+            tensors: what its future holds in the end.
+        """
+        work = GlooWork(operation, peer, tensors, self._timeout, _is_raised, _nothing, self._is_through)
+        return self._issue(work, self._enter(work, self._in_background), call, self._is_through)
+
+    def _enter(self, work: GlooWork, those: dict[GlooWork, None]) -> TorchBackend:
         with self._changed:
             communicator = self._communicator
             if self._is_down or communicator is None:
                 raise CommunicatorAborted(f"group {self._name} is down")
-            self._under_way[work] = None
-            self.num_begun += 1
-        self._observer.entered(self._name, operation, peer)
+            those[work] = None
+            self.num_begun += those is self._under_way
+        return communicator
+
+    def _issue(
+        self, work: GlooWork, communicator: TorchBackend, call: Issue, on_end: Callable[[GlooWork], None]
+    ) -> GlooWork:
         try:
             issued = call(communicator)
         except (RuntimeError, ValueError, TypeError):
-            self._ended(work)
+            on_end(work)
             raise
         work.follow(issued, communicator)
         return work
+
+    @property
+    def background(self) -> Background:
+        """See `Communicator.background`."""
+        return Background(self)
 
     def _look_at_the_oldest(self) -> None:
         """Notices operations that have ended though the script does not wait for them. They end nearly in order."""
@@ -260,8 +289,12 @@ class GlooCommunicator:
 
     def _ended(self, work: GlooWork) -> None:
         self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
+        self._is_through(work)
+
+    def _is_through(self, work: GlooWork) -> None:
         with self._changed:
             self._under_way.pop(work, None)
+            self._in_background.pop(work, None)
             self._changed.notify_all()
 
     # ---- keepstep's own traffic: it does not echo, its errors are raised --------------------------------------------
@@ -285,6 +318,21 @@ class GlooCommunicator:
         return self.begin(Operation.BARRIER, lambda inner: inner.allreduce([greatest], options), [], _is_raised)
 
 
+class Background:
+    """A communicator's sends and receives beside what the training thread does; see `Communicator.background`."""
+
+    def __init__(self, communicator: GlooCommunicator) -> None:
+        self._begin = communicator.begin_unobserved
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        """Begins to send; see `Carrier`."""
+        return self._begin(Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, destination)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Begins to receive; see `Carrier`."""
+        return self._begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, source)
+
+
 def _build(
     building: Future[TorchBackend], store: Store, rank: int, size: int, host: str, connect_deadline: timedelta
 ) -> None:
@@ -302,4 +350,8 @@ def _build(
 
 
 def _is_raised(_error: Exception) -> None:
+    return None
+
+
+def _nothing() -> None:
     return None
