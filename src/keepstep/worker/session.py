@@ -253,7 +253,8 @@ class Session:
             raise ConfigurationError(f"protect(snapshot_every={every}): snapshots of tensors on a GPU do not exist yet")
         if self._settings is None or every == 0 or not is_on_cpu:
             return None
-        return Snapshots(self._state, self._settings.snapshots_fd, every, max(1, self._settings.local_world_size))
+        num_ranks = max(1, self._settings.local_world_size)
+        return Snapshots(self._state, self._settings.snapshots_fd, every, num_ranks, self._coordination.show_moment)
 
     def _checkpoints(self, directory: str | os.PathLike[str] | None, every: int) -> Checkpoints | None:
         if directory is None:

@@ -25,6 +25,11 @@ export function whoWasLost({ failures, cause }) {
     : `ranks ${ranks.slice(0, 4).join(", ")}${ranks.length > 4 ? " …" : ""}`;
 }
 
+/** Where the state of some ranks came from, in a few words: "snapshot in memory", "own memory and replica". */
+export function originsOf({ origins }, ranks) {
+  return [...new Set(ranks.map((rank) => origins?.[rank]).filter(Boolean))].join(" and ") || "…";
+}
+
 /** Where in a step the first rank was lost. */
 export function where({ failures }) {
   const [first] = failures;

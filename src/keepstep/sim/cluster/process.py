@@ -84,7 +84,9 @@ class SimulatedProcess(ABC):
         self.local = LocalValue()
         self.memory = SimulatedMemory()
         """Of its snapshots; its node holds it as well."""
-        self.snapshots = SimulatedSnapshots(self.memory, world.layout.snapshot_every)
+        self.snapshots = SimulatedSnapshots(
+            self.memory, world.layout.snapshot_every, lambda moment, step: world.moment_shown(self, moment, step)
+        )
         self.shard: str | None = None
         """The shard that the parameters are of; a spare's are of none yet."""
         self.cohort: int | None = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from keepstep.protocol.messages import Membership
 from keepstep.protocol.snapshots import SnapshotSchedule, outdated, slot_for
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.sim.cluster.values import History, Rows
 
 NUM_SLOTS = 2
@@ -42,8 +44,9 @@ class SimulatedMemory:
 class SimulatedSnapshots:
     """What a process does with its memory: as `keepstep.worker.step.snapshots` does, with the same schedule."""
 
-    def __init__(self, memory: SimulatedMemory, every: int) -> None:
+    def __init__(self, memory: SimulatedMemory, every: int, on_moment: Callable[[SnapshotMoment, int], None]) -> None:
         self._memory = memory
+        self._on_moment = on_moment
         self._schedule = SnapshotSchedule(every)
         self._copy: tuple[int, int, Snapshot] | None = None
         """Its number, its slot, and what will be there."""
@@ -73,6 +76,7 @@ class SimulatedSnapshots:
         self._memory.slots.pop(slot, None)
         self._num_copies += 1
         self._copy = (self._num_copies, slot, snapshot)
+        self._on_moment(SnapshotMoment.BEGUN, snapshot.step)
         return self._num_copies
 
     def copied(self, number: int) -> Snapshot | None:
@@ -82,6 +86,7 @@ class SimulatedSnapshots:
         _, slot, snapshot = self._copy
         self._memory.slots[slot] = snapshot
         self._copy = None
+        self._on_moment(SnapshotMoment.COMPLETE, snapshot.step)
         return snapshot
 
     def cancel(self) -> None:
@@ -90,9 +95,12 @@ class SimulatedSnapshots:
 
     def find(self, step: int) -> Snapshot | None:
         """What to go back to, if there is any of that step."""
-        if (own := self._memory.find(step)) is not None:
-            return own
-        return self._inherited[step].find(step) if step in self._inherited else None
+        found = self._memory.find(step)
+        if found is None and step in self._inherited:
+            found = self._inherited[step].find(step)
+        if found is not None:
+            self._on_moment(SnapshotMoment.LOADED, step)
+        return found
 
     def resumed(self, step: int, membership: Membership | None) -> None:
         """The process stands at the step at which all resume."""

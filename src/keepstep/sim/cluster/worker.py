@@ -61,7 +61,7 @@ class SimulatedWorker(SimulatedProcess):
         super().__init__(world, node, process, wanted)
         self._connecting = 0
         """The generation in which it connects, or did last."""
-        self._loading_step = 0
+        self._loading_step, self._reads_checkpoint = 0, False
         self._awaits_copy: int | None = None
         """The activity in which the training thread waits for a snapshot, in front of the gradient barrier."""
         self._gradients: int | None = None
@@ -280,7 +280,8 @@ class SimulatedWorker(SimulatedProcess):
         self.go()
 
     def _load(self, move: moves.Load) -> None:
-        step = self._loading_step = move.order.resume_step
+        step, self._reads_checkpoint = move.order.resume_step, False
+        self._loading_step = step
         if move.action in (Action.RESTORE, Action.REWIND):
             self.snapshots.cancel()
         if move.action is Action.RESTORE:
@@ -291,11 +292,11 @@ class SimulatedWorker(SimulatedProcess):
                 self.shard, self.parameters, rows = snapshot.shard, snapshot.parameters, snapshot.rows
             else:
                 self.parameters, rows = self.world.read_checkpoint(self.shard, step)
+                self._reads_checkpoint = True
             self._take_over(rows)
         if move.transfer is None:
-            self._begin(
-                self.world.draw(self._durations.restore_s) if move.action is Action.REWIND else 0.0, Activity.LOADED
-            )
+            takes_s = self.world.draw(self._durations.restore_s) if move.action is Action.REWIND else 0.0
+            self._begin(takes_s, Activity.LOADED)
         else:
             self._is_waiting = True
             self._begin(CONNECT_DEADLINE_S, Activity.FALL_OUT, "the transfer did not end")
@@ -328,7 +329,7 @@ class SimulatedWorker(SimulatedProcess):
     def _loaded(self, received_bytes: int) -> None:
         if self.machine.state is State.LOADING and not self.is_stuck and self.is_alive:
             self._activity += 1
-            self.machine.loaded(received_bytes)
+            self.machine.loaded(received_bytes, from_checkpoint=self._reads_checkpoint)
             self.snapshots.resumed(self._loading_step, self.machine.membership)
             self.go()
 

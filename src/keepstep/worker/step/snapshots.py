@@ -17,7 +17,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -30,6 +30,7 @@ from keepstep.freememory import free_bytes
 from keepstep.protocol.messages import Membership
 from keepstep.protocol.snapshots import SnapshotSchedule, fewest_steps, outdated, slot_for
 from keepstep.shared.snapshotfile import NUM_SLOTS, SnapshotFile
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState
@@ -38,6 +39,9 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 20
 """What is copied before its checksum is taken: it is in the cache then."""
+
+OnMoment = Callable[[SnapshotMoment, int, int, int], None]
+"""Told what became of a snapshot: of which step and of how many bytes it is, and when, in monotonic nanoseconds."""
 
 
 def parse_every(value: object) -> int | None:
@@ -78,6 +82,8 @@ class _Copy:
     is_cancelled: bool = False
     processor_s: float = 0.0
     """What it took of a core."""
+    sealed_ns: int = 0
+    """When it was whole."""
 
     def run(self, file: SnapshotFile) -> None:
         """Fills the slot and seals it. Runs in the thread of the snapshots."""
@@ -97,7 +103,12 @@ class _Copy:
                     hashed = piece.offset + end
             checksum.update(memory[hashed : self.num_bytes])
         file.seal(self.slot, self.step, self.num_bytes, checksum.digest())
+        self.sealed_ns = time.monotonic_ns()
         self.processor_s = time.thread_time() - begun_s
+
+
+def _ignore(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
+    """Nobody looks."""
 
 
 class _Cost:
@@ -150,13 +161,22 @@ class _Cost:
 class Snapshots:
     """The snapshots of one rank. All methods are called by the training thread."""
 
-    def __init__(self, state: ProtectedState, descriptor: int, every: int | None, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        state: ProtectedState,
+        descriptor: int,
+        every: int | None,
+        num_ranks: int = 1,
+        on_moment: OnMoment | None = None,
+    ) -> None:
         """Args:
         state: the protected objects.
         descriptor: of the memory, as `snapshotfile.create` makes it.
         every: steps from one snapshot to the next; 0: none is taken; None: see `SnapshotSchedule`.
         num_ranks: how many this node holds.
+        on_moment: told of each snapshot that begins, is complete, or is loaded.
         """
+        self._on_moment = on_moment or _ignore
         self._state = state
         self._file = SnapshotFile(descriptor)
         self._schedule = SnapshotSchedule(every)
@@ -197,6 +217,7 @@ class Snapshots:
         held = self._file.steps
         if step in held.values():
             return
+        begun_ns = time.monotonic_ns()
         header, blocks = describe(self._state, step)
         head = msgspec.msgpack.encode(header)
         first_buffer, first_optimizer = len(header.parameters), len(header.parameters) + len(header.buffers)
@@ -217,6 +238,7 @@ class Snapshots:
                 memory[piece.offset : piece.offset + piece.tensor.numel()] = piece.tensor
         self._copy = _Copy(step, slot, end, view, pieces)
         self._running = self._thread.submit(self._copy.run, self._file)
+        self._on_moment(SnapshotMoment.BEGUN, step, end, begun_ns)
         if self._schedule.every is None:
             self._cost.prepared()
 
@@ -228,6 +250,7 @@ class Snapshots:
             if self._schedule.every is None:
                 self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s, self._copy.num_bytes)
             self.num_bytes = self._copy.num_bytes
+            self._on_moment(SnapshotMoment.COMPLETE, self._copy.step, self._copy.num_bytes, self._copy.sealed_ns)
             self._copy = self._running = None
 
     def proposal(self, step: int) -> int | None:
@@ -288,6 +311,7 @@ class Snapshots:
             return False
         with contextlib.closing(file.read(step)) as view:
             self._load_from(view, step)
+            self._on_moment(SnapshotMoment.LOADED, step, len(view), time.monotonic_ns())
         return True
 
     def _load_from(self, view: mmap.mmap, step: int) -> None:
