@@ -143,6 +143,8 @@ class TagWriter:
         """Maps the page; ``descriptor`` may be closed afterwards."""
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
+        self._appending = threading.Lock()
+        """The thread of the snapshots tells when one is complete."""
         self._counting = threading.Lock()
         """Gloo's threads end operations while the training thread begins others."""
         self._counts: dict[tuple[str, int, bool], _Count] = {}
@@ -155,18 +157,19 @@ class TagWriter:
         words = self._words
         now_ns = time.monotonic_ns()
         index = PHASE_INDEX[phase]
-        written = words[_WRITTEN]
-        at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
-        words[_SEQUENCE] += 1
-        words[at], words[at + 1], words[at + 2], words[at + 3] = now_ns, generation, step, index
-        words[at + 4] = words[_ENTERED_AT]
-        words[_GENERATION], words[_STEP], words[_PHASE], words[_SINCE] = generation, step, index, now_ns
-        words[_PROGRESS] += 1
-        words[_WRITTEN] = written + 1
-        words[_SEQUENCE] += 1
+        with self._appending:
+            written = words[_WRITTEN]
+            at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
+            words[_SEQUENCE] += 1
+            words[at], words[at + 1], words[at + 2], words[at + 3] = now_ns, generation, step, index
+            words[at + 4] = words[_ENTERED_AT]
+            words[_GENERATION], words[_STEP], words[_PHASE], words[_SINCE] = generation, step, index, now_ns
+            words[_PROGRESS] += 1
+            words[_WRITTEN] = written + 1
+            words[_SEQUENCE] += 1
 
     def moment(self, moment: SnapshotMoment, generation: int, step: int, num_bytes: int, at_ns: int) -> None:
-        """Appends a moment to the ring. Only the training thread calls it; the tag stays.
+        """Appends a moment to the ring, from any thread; the tag stays.
 
         Args:
             moment: what happened.
@@ -176,11 +179,12 @@ class TagWriter:
             at_ns: when, in monotonic nanoseconds.
         """
         words = self._words
-        written = words[_WRITTEN]
-        at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
-        words[at], words[at + 1], words[at + 2], words[at + 3] = at_ns, generation, step, MOMENT_INDEX[moment]
-        words[at + 4] = num_bytes
-        words[_WRITTEN] = written + 1
+        with self._appending:
+            written = words[_WRITTEN]
+            at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
+            words[at], words[at + 1], words[at + 2], words[at + 3] = at_ns, generation, step, MOMENT_INDEX[moment]
+            words[at + 4] = num_bytes
+            words[_WRITTEN] = written + 1
 
     def progress(self) -> None:
         """The training thread is alive and moved on within its phase."""

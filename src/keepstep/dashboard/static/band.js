@@ -34,7 +34,7 @@ export function drawShardBand(timeline, { shard, ranks }, parts, top, height) {
     const from = originsOf(recovery, ranks);
     const texts = at === null ? [] : [`step ${at}: ${from}`, `→ step ${at}`, `${at}`];
     if (isGone) texts.unshift(...texts.slice(0, 1).map((text) => `no live copy → ${text}`));
-    drawRecovery(timeline, recovery, since, y, h, isGone ? colors.failure : colors.recovering, texts);
+    drawRecovery(timeline, recovery, since, y, h, isGone ? colors.gone : colors.recovering, texts);
   }
 }
 

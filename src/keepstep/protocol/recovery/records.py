@@ -13,7 +13,7 @@ from keepstep.protocol.resume import Action
 class Origin(enum.StrEnum):
     """Where the state comes from with which a rank goes on."""
 
-    OWN = "own memory"
+    OWN = "own copy"
     """It kept its copy, and ran the update that it was synced for, or undid the step that broke off."""
     REPLICA = "replica"
     """From live ranks that hold the same shard."""

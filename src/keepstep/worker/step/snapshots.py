@@ -41,7 +41,9 @@ _CHUNK_BYTES = 1 << 20
 """What is copied before its checksum is taken: it is in the cache then."""
 
 OnMoment = Callable[[SnapshotMoment, int, int, int], None]
-"""Told what became of a snapshot: of which step and of how many bytes it is, and when, in monotonic nanoseconds."""
+"""Told what became of a snapshot, of which step and of how many bytes it is, and when, in monotonic nanoseconds.
+
+That one is complete the thread of the snapshots tells, all else the training thread."""
 
 
 def parse_every(value: object) -> int | None:
@@ -82,10 +84,8 @@ class _Copy:
     is_cancelled: bool = False
     processor_s: float = 0.0
     """What it took of a core."""
-    sealed_ns: int = 0
-    """When it was whole."""
 
-    def run(self, file: SnapshotFile) -> None:
+    def run(self, file: SnapshotFile, on_moment: OnMoment) -> None:
         """Fills the slot and seals it. Runs in the thread of the snapshots."""
         begun_s = time.thread_time()
         checksum, hashed = xxhash.xxh3_128(), 0
@@ -103,7 +103,7 @@ class _Copy:
                     hashed = piece.offset + end
             checksum.update(memory[hashed : self.num_bytes])
         file.seal(self.slot, self.step, self.num_bytes, checksum.digest())
-        self.sealed_ns = time.monotonic_ns()
+        on_moment(SnapshotMoment.COMPLETE, self.step, self.num_bytes, time.monotonic_ns())
         self.processor_s = time.thread_time() - begun_s
 
 
@@ -237,8 +237,8 @@ class Snapshots:
             if piece.is_copied:
                 memory[piece.offset : piece.offset + piece.tensor.numel()] = piece.tensor
         self._copy = _Copy(step, slot, end, view, pieces)
-        self._running = self._thread.submit(self._copy.run, self._file)
         self._on_moment(SnapshotMoment.BEGUN, step, end, begun_ns)
+        self._running = self._thread.submit(self._copy.run, self._file, self._on_moment)
         if self._schedule.every is None:
             self._cost.prepared()
 
@@ -250,7 +250,6 @@ class Snapshots:
             if self._schedule.every is None:
                 self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s, self._copy.num_bytes)
             self.num_bytes = self._copy.num_bytes
-            self._on_moment(SnapshotMoment.COMPLETE, self._copy.step, self._copy.num_bytes, self._copy.sealed_ns)
             self._copy = self._running = None
 
     def proposal(self, step: int) -> int | None:
