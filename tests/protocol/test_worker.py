@@ -424,6 +424,16 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
 # ---- recover ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_rank_that_read_a_checkpoint_says_so() -> None:
+    machine = spare()
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
+    machine.can_load((5,))
+    reconnect(machine, Recover(2, 5, (), MEMBERSHIP))
+    assert moves(machine) == [GroupsReset((NUMBER,), 2), load(2, 5, Action.REWIND)]
+    machine.loaded(0, from_checkpoint=True)
+    assert moves(machine) == [StateRecovered((NUMBER,), 2, 0, from_checkpoint=True), Wait()]
+
+
 def test_a_spare_takes_a_rank_and_restores() -> None:
     machine = spare()
     machine.receive(Assign(NUMBER, 2, RANK, 0, 3))

@@ -1,5 +1,6 @@
 """The tag page: one process writes, another reads, whatever happens to the writer."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from msgspec.structs import astuple
 
@@ -23,6 +25,7 @@ from keepstep.shared.tagpage import (
     PHASES,
     RING_EVENTS,
     PhaseEvent,
+    SnapshotMoment,
     TagReader,
     TagView,
     TagWriter,
@@ -116,6 +119,55 @@ def test_the_ring_wraps_and_keeps_the_newest(both: tuple[TagWriter, TagReader]) 
     assert all(event.phase is PHASES[event.step % 6] for event in events)
     assert [event.step for event in reader.events_since(num - 2)] == [num - 2, num - 1]
     assert reader.read().events_written == num
+
+
+def test_moments_lie_among_the_phases_and_leave_the_tag_alone(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    writer.write(1, 3, Phase.UPDATED)
+    writer.moment(SnapshotMoment.BEGUN, 1, 4, 1 << 40, 77)
+    before = reader.read()
+    writer.moment(SnapshotMoment.COMPLETE, 1, 4, 1 << 40, 99)
+    assert reader.read() == dataclasses.replace(before, events_written=3)
+    assert before.tag == Tag(1, 3, Phase.UPDATED)
+    assert [event.step for event in reader.events_since(0)] == [3]
+    assert reader.events_since(1) == []
+    words = memoryview(reader.copy_since(1)[0]).cast("q").tolist()
+    assert words[:5] == [77, 1, 4, tagpage.MOMENT_INDEX[SnapshotMoment.BEGUN], 1 << 40]
+    assert words[5:] == [99, 1, 4, tagpage.MOMENT_INDEX[SnapshotMoment.COMPLETE], 1 << 40]
+
+
+def test_moments_of_another_thread_overwrite_nothing(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    num = 1500
+
+    def tell() -> None:
+        for step in range(num):
+            writer.moment(SnapshotMoment.COMPLETE, 1, step, 1, step)
+
+    thread = threading.Thread(target=tell)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for step in range(num):
+            writer.write(1, step, Phase.FORWARD)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    words = np.frombuffer(reader.copy_since(0)[0], "<i8").reshape(-1, 5)
+    moments = words[words[:, 3] >= len(PHASES)]
+    assert moments[:, 2].tolist() == list(range(num))
+    assert [event.step for event in reader.events_since(0)] == list(range(num))
+
+
+def test_a_page_that_tore_behind_a_moment_shows_the_last_phase(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    writer.write(1, 3, Phase.UPDATED)
+    writer.moment(SnapshotMoment.BEGUN, 1, 4, 1, 77)
+    words = writer._words
+    words[0] += 1  # its writer is killed in the middle of the next change
+    words[2] = 4
+    assert reader.read().tag == Tag(1, 3, Phase.UPDATED)
 
 
 def test_the_descriptor_may_be_closed_and_nothing_is_left() -> None:

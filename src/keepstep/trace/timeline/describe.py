@@ -67,12 +67,12 @@ def loaded_text(record: RecoveryRecord) -> str:
     """Which ranks went back to what they had saved, in a few words: "rank 1 from a snapshot in memory"; or nothing."""
     origins = record.origins()
     parts = []
-    for origin in (Origin.SNAPSHOT, Origin.CHECKPOINT):
+    for origin, many in ((Origin.SNAPSHOT, "snapshots in memory"), (Origin.CHECKPOINT, "checkpoints")):
         ranks = sorted(rank for rank, each in origins.items() if each is origin)
         if ranks:
             names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
             who = "all ranks" if len(ranks) == len(origins) > 1 else f"rank{'s' if len(ranks) > 1 else ''} {names}"
-            parts.append(f"{who} from {f'a {origin}' if len(ranks) == 1 else origin.replace('snapshot', 'snapshots')}")
+            parts.append(f"{who} from {f'a {origin}' if len(ranks) == 1 else many}")
     return ", ".join(parts)
 
 
