@@ -168,8 +168,8 @@ export class PhaseStore {
       const ring = this.ring(r[i], w[i]);
       const newest = ring.length ? ring.slot(ring.length - 1) : -1;
       if (after && newest >= 0 && t[i] <= ring.t[newest]) continue;
-      // A rank whose step was undone shows `updated` of the step before. That is no progress, so it is not folded.
-      const undone = newest >= 0 && p[i] === UPDATED && ring.s[newest] > s[i];
+      // A rank whose step was undone, or that rewound, shows `updated` without an update. That is no progress.
+      const undone = newest >= 0 && p[i] === UPDATED && ![STARTING, OPTIMIZER].includes(ring.p[newest]);
       if (ring.length >= this.laneCapacity) this.knownFrom = Math.max(this.knownFrom, ring.t[ring.slot(1)]);
       ring.push(t[i], s[i], g[i], w[i], p[i]);
       if (r[i] < 0 || undone) continue;
