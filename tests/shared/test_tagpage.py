@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from msgspec.structs import astuple
 
@@ -136,28 +135,33 @@ def test_moments_lie_among_the_phases_and_leave_the_tag_alone(both: tuple[TagWri
     assert words[5:] == [99, 1, 4, tagpage.MOMENT_INDEX[SnapshotMoment.COMPLETE], 1 << 40]
 
 
-def test_moments_of_another_thread_overwrite_nothing(both: tuple[TagWriter, TagReader]) -> None:
+class Guarded:
+    """The words of a page, of which those that both threads append are written under the lock alone."""
+
+    def __init__(self, writer: TagWriter) -> None:
+        self._words, self._lock = writer._words, writer._appending
+        self.num_guarded = 0
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._words[index])
+
+    def __setitem__(self, index: int, word: int) -> None:
+        if index == tagpage._WRITTEN or index >= tagpage._RING:
+            assert self._lock.locked()
+            self.num_guarded += 1
+        self._words[index] = word
+
+
+def test_the_training_thread_and_that_of_the_snapshots_append_one_after_the_other(
+    both: tuple[TagWriter, TagReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer, reader = both
-    num = 1500
-
-    def tell() -> None:
-        for step in range(num):
-            writer.moment(SnapshotMoment.COMPLETE, 1, step, 1, step)
-
-    thread = threading.Thread(target=tell)
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        thread.start()
-        for step in range(num):
-            writer.write(1, step, Phase.FORWARD)
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval_s)
-    words = np.frombuffer(reader.copy_since(0)[0], "<i8").reshape(-1, 5)
-    moments = words[words[:, 3] >= len(PHASES)]
-    assert moments[:, 2].tolist() == list(range(num))
-    assert [event.step for event in reader.events_since(0)] == list(range(num))
+    words = Guarded(writer)
+    monkeypatch.setattr(writer, "_words", words)
+    writer.write(1, 3, Phase.FORWARD)
+    writer.moment(SnapshotMoment.COMPLETE, 1, 3, 1, 77)
+    assert words.num_guarded == 2 * 6
+    assert reader.read().events_written == 2
 
 
 def test_a_page_that_tore_behind_a_moment_shows_the_last_phase(both: tuple[TagWriter, TagReader]) -> None:
