@@ -140,7 +140,7 @@ class Agent:
             case msg.Recover():
                 self.step = order.resume_step
                 self.machine.said(self.worker, msg.GroupsReset(me, order.generation), now_s)
-                self.machine.said(self.worker, msg.StateRecovered(me, order.generation, 0), now_s)
+                self.machine.said(self.worker, msg.StateRecovered(me, order.generation, 0, False), now_s)
             case msg.Resume():
                 self.is_training = True
                 _, self.phases_read = self.page.copy_since(0)

@@ -31,6 +31,8 @@ from tests.e2e.watched import GPT, row, watched  # noqa: E402  # the same
 FAULTS = "kill@step=12,phase=backward,rank=2; kill@step=30,phase=backward,rank=1"
 NUM_STEPS = 110
 DEADLINE_MS = 120_000
+SHARDED_FAULTS = "kill@step=11,phase=backward,rank=1"
+SHARDED_STEPS = 16
 TOP_COLUMNS, TOP_LINES = 132, 30
 REST_S = 1.5
 """Until what slides has come to rest."""
@@ -74,6 +76,22 @@ def draw_top(run: Run) -> None:
     (PICTURES / "top.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL), encoding="utf-8")
 
 
+def shards(page: Page, folder: Path) -> None:
+    """The timeline of a job whose ranks hold different shards, and that has lost one of them."""
+    script = (ROOT / "tests" / "scripts" / "hsdp.py", "--replicas", 1, "--snapshot-every", 3, "--steps", SHARDED_STEPS)
+    command = ["drill", "--nproc-per-node", 4, "--spares", 1, "--dashboard=127.0.0.1:0", "--run-dir", "sharded"]
+    with watched(*command, "--faults", SHARDED_FAULTS, *script, cwd=folder) as job:
+        assert job.finish() == 0
+    with serving(folder / "sharded" / "with-faults", "127.0.0.1:0", "--listen") as link:
+        page.goto(link)
+        row(page, 1).click()
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            time.sleep(REST_S)
+            page.locator("section.time").screenshot(path=PICTURES / f"shards-{scheme}.png")
+        page.emulate_media(color_scheme="light")
+
+
 def many_ranks(page: Page, folder: Path) -> None:
     """The page of a large simulated job, just after it has lost a node."""
     until_s = 24.0
@@ -94,6 +112,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         drill(page, Path(folder))
+        shards(page, Path(folder))
         page.set_viewport_size({"width": 1600, "height": 900})
         many_ranks(page, Path(folder))
         browser.close()

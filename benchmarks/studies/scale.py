@@ -381,7 +381,7 @@ class Cluster:
                 if order.generation > 1:
                     self._worker_says(node, number, connected_s, msg.GroupsReset((number,), order.generation))
                 recovered_s = connected_s + self._drawn(assumed.restore_s)
-                self._worker_says(node, number, recovered_s, msg.StateRecovered((number,), order.generation, 0))
+                self._worker_says(node, number, recovered_s, msg.StateRecovered((number,), order.generation, 0, False))
             case _:
                 pass
 

@@ -70,3 +70,9 @@ def test_a_job_with_steps_shorter_than_a_look_teaches_all_its_phases() -> None:
         machine.observe(0, Observation(Tag(1, 30, phase), 0, False, False, False), now_s)
         assert machine.deadline_s(0) < settings.unknown_s / 2
     reader.close()
+
+
+def test_what_had_ended_before_does_not_count_again() -> None:
+    found = events((1.0, 1, 0, Phase.FORWARD), (3.0, 1, 0, Phase.BACKWARD), (4.0, 1, 0, Phase.SYNCED))
+    assert longest_phases(found, round(3.0e9)) == [(Phase.BACKWARD, 3.0, 4.0)]
+    assert longest_phases(found, round(4.0e9)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -15,7 +16,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tests.support.jobs import command, run
-from tests.support.recorded import NUM_RANKS, NUM_STEPS, GrowingRun, Recorded, growing, overtaken_run, recorded_run
+from tests.support.recorded import (
+    LONE,
+    NUM_RANKS,
+    NUM_STEPS,
+    PAIRED,
+    GrowingRun,
+    Recorded,
+    growing,
+    overtaken_run,
+    recorded_run,
+    simulate_shards,
+)
 
 from keepstep.cli.terminal.screen import Screen
 from keepstep.protocol import messages as msg
@@ -273,3 +285,28 @@ def test_a_terminal_is_given_back_when_it_is_ended(terminal: OnTerminal, number:
     terminal.await_output("starting")
     terminal.process.send_signal(number)
     assert terminal.ends() == code
+
+
+def sharded(folder: Path, shards: tuple[str, ...]) -> list[str]:
+    simulate_shards(folder, shards, 2)
+    with contextlib.closing(Run(folder)) as found:
+        return frame(found)
+
+
+def test_ranks_of_one_shard_stand_together(tmp_path: Path) -> None:
+    lines = sharded(tmp_path / "paired", PAIRED)
+    at = next(number for number, line in enumerate(lines) if line.split()[:2] == ["rank", "shard"])
+    assert [line.split()[:3] for line in lines[at + 1 :][:4]] == [
+        ["0", "0", "┌"],
+        ["2", "└", "done"],
+        ["1", "1", "┌"],
+        ["3", "└", "done"],
+    ]
+
+
+def test_ranks_without_replicas_say_so_and_where_their_states_came_from(tmp_path: Path) -> None:
+    lines = sharded(tmp_path / "lone", LONE)
+    at = next(number for number, line in enumerate(lines) if line.split()[:2] == ["rank", "shard"])
+    assert [line.split()[:3] for line in lines[at + 1 :][:4]] == [[str(n), str(n), "done"] for n in range(4)]
+    assert any("newest snapshot step 10" in line for line in lines)
+    assert any("killed by SIGKILL; all ranks from snapshots in memory" in line for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.recorded import LONE, simulate_shards
 
 from keepstep.sim.run import case_of, run
 from keepstep.trace.timeline.run import Run
@@ -19,6 +20,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     outcome = run(case_of(SEED), record=folder)
     assert outcome.check is None
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without replicas, which has lost a rank. Only to be read."""
+    folder = tmp_path_factory.mktemp("sharded")
+    simulate_shards(folder, LONE, 2)
     return folder
 
 

@@ -15,10 +15,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from tests.support.recorded import NUM_RANKS, NUM_STEPS, Recorded, growing, overtaken_run, recorded_run
+from tests.support.recorded import LONE, NUM_RANKS, NUM_STEPS, Recorded, growing, overtaken_run, recorded_run
 
 from keepstep.dashboard import metrics
 from keepstep.dashboard.metrics import PHASE_BOUNDS_S, Buckets, RunCollector
+from keepstep.sim.recording import SNAPSHOT_BYTES
 from keepstep.trace.record.phaselog import NO_RANK
 from keepstep.trace.timeline.describe import PARTS
 from keepstep.trace.timeline.pace import DurationArray
@@ -95,6 +96,24 @@ def test_a_run_as_its_job_reports_it(real: Recorded) -> None:
     info = scraped.run.info
     assert value(found, "keepstep_run_info", run=info.run, version=info.version, node=info.node) == 1
     assert value(found, "keepstep_last_event_age_seconds") > 0
+
+
+def test_snapshots_of_a_sharded_job(sharded: Path) -> None:
+    scraped = Scraped(sharded)
+    scraped.look()
+    found = scraped.values()
+    assert value(found, "keepstep_snapshot_step") == 10
+    assert value(found, "keepstep_snapshot_interval_steps") == 2
+    assert value(found, "keepstep_snapshot_bytes") == len(LONE) * SNAPSHOT_BYTES
+    assert [value(found, "keepstep_rank_snapshot_step", rank=str(rank)) for rank in range(4)] == [10] * 4
+    # Of steps 0, 2, ... 10 each rank took one; the replacement took that of the resume step again.
+    assert value(found, "keepstep_snapshots_total") == 6 * len(LONE) + 1
+
+
+def test_a_job_without_snapshots_has_no_metrics_of_them(real: Recorded) -> None:
+    scraped = Scraped(real.folder)
+    scraped.look()
+    assert not [name for name, _ in scraped.values() if "snapshot" in name]
 
 
 def test_phases_are_counted_as_if_one_by_one(real: Recorded) -> None:
@@ -246,15 +265,16 @@ def asked_for(query: str) -> tuple[list[tuple[str, set[str]]], set[str]]:
 
 
 @pytest.fixture(scope="module")
-def exposed(real: Recorded) -> dict[str, set[str]]:
+def exposed(real: Recorded, sharded: Path) -> dict[str, set[str]]:
     """Every metric that a collector has exposed, with its labels."""
-    scraped = Scraped(real.folder)
-    scraped.look()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scraped.run.stragglers, "found", lambda: [Straggler(0, "forward", 2.0, 1.0)])
-        labels: dict[str, set[str]] = {}
-        for sample in scraped.samples():
-            labels.setdefault(sample.name, set()).update(sample.labels)
+    labels: dict[str, set[str]] = {}
+    for folder in (real.folder, sharded):
+        scraped = Scraped(folder)
+        scraped.look()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(scraped.run.stragglers, "found", lambda: [Straggler(0, "forward", 2.0, 1.0)])
+            for sample in scraped.samples():
+                labels.setdefault(sample.name, set()).update(sample.labels)
     return labels
 
 
@@ -298,7 +318,7 @@ def test_the_dashboard_can_be_imported() -> None:
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
     rows = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
-    assert rows == ["Training", "Recoveries", "Spares", "Stragglers"]
+    assert rows == ["Training", "Recoveries", "Spares", "Stragglers", "Snapshots"]
     taken: Counter[tuple[int, int]] = Counter()
     for panel in board["panels"]:
         place = panel["gridPos"]

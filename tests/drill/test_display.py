@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from keepstep.drill.display import introduce, show
+from keepstep.drill.display import TABLE_COLUMNS, introduce, show
 from keepstep.drill.drill import Drill, is_good
 from keepstep.drill.faults import DrillFault
+from keepstep.trace.timeline.describe import PARTS
 
 EXPLANATION = {
     "kind": "computed differently",
@@ -61,3 +62,23 @@ def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert "once with 1 fault struck" in " ".join(capsys.readouterr().err.split())
     assert Drill([]).second == "repeated"
     assert Drill([DrillFault(number=0, kind="kill")]).second == "with-faults"
+
+
+def fault(rank: int, state_from: str | None) -> dict[str, Any]:
+    row = {"fault": "kill", "rank": rank, "phase": "backward", "resume_step": 4, "steps_recomputed": 1}
+    return row | {"state_from": state_from} | {f"{part}_ms": 123.4 for part in PARTS}
+
+
+def test_where_a_state_came_from_is_shown_where_it_is_no_replica(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, faults=[fault(1, "snapshot in memory"), fault(2, "replica"), fault(3, None)])
+    (heading,) = [line for line in lines if line.split()[:1] == ["fault"]]
+    assert heading.split()[4:7] == ["again", "state", "detect"]
+    rows = [line.split() for line in lines if line.split()[:1] == ["kill"]]
+    assert [row[5] for row in rows] == ["snapshot", "replica", "-"]
+    assert max(map(len, lines[: lines.index(heading) + 5])) <= TABLE_COLUMNS
+    assert any(line.startswith("state: where") for line in lines)
+
+
+def test_where_all_states_came_from_replicas_the_table_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, faults=[fault(1, "replica"), fault(2, None)])
+    assert not [line for line in lines if "state" in line.split("weights")[0]]

@@ -407,7 +407,8 @@ class SimulatedJob(SimulatedNodes):
             worker.step, worker.phase, worker.partially_updated = order.resume_step - 1, Phase.UPDATED, False
             received = 8 if action is Action.RESTORE else 0
         assert worker.parameters_at == order.resume_step, f"{order} left its parameters at {worker.parameters_at}"
-        self._queue(worker.number, StateRecovered((worker.number,), worker.generation, received))
+        from_checkpoint = action is Action.REWIND
+        self._queue(worker.number, StateRecovered((worker.number,), worker.generation, received, from_checkpoint))
         worker.state = WorkerState.RESTORED
 
     # ---- a worker's steps -------------------------------------------------------------------------------------------

@@ -147,6 +147,6 @@ def test_a_breach_comes_out_before_a_rank_may_commit_a_step() -> None:
     give_a_rank_twice(machine)
     assert machine.generation == 2
     for number in sorted(machine.awaited)[1:]:
-        machine.receive(NODE, StateRecovered((number,), 2, 0), 5.0)
+        machine.receive(NODE, StateRecovered((number,), 2, 0, False), 5.0)
     with pytest.raises(InternalError, match="two live workers hold the same rank"):
-        machine.receive(NODE, StateRecovered((min(machine.awaited),), 2, 0), 5.0)
+        machine.receive(NODE, StateRecovered((min(machine.awaited),), 2, 0, False), 5.0)

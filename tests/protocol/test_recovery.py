@@ -116,6 +116,7 @@ def test_a_rank_lost_in_any_phase_is_replaced_by_the_spare(phase: Phase, rank: i
     assert job.where == (Stage.TRAINING, 2)
     assert (record.resume_step, record.replacements) == (step, {rank: 3})
     assert record.actions == survivors | {rank: "restore"}
+    assert record.origins() == dict.fromkeys(survivors, "own copy") | {rank: "replica"}
     assert record.steps_recomputed == 4 - step
     assert record.received_bytes > 0
     job.finish_well()

@@ -119,7 +119,7 @@ class Job:
         return SafePointReached((number,), self.machine.generation, 4, Phase.BACKWARD, (4,), 4, (), False, ())
 
     def recovered(self, number: int) -> StateRecovered:
-        return StateRecovered((number,), self.machine.generation, 0)
+        return StateRecovered((number,), self.machine.generation, 0, False)
 
 
 FAILED = CollectiveFailed(8, 2, "world", "connection reset")
@@ -132,7 +132,7 @@ CASES: list[tuple[Stage, Report]] = [
     (Stage.STARTING, GroupsReset((8,), 1)),
     (Stage.STARTING, WorkerReady(8, 1, (0,), (), False, "0")),
     (Stage.RECOVERING, GroupsReset((8,), 1)),
-    (Stage.RECOVERING, StateRecovered((8,), 1, 64)),
+    (Stage.RECOVERING, StateRecovered((8,), 1, 64, False)),
     (Stage.TRAINING, StepObserved("n1", 1, 0, 1.0, 0.1)),
     (Stage.TRAINING, JobStalled("n1", 1, "all ranks wait")),
     (Stage.TRAINING, StepsFinished((8,), 1, 9, None)),

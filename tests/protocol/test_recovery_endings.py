@@ -188,6 +188,7 @@ def test_no_rank_left_with_a_checkpoint_starts_all_anew_from_the_newest(num_spar
     kill_all(job)
     assert job.where == (Stage.TRAINING, 2)
     assert job.machine.records[-1].actions == {0: "rewind", 1: "rewind"}
+    assert job.machine.records[-1].origins() == {0: "checkpoint", 1: "checkpoint"}
     assert job.machine.records[-1].resume_step == 6
     assert job.machine.progress.trained_to == 7, "the tag of a lost rank says how far it was"
     job.finish_well()

@@ -82,7 +82,7 @@ def of_generation(generation: int) -> list[messages.Report]:
         CollectiveFailed(0, generation, "world", "connection reset"),
         SafePointReached((0,), generation, 9, Phase.SYNCED, (9, 10), 9, (), False, ()),
         GroupsReset((0,), generation),
-        StateRecovered((0,), generation, 64),
+        StateRecovered((0,), generation, 64, False),
         StepsFinished((0,), generation, 20, "0f0f"),
         Holding((0,), generation, 5),
         Drained((0,), generation, False),
@@ -169,7 +169,7 @@ def test_a_lost_worker_is_not_heard_as_if_it_lived() -> None:
         WorkerReady(hung.number, 2, (3,), (), False, "0"),
         WorkerJoined(hung.number, 1),
         GroupsReset((hung.number,), 2),
-        StateRecovered((hung.number,), 2, 0),
+        StateRecovered((hung.number,), 2, 0, False),
     ):
         assert job.machine.receive(NODE, report, job.now_s) == []
         assert state_of(job.machine) == before
@@ -235,7 +235,7 @@ def test_what_several_workers_received_is_added_up() -> None:
         job.withhold(worker, StateRecovered)
     job.settle()
     assert job.where == (Stage.RECOVERING, 2)
-    job.say(StateRecovered((4, 6), 2, 100))
+    job.say(StateRecovered((4, 6), 2, 100, False))
     assert job.machine.records[-1].received_bytes == 200
 
 

@@ -93,7 +93,7 @@ def load(generation: int, step: int, action: Action, *transfers: Transfer) -> Lo
 
 def resume(machine: WorkerMachine, generation: int) -> None:
     machine.loaded(0)
-    assert moves(machine) == [StateRecovered((NUMBER,), generation, 0), Wait()]
+    assert moves(machine) == [StateRecovered((NUMBER,), generation, 0, False), Wait()]
     machine.receive(Resume(generation))
     assert moves(machine) == [Train()]
 
@@ -423,6 +423,16 @@ def test_a_rank_whose_ordered_update_was_echoed_does_not_go_on_with_it() -> None
 # ---- recover ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_rank_that_read_a_checkpoint_says_so() -> None:
+    machine = spare()
+    machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
+    machine.holds((5,), ())
+    reconnect(machine, Recover(2, 5, (), MEMBERSHIP, (), None))
+    assert moves(machine) == [GroupsReset((NUMBER,), 2), load(2, 5, Action.REWIND)]
+    machine.loaded(0, from_checkpoint=True)
+    assert moves(machine) == [StateRecovered((NUMBER,), 2, 0, from_checkpoint=True), Wait()]
+
+
 def test_a_spare_takes_a_rank_and_restores() -> None:
     machine = spare()
     machine.receive(Assign(NUMBER, 2, RANK, 0, 3))
@@ -431,7 +441,7 @@ def test_a_spare_takes_a_rank_and_restores() -> None:
     assert moves(machine) == [GroupsReset((NUMBER,), 2), load(2, 5, Action.RESTORE, transfer)]
     assert machine.own_reach() == ()
     machine.loaded(1000)
-    assert moves(machine) == [StateRecovered((NUMBER,), 2, 1000), Wait()]
+    assert moves(machine) == [StateRecovered((NUMBER,), 2, 1000, False), Wait()]
     machine.receive(Resume(2))
     assert moves(machine) == [Train()]
     assert machine.steps.parameters_at == 5
@@ -691,7 +701,7 @@ def test_a_rank_ends_where_all_stand_after_a_recovery() -> None:
     reconnect(machine, Recover(2, 3, (), MEMBERSHIP, (), None))
     assert moves(machine)[-1] == load(2, 3, Action.STAY)
     machine.loaded(0)
-    assert moves(machine) == [StateRecovered((NUMBER,), 2, 0), Wait()]
+    assert moves(machine) == [StateRecovered((NUMBER,), 2, 0, False), Wait()]
     machine.receive(msg.Drain(2, 3))
     assert moves(machine) == [Save(3)]
 

@@ -105,7 +105,7 @@ class ToyNode:
             case msg.Recover():
                 worker.step = order.resume_step
                 self._say(msg.GroupsReset(me, order.generation), now_s)
-                self._say(msg.StateRecovered(me, order.generation, 8), now_s)
+                self._say(msg.StateRecovered(me, order.generation, 8, False), now_s)
             case msg.Resume():
                 assert worker.step is not None
                 self.agent.step_completed(worker.number, order.generation, worker.step, now_s, 0.1)

@@ -1,5 +1,6 @@
 """The tag page: one process writes, another reads, whatever happens to the writer."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from keepstep.shared.tagpage import (
     PHASES,
     RING_EVENTS,
     PhaseEvent,
+    SnapshotMoment,
     TagReader,
     TagView,
     TagWriter,
@@ -116,6 +118,60 @@ def test_the_ring_wraps_and_keeps_the_newest(both: tuple[TagWriter, TagReader]) 
     assert all(event.phase is PHASES[event.step % 6] for event in events)
     assert [event.step for event in reader.events_since(num - 2)] == [num - 2, num - 1]
     assert reader.read().events_written == num
+
+
+def test_moments_lie_among_the_phases_and_leave_the_tag_alone(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    writer.write(1, 3, Phase.UPDATED)
+    writer.moment(SnapshotMoment.BEGUN, 1, 4, 1 << 40, 77)
+    before = reader.read()
+    writer.moment(SnapshotMoment.COMPLETE, 1, 4, 1 << 40, 99)
+    assert reader.read() == dataclasses.replace(before, events_written=3)
+    assert before.tag == Tag(1, 3, Phase.UPDATED)
+    assert [event.step for event in reader.events_since(0)] == [3]
+    assert reader.events_since(1) == []
+    words = memoryview(reader.copy_since(1)[0]).cast("q").tolist()
+    assert words[:5] == [77, 1, 4, tagpage.MOMENT_INDEX[SnapshotMoment.BEGUN], 1 << 40]
+    assert words[5:] == [99, 1, 4, tagpage.MOMENT_INDEX[SnapshotMoment.COMPLETE], 1 << 40]
+
+
+class Guarded:
+    """The words of a page, of which those that both threads append are written under the lock alone."""
+
+    def __init__(self, writer: TagWriter) -> None:
+        self._words, self._lock = writer._words, writer._appending
+        self.num_guarded = 0
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._words[index])
+
+    def __setitem__(self, index: int, word: int) -> None:
+        if index == tagpage._WRITTEN or index >= tagpage._RING:
+            assert self._lock.locked()
+            self.num_guarded += 1
+        self._words[index] = word
+
+
+def test_the_training_thread_and_that_of_the_snapshots_append_one_after_the_other(
+    both: tuple[TagWriter, TagReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = both
+    words = Guarded(writer)
+    monkeypatch.setattr(writer, "_words", words)
+    writer.write(1, 3, Phase.FORWARD)
+    writer.moment(SnapshotMoment.COMPLETE, 1, 3, 1, 77)
+    assert words.num_guarded == 2 * 6
+    assert reader.read().events_written == 2
+
+
+def test_a_page_that_tore_behind_a_moment_shows_the_last_phase(both: tuple[TagWriter, TagReader]) -> None:
+    writer, reader = both
+    writer.write(1, 3, Phase.UPDATED)
+    writer.moment(SnapshotMoment.BEGUN, 1, 4, 1, 77)
+    words = writer._words
+    words[0] += 1  # its writer is killed in the middle of the next change
+    words[2] = 4
+    assert reader.read().tag == Tag(1, 3, Phase.UPDATED)
 
 
 def test_the_descriptor_may_be_closed_and_nothing_is_left() -> None:

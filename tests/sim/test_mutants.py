@@ -429,8 +429,8 @@ def a_rank_does_not_break_its_groups(patch: pytest.MonkeyPatch) -> None:
 def a_recovered_rank_does_not_wait_for_the_others(patch: pytest.MonkeyPatch) -> None:
     right = WorkerMachine.loaded
 
-    def loaded(self: WorkerMachine, received_bytes: int) -> None:
-        right(self, received_bytes)
+    def loaded(self: WorkerMachine, received_bytes: int, *, from_checkpoint: bool = False) -> None:
+        right(self, received_bytes, from_checkpoint=from_checkpoint)
         self._resumed = self.generation
 
     patch.setattr(WorkerMachine, "loaded", loaded)

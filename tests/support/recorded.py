@@ -17,6 +17,11 @@ from keepstep.drill.faults import parse, write_plan
 from keepstep.launcher.flags import job_options, make_parser
 from keepstep.launcher.job import Companion, run_job
 from keepstep.protocol.controller import JournalEntry
+from keepstep.protocol.phases import Phase
+from keepstep.sim.cluster.layout import ClusterLayout, NodeLayout
+from keepstep.sim.faults import SimulatedFault
+from keepstep.sim.run import Case, case_of
+from keepstep.sim.run import run as simulate
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import read
 
@@ -83,6 +88,29 @@ def overtaken_run(base: Path) -> Recorded:
         report = record(folder, *flags)
     assert (report["exit_code"], len(report["recoveries"])) == (76, 2), report
     return Recorded(folder, report, log)
+
+
+LONE, PAIRED = ("0", "1", "2", "3"), ("0", "1", "0", "1")
+"""The shards of four ranks: each without a replica, as under FSDP2, and each with one, as under HSDP."""
+
+
+def simulate_shards(folder: Path, shards: tuple[str, ...], snapshot_every: int) -> None:
+    """Records a simulated job on healthy nodes that loses a rank in a backward, and comes to its end.
+
+    Args:
+        folder: of the run.
+        shards: of the ranks.
+        snapshot_every: steps from one snapshot to the next.
+    """
+    layout = case_of(1).layout
+    nodes = tuple(NodeLayout(name, 2, name) for name in ("a", "b", "c"))
+    settings = dataclasses.replace(
+        layout.settings, world_size=len(shards), num_spares=1, ranks_per_node=2, max_restarts=None
+    )
+    layout = ClusterLayout(nodes, shards, settings, layout.liveness, snapshot_every=snapshot_every)
+    kill = SimulatedFault("kill", 3.0, phase=Phase.BACKWARD, pick=1)
+    outcome = simulate(Case(1, layout, (kill,)), record=folder)
+    assert (outcome.check, outcome.num_recoveries) == (None, 1), outcome.detail
 
 
 def entries(folder: Path) -> list[JournalEntry]:

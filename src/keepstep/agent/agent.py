@@ -89,6 +89,7 @@ class AgentWorker:
     events_read: int = 0
     phases_read: int = 0
     durations_read: int = 0
+    durations_ns: int = 0
     last_forward_ns: int = 0
     progress: int = -1
     moved_s: float = 0.0
@@ -431,9 +432,11 @@ class Agent:
         look = Observation(view.tag, view.progress, view.waiting, view.awaited > 0, worker.stopped)
         self._machine.observe(worker.worker, look, now_s)
         if view.events_written > worker.durations_read:
-            for phase, began_s, ended_s in longest_phases(worker.page.events_since(worker.durations_read - 1)):
+            events = worker.page.events_since(worker.durations_read - 1 - tagpage.MOST_MOMENTS)
+            for phase, began_s, ended_s in longest_phases(events, worker.durations_ns):
                 self._machine.passed(worker.worker, phase, began_s, ended_s)
             worker.durations_read = view.events_written
+            worker.durations_ns = events[-1].at_ns if events else worker.durations_ns
         self._watch_first_step(worker)
 
     def _look_closer(self, workers: tuple[int, ...]) -> None:

@@ -11,11 +11,12 @@ from keepstep.protocol.phases import Phase
 from keepstep.shared.tagpage import PhaseEvent
 
 
-def longest_phases(events: Iterable[PhaseEvent]) -> list[tuple[Phase, float, float]]:
+def longest_phases(events: Iterable[PhaseEvent], since_ns: int = 0) -> list[tuple[Phase, float, float]]:
     """Of each phase that came to its end the longest.
 
     Args:
         events: phase changes, oldest first; the last one that was seen before is among them.
+        since_ns: when that one was; phases that had ended by then do not count again.
 
     Returns:
         the phase, and when it began and ended, in seconds of the node's monotonic clock.
@@ -23,7 +24,8 @@ def longest_phases(events: Iterable[PhaseEvent]) -> list[tuple[Phase, float, flo
     found: dict[Phase, tuple[int, int]] = {}
     for before, after in pairwise(events):
         began_ns, ended_ns = found.get(before.phase, (0, -1))
-        if after.at_ns - before.at_ns > ended_ns - began_ns and was_passed(_tag(before), _tag(after)):
+        is_longer = after.at_ns > since_ns and after.at_ns - before.at_ns > ended_ns - began_ns
+        if is_longer and was_passed(_tag(before), _tag(after)):
             found[before.phase] = before.at_ns, after.at_ns
     return [(phase, began_ns / 1e9, ended_ns / 1e9) for phase, (began_ns, ended_ns) in found.items()]
 

@@ -108,7 +108,7 @@ class Dashboard:
         if end < begin:
             raise HTTPException(400, f"begin={begin} is after end={end}")
         started_ns = run.info.started_ns
-        changes = run.history.window(started_ns + begin * 1000, started_ns + end * 1000)
+        changes = run.history.records(started_ns + begin * 1000, started_ns + end * 1000)
         phases = wire.describe_phases(run, changes[-MAX_CHANGES:])
         return _json({"begin": begin, "end": end, "truncated": len(changes) > MAX_CHANGES, "phases": phases})
 

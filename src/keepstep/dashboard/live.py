@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from keepstep.dashboard import wire
 from keepstep.errors import ConfigurationError, KeepstepError
@@ -130,8 +131,8 @@ class Live:
     def _tell(self, run: Run, news: News, is_slow_due: bool) -> None:
         self._on_news(run, news)
         update: dict[str, Any] = {}
-        if len(news.changes):
-            update["phases"] = wire.describe_phases(run, news.changes)
+        if len(news.changes) or len(news.moments):
+            update["phases"] = wire.describe_phases(run, np.concatenate([news.changes, news.moments]))
         if news.events:
             update["events"] = [wire.describe_event(run, event) for event in news.events]
         if news.scenes:
@@ -160,7 +161,7 @@ class Live:
             recent = run.history.newest(SNAPSHOT_CHANGES)
             recent = recent[recent["at_ns"] >= run.history.end_ns - SNAPSHOT_NS]
             begin_ns = int(recent["at_ns"][0]) if len(recent) else run.info.started_ns
-            recent = run.history.window(begin_ns, run.history.end_ns + 1)
+            recent = run.history.records(begin_ns, run.history.end_ns + 1)
             whole = wire.describe_state(run, run.events[-wire.MAX_EVENTS :])
             whole |= {"phases": wire.describe_phases(run, recent), "phases_from": wire.micros(run, begin_ns / 1e9)}
             self._snapshot = _event("snapshot", whole)

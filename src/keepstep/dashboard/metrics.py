@@ -151,6 +151,7 @@ class RunCollector(Collector):
         """Everything, as it is now."""
         yield from self._about_the_run()
         yield from self._about_steps()
+        yield from self._about_snapshots()
         yield from self._about_recoveries()
         yield from self._about_stragglers()
 
@@ -245,6 +246,36 @@ class RunCollector(Collector):
             "its last collective. Being synced is nothing but waiting and is left out.",
             "phase",
         )
+
+    def _about_snapshots(self) -> Iterator[Metric]:
+        taken = self._run.snapshots
+        if not taken.num_taken:
+            return
+        yield CounterMetricFamily(
+            "keepstep_snapshots", "Snapshots in memory that ranks have completed, each rank's counted.", taken.num_taken
+        )
+        if (newest := taken.newest(self._run.info.settings.world_size)) is not None:
+            yield GaugeMetricFamily(
+                "keepstep_snapshot_step", "The newest step of which every rank has a snapshot in memory.", newest
+            )
+        if taken.every is not None:
+            yield GaugeMetricFamily(
+                "keepstep_snapshot_interval_steps", "Steps between the newest two snapshots of a rank.", taken.every
+            )
+        yield GaugeMetricFamily(
+            "keepstep_snapshot_bytes",
+            "The newest snapshots of all ranks together; each rank's memory has room for two.",
+            sum(taken.num_bytes.values()),
+        )
+        if self._run.info.settings.world_size <= MAX_RANK_SERIES:
+            ranks = GaugeMetricFamily(
+                "keepstep_rank_snapshot_step",
+                f"The step of a rank's newest snapshot; only in worlds of up to {MAX_RANK_SERIES} ranks.",
+                labels=["rank"],
+            )
+            for rank, step in sorted(taken.steps.items()):
+                ranks.add_metric([str(rank)], step)
+            yield ranks
 
     def _about_recoveries(self) -> Iterator[Metric]:
         recoveries = CounterMetricFamily(

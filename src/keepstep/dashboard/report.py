@@ -95,7 +95,7 @@ def _around(run: Run, scene: Scene, most: int) -> dict[str, Any]:
 
 def _window(run: Run, begin_ns: int, end_ns: int, middle_ns: int, most: int) -> dict[str, Any]:
     """The phases in a stretch of time, or ``most`` of them, as many before ``middle_ns`` as after it if there are."""
-    changes = run.history.window(begin_ns, end_ns)
+    changes = run.history.records(begin_ns, end_ns)
     if len(changes) > most:
         middle = int(changes["at_ns"].searchsorted(middle_ns))
         first = max(0, min(middle - most // 2, len(changes) - most))

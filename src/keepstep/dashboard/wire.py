@@ -52,9 +52,20 @@ def describe_job(run: Run) -> dict[str, Any]:
         "goodput": None if goodput is None else round(goodput, 4),
         "failures": sum(len(scene.record.failures) for scene in run.scenes),
         "recoveries": len(run.scenes),
+        "shards": run.shards,
+        "snapshots": _describe_snapshots(run),
         "spares_ready": run.job.roster.num_ready_spares,
         "spares_wanted": run.info.settings.num_spares,
     }
+
+
+def _describe_snapshots(run: Run) -> dict[str, int | None] | None:
+    """The newest step to which all ranks can go back in memory; None if no rank has taken a snapshot."""
+    taken = run.snapshots
+    if not taken.num_taken:
+        return None
+    newest = taken.newest(run.info.settings.world_size)
+    return {"step": newest, "every": taken.every, "bytes": sum(taken.num_bytes.values())}
 
 
 def describe_workers(run: Run) -> list[dict[str, Any]]:
@@ -171,7 +182,7 @@ def describe_event(run: Run, event: ControlEvent) -> dict[str, Any]:
 
 
 def describe_phases(run: Run, changes: PhaseArray) -> dict[str, list[int]]:
-    """Phase changes as columns: time, rank (-1: a spare), worker, generation, step, phase."""
+    """Phase changes as columns: time, rank (-1: a spare), worker, generation, step, phase. Moments are among them."""
     return {
         "t": ((changes["at_ns"] - np.int64(run.info.started_ns)) // 1000).tolist(),
         "r": changes["rank"].tolist(),

@@ -460,15 +460,15 @@ class WorkerMachine:
         self._target = self.generation
         self.state = WorkerState.READY
 
-    def loaded(self, received_bytes: int) -> None:
-        """This rank's shard is at the resume step."""
+    def loaded(self, received_bytes: int, *, from_checkpoint: bool = False) -> None:
+        """This rank's shard is at the resume step; see `msg.StateRecovered`."""
         order = self._order
         assert order is not None
         if self.partially_updated:
             self.partially_updated = False
             self.steps.restored(order.resume_step)
         self._next_stop = order.resume_step
-        self._sayings.append(msg.StateRecovered((self.worker,), order.generation, received_bytes))
+        self._sayings.append(msg.StateRecovered((self.worker,), order.generation, received_bytes, from_checkpoint))
         self.state = WorkerState.RECOVERED
 
     def undone(self) -> None:

@@ -21,6 +21,7 @@ Layout, little endian, 8-byte words::
     12  came        such operations that have ended
     16  counts      NUM_COUNTS x (sequence, group: 6 words of text, peer, left, operation, entered, entered at)
     784 ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
+                    or, for a moment, x (time ns, generation, step, len(PHASES) + index into MOMENTS, bytes)
 
 Each count has a sequence lock of its own. The counts on the page are those used last: where a script has more groups
 and peers than fit, a new count takes the place of the one that was used longest ago (of those with nothing in flight,
@@ -30,6 +31,7 @@ if there is one). The worker itself forgets none, so a count that comes back has
 from __future__ import annotations
 
 import dataclasses
+import enum
 import mmap
 import os
 import struct
@@ -46,6 +48,22 @@ RING_EVENTS = 4096
 
 PHASES = tuple(Phase)
 PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
+
+
+class SnapshotMoment(enum.StrEnum):
+    """What a ring holds beside phase changes: something happened, and the rank stays in its phase."""
+
+    BEGUN = "snapshot begun"
+    COMPLETE = "snapshot complete"
+    LOADED = "snapshot loaded"
+
+
+MOMENTS = tuple(SnapshotMoment)
+MOMENT_INDEX = {moment: index for index, moment in enumerate(MOMENTS, len(PHASES))}
+"""They follow the phases."""
+NUM_KINDS = len(PHASES) + len(MOMENTS)
+MOST_MOMENTS = 4
+"""Between two phase changes at most; a snapshot that is loaded, and one that begins and is complete."""
 _SEQUENCE, _GENERATION, _STEP, _PHASE, _SINCE, _PROGRESS, _WAITING, _ENTERED, _LEFT, _WRITTEN = range(10)
 _ENTERED_AT, _AWAITED, _CAME = range(10, 13)
 _COUNTS = 16
@@ -125,6 +143,8 @@ class TagWriter:
         """Maps the page; ``descriptor`` may be closed afterwards."""
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
+        self._appending = threading.Lock()
+        """The thread of the snapshots tells when one is complete."""
         self._counting = threading.Lock()
         """Gloo's threads end operations while the training thread begins others."""
         self._counts: dict[tuple[str, int, bool], _Count] = {}
@@ -137,15 +157,34 @@ class TagWriter:
         words = self._words
         now_ns = time.monotonic_ns()
         index = PHASE_INDEX[phase]
-        written = words[_WRITTEN]
-        at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
-        words[_SEQUENCE] += 1
-        words[at], words[at + 1], words[at + 2], words[at + 3] = now_ns, generation, step, index
-        words[at + 4] = words[_ENTERED_AT]
-        words[_GENERATION], words[_STEP], words[_PHASE], words[_SINCE] = generation, step, index, now_ns
-        words[_PROGRESS] += 1
-        words[_WRITTEN] = written + 1
-        words[_SEQUENCE] += 1
+        with self._appending:
+            written = words[_WRITTEN]
+            at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
+            words[_SEQUENCE] += 1
+            words[at], words[at + 1], words[at + 2], words[at + 3] = now_ns, generation, step, index
+            words[at + 4] = words[_ENTERED_AT]
+            words[_GENERATION], words[_STEP], words[_PHASE], words[_SINCE] = generation, step, index, now_ns
+            words[_PROGRESS] += 1
+            words[_WRITTEN] = written + 1
+            words[_SEQUENCE] += 1
+
+    def moment(self, moment: SnapshotMoment, generation: int, step: int, num_bytes: int, at_ns: int) -> None:
+        """Appends a moment to the ring, from any thread; the tag stays.
+
+        Args:
+            moment: what happened.
+            generation: in which it did.
+            step: of the snapshot.
+            num_bytes: of the snapshot.
+            at_ns: when, in monotonic nanoseconds.
+        """
+        words = self._words
+        with self._appending:
+            written = words[_WRITTEN]
+            at = _RING + (written % RING_EVENTS) * _WORDS_PER_EVENT
+            words[at], words[at + 1], words[at + 2], words[at + 3] = at_ns, generation, step, MOMENT_INDEX[moment]
+            words[at + 4] = num_bytes
+            words[_WRITTEN] = written + 1
 
     def progress(self) -> None:
         """The training thread is alive and moved on within its phase."""
@@ -265,7 +304,7 @@ class TagReader:
             if before % 2 == 0 and before == self._words[_SEQUENCE]:
                 return view
         # Its writer died in the middle of a write: the ring still holds the last whole change.
-        last = self.events_since(view.events_written - 1)
+        last = self.events_since(view.events_written - 1 - MOST_MOMENTS)
         if not last:
             return view
         tag = Tag(last[-1].generation, last[-1].step, last[-1].phase)
@@ -294,15 +333,19 @@ class TagReader:
         return [count for _, count in sorted(found, key=lambda each: each[0], reverse=True)]
 
     def events_since(self, written: int) -> list[PhaseEvent]:
-        """The phase changes from number ``written`` on, oldest first; those the ring has overwritten are missing."""
+        """The phase changes from number ``written`` on, oldest first, without moments.
+
+        Those that the ring has overwritten are missing.
+        """
         words = memoryview(self.copy_since(written)[0]).cast("q")
         return [
             PhaseEvent(words[at], words[at + 1], words[at + 2], PHASES[words[at + 3]], words[at + 4])
             for at in range(0, len(words), _WORDS_PER_EVENT)
+            if words[at + 3] < len(PHASES)
         ]
 
     def copy_since(self, written: int) -> tuple[bytes, int]:
-        """The same as they lie in the ring, and the number of the next one."""
+        """Phase changes and moments as they lie in the ring, and the number of the next one."""
         end = self._words[_WRITTEN]
         first = max(written, end - RING_EVENTS + 1, 0)
         slots = [number % RING_EVENTS for number in (first, end)]

@@ -12,7 +12,7 @@ import numpy as np
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import PhasesObserved, Tag
 from keepstep.protocol.recovery import RecoverySettings
-from keepstep.shared.tagpage import PHASE_INDEX
+from keepstep.shared.tagpage import MOMENT_INDEX, PHASE_INDEX, SnapshotMoment
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE
 from keepstep.trace.record.recorder import Recorder
@@ -20,6 +20,8 @@ from keepstep.trace.record.recorder import Recorder
 if TYPE_CHECKING:
     from keepstep.sim.cluster.process import SimulatedProcess
 
+SNAPSHOT_BYTES = 1 << 20
+"""A simulated snapshot has a size, as a real one does."""
 GATHER_S = 0.2
 """Of virtual time, as an agent does of its own."""
 
@@ -60,18 +62,18 @@ class Recording:
         self._tags[worker.process], self._now_s = worker.tag, worker.world.schedule.now_s
         if self._now_s >= self._gathered_s + GATHER_S:
             self._gather()
-        rank, tag = worker.machine.rank, worker.tag
-        self._pending.setdefault(worker.node.name, []).append(
-            (
-                round(self._now_s * 1e9),
-                round(worker.entered_s * 1e9),
-                tag.step,
-                tag.generation,
-                worker.number,
-                NO_RANK if rank is None else rank,
-                PHASE_INDEX[tag.phase],
-            )
-        )
+        tag = worker.tag
+        self._record(worker, round(worker.entered_s * 1e9), tag.step, tag.generation, PHASE_INDEX[tag.phase])
+
+    def moment(self, worker: SimulatedProcess, moment: SnapshotMoment, step: int, now_s: float) -> None:
+        """A worker has begun, completed or loaded a snapshot."""
+        self._now_s = now_s
+        self._record(worker, SNAPSHOT_BYTES, step, worker.machine.generation, MOMENT_INDEX[moment])
+
+    def _record(self, worker: SimulatedProcess, word: int, step: int, generation: int, kind: int) -> None:
+        rank = NO_RANK if worker.machine.rank is None else worker.machine.rank
+        record = (round(self._now_s * 1e9), word, step, generation, worker.number, rank, kind)
+        self._pending.setdefault(worker.node.name, []).append(record)
 
     def decided(self, entry: JournalEntry) -> None:
         """The controller has decided something."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.protocol.controller import JournalEntry
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.node.effects import Spawn
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.sim.cluster.collectives import Collectives, SimulatedRendezvous
 from keepstep.sim.cluster.control.network import CONTROLLER, Network
 from keepstep.sim.cluster.control.relays import Relays
@@ -195,6 +196,11 @@ class World:
             self.watch(worker)
         if self.recording is not None:
             self.recording.shown(worker)
+
+    def moment_shown(self, worker: SimulatedProcess, moment: SnapshotMoment, step: int) -> None:
+        """A worker's page shows what became of a snapshot."""
+        if self.recording is not None:
+            self.recording.moment(worker, moment, step, self.schedule.now_s)
 
     def orders_given(self, entry: JournalEntry) -> None:
         """The controller has decided something."""

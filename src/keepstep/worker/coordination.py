@@ -37,7 +37,7 @@ from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS
 from keepstep.protocol.waiting.operations import Operation
 from keepstep.protocol.worker import Urgency, WorkerMachine, WorkerState
-from keepstep.shared.tagpage import TagWriter
+from keepstep.shared.tagpage import SnapshotMoment, TagWriter
 from keepstep.worker.groups.registry import GroupRegistry
 from keepstep.worker.link import Link
 from keepstep.worker.values.missing import MissingValues, line_of_script
@@ -360,6 +360,10 @@ class Coordination:
         steps = self.machine.steps
         self.page.write(self.machine.generation, steps.step, steps.phase)
         self.observe(str(steps.phase))
+
+    def show_moment(self, moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
+        """Writes what became of a snapshot of this rank, for the eye."""
+        self.page.moment(moment, self.machine.generation, step, num_bytes, at_ns)
 
     def join(self) -> None:
         """Asks for a rank and connects the groups, which must exist already; a spare does not wait."""

@@ -232,13 +232,13 @@ class Recovery:
         coordination.observe("restore")
         coordination.page.set_waiting(True)  # each side waits for the other
         try:
-            received = self._get_there(move)
+            received, from_checkpoint = self._get_there(move)
         except (RuntimeError, RemoteProtocolError, PeerLost, CannotGoOn, Cancelled) as error:
             coordination.fell_out("restore", error)
             return
         finally:
             coordination.page.set_waiting(False)
-        self._machine.loaded(received)
+        self._machine.loaded(received, from_checkpoint=from_checkpoint)
         if self._snapshots is not None:
             assert self._machine.rank is not None
             order = move.order
@@ -247,11 +247,15 @@ class Recovery:
             coordination.show()
         self._resumed = move.order.resume_step > 0 or move.order.generation > 1
 
-    def _get_there(self, move: Load) -> int:
-        """Carries the action out and sends what others need; the number of bytes received."""
+    def _get_there(self, move: Load) -> tuple[int, bool]:
+        """Carries the action out and sends what others need.
+
+        Returns:
+            the number of bytes received, and whether a checkpoint was loaded.
+        """
         step, rank = move.order.resume_step, self._machine.rank
         assert rank is not None
-        received = 0
+        received, from_checkpoint = 0, False
         if self._snapshots is not None and move.action in (Action.RESTORE, Action.REWIND):
             self._snapshots.release_state()
         match move.action:
@@ -260,7 +264,7 @@ class Recovery:
                     received = receive_state(self._state, step, rank, transfer, self._transport(), self._moved)
                 self._state.layout.restored()
             case Action.REWIND:
-                self._rewind(step, rank)
+                from_checkpoint = self._rewind(step, rank)
                 self._state.layout.restored()
             case Action.STAY | Action.ADVANCE:
                 pass
@@ -272,18 +276,19 @@ class Recovery:
                 raise RemoteProtocolError(f"rank {rank} keeps no snapshots, and is to send one of step {step}")
             self.snapshots()  # takes in what the agent has told of
             self._send(*self._snapshots.image(transfer.receivers, step), transfer, rank)
-        return received
+        return received, from_checkpoint
 
     def _send(self, header: StateHeader, held: Sequence[Held], transfer: Transfer, rank: int) -> None:
         send_state(header, held, rank, transfer, self._transport(), self._source, self._moved)
 
-    def _rewind(self, step: int, rank: int) -> None:
-        """Loads this rank's own snapshot of a step, or a checkpoint where there is none."""
+    def _rewind(self, step: int, rank: int) -> bool:
+        """Loads this rank's own snapshot of a step, or a checkpoint where there is none; whether it is a checkpoint."""
         if self._snapshots is not None and self._snapshots.load(rank, step):
-            return
+            return False
         if self._checkpoints is None:
             raise RemoteProtocolError(f"rank {rank}: its snapshot of step {step} is gone")
         self._checkpoints.load(step)
+        return True
 
     def _transport(self) -> StateTransport:
         """What carries the state. Raises RuntimeError if a failure has broken it already."""

@@ -258,7 +258,8 @@ class Session:
             return None
         file = SnapshotFile(self._settings.snapshots_fd)
         copies = SecondCopies(file, self._background, self._second_copy_failed)
-        return Snapshots(self._state, file, every, copies, max(1, self._settings.local_world_size))
+        num_ranks = max(1, self._settings.local_world_size)
+        return Snapshots(self._state, file, every, copies, num_ranks, self._coordination.show_moment)
 
     def _background(self) -> Carrier | None:
         """What carries tensors beside what the training thread does, in the present generation."""

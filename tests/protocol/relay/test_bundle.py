@@ -22,7 +22,11 @@ NODES = ("node-0", "node-1", "node-2")
 def answer(kind: type, worker: int) -> msg.Report:
     if kind is msg.GroupsReset:
         return msg.GroupsReset((worker, worker + 10), 2)
-    return msg.StateRecovered((worker, worker + 10), 2, 0) if kind is msg.StateRecovered else msg.WorkerFenced(worker)
+    return (
+        msg.StateRecovered((worker, worker + 10), 2, 0, False)
+        if kind is msg.StateRecovered
+        else msg.WorkerFenced(worker)
+    )
 
 
 @st.composite

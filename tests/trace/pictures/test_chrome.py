@@ -3,13 +3,16 @@
 import io
 import itertools
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trace.pictures.conftest import SEEDS
+from tests.support.recorded import LONE, simulate_shards
+from tests.trace.pictures.conftest import SEEDS, opened
 
+from keepstep.sim.recording import SNAPSHOT_BYTES
 from keepstep.trace.pictures.chrome import CONTROLLER, ChromeTrace, Track, write_trace
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.stragglers import Straggler
@@ -118,3 +121,13 @@ def test_stragglers_are_marked(real: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert mark["name"] == "slow backward, 1.5 times the others"
     (track,) = [e for e in events if e["name"] == "thread_name" and e["args"]["name"] == "rank 1"]
     assert (mark["pid"], mark["tid"]) == (track["pid"], track["tid"])
+
+
+def test_what_becomes_of_snapshots_is_marked(tmp_path: Path) -> None:
+    simulate_shards(tmp_path, LONE, 2)
+    events = exported(opened(tmp_path))
+    check(events)
+    marks = [event for event in events if event.get("cat") == "snapshot"]
+    names = Counter(mark["name"].partition(",")[0] for mark in marks)
+    assert (names["snapshot complete"], names["snapshot loaded"]) == (6 * len(LONE) + 1, len(LONE))
+    assert all(mark["args"]["bytes"] == SNAPSHOT_BYTES for mark in marks)

@@ -15,7 +15,7 @@ from keepstep.protocol.messages import PhasesObserved, WorkerFenced
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import Operation
 from keepstep.shared import tagpage
-from keepstep.shared.tagpage import PHASES, TagReader, TagWriter
+from keepstep.shared.tagpage import PHASES, SnapshotMoment, TagReader, TagWriter
 from keepstep.trace.record import phaselog
 from keepstep.trace.record.phaselog import (
     NO_RANK,
@@ -164,3 +164,20 @@ def test_something_else_in_the_log_is_named(tmp_path: Path) -> None:
     (tmp_path / "00000001.frames").write_bytes(frame(WorkerFenced(1)))
     with pytest.raises(RemoteProtocolError, match=r"00000001\.frames: holds WorkerFenced"):
         read_all(PhaseTail(tmp_path))
+
+
+def test_a_moment_becomes_a_record_with_its_bytes() -> None:
+    descriptor = tagpage.create("test")
+    writer, reader = TagWriter(descriptor), TagReader(descriptor)
+    os.close(descriptor)
+    writer.write(1, 4, Phase.FORWARD)
+    writer.moment(SnapshotMoment.COMPLETE, 1, 4, 5_000_000, 77)
+    records = from_ring(reader.copy_since(0)[0], worker=5, rank=2, offset_ns=1000)
+    reader.close()
+    (moment,) = phaselog.moments_in(records)
+    assert (moment["at_ns"], moment["entered_ns"], moment["step"], moment["rank"]) == (1077, 5_000_000, 4, 2)
+    assert phaselog.phases_in(records)["phase"].tolist() == [PHASES.index(Phase.FORWARD)]
+    assert len(records_of(PhasesObserved("a", 0, records.tobytes()))) == 2
+    records["phase"] = tagpage.NUM_KINDS
+    with pytest.raises(RemoteProtocolError, match="does not exist"):
+        records_of(PhasesObserved("a", 0, records.tobytes()))

@@ -5,7 +5,8 @@ import pytest
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import DrainAsked, Event, JournalEntry, ReportsReceived
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings
-from keepstep.trace.timeline.events import Teller
+from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.trace.timeline.events import Teller, recovery_text
 
 
 def told(event: Event, *orders: tuple[msg.AgentOrder, str]) -> list[tuple[str, str, str]]:
@@ -32,3 +33,21 @@ def test_a_node_that_is_to_leave_is_told() -> None:
     assert told(ReportsReceived("node-1", 0, (msg.NodeDraining("node-1", "ended by SIGTERM"),))) == [
         ("node draining", "warning", "node-1: ended by SIGTERM")
     ]
+
+
+@pytest.mark.parametrize(
+    ("actions", "read", "text"),
+    [
+        ({0: "stay", 1: "restore"}, set(), ""),
+        ({0: "stay", 1: "rewind"}, set(), "rank 1 from a snapshot in memory"),
+        ({0: "rewind", 1: "rewind"}, set(), "all ranks from snapshots in memory"),
+        ({0: "rewind", 1: "rewind", 2: "stay"}, set(), "ranks 0, 1 from snapshots in memory"),
+        ({0: "rewind", 1: "rewind"}, {0, 1}, "all ranks from checkpoints"),
+        ({0: "rewind", 1: "rewind"}, {1}, "rank 0 from a snapshot in memory, rank 1 from a checkpoint"),
+    ],
+)
+def test_where_states_came_from_is_said(actions: dict[int, str], read: set[int], text: str) -> None:
+    record = RecoveryRecord(2, "signal", "rank 1 lost", 10.0, resume_step=4, resumed_s=11.0)
+    record.actions, record.read_checkpoint = actions, read
+    loaded = f", {text}," if text else ""
+    assert recovery_text(record) == f"rank 1 lost; training goes on from step 4{loaded} after 1000 ms"

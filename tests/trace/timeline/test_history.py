@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keepstep.protocol.messages import PhasesObserved
+from keepstep.shared.tagpage import MOMENT_INDEX, SnapshotMoment
 from keepstep.trace.record import phaselog
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseLog
 from keepstep.trace.timeline import history
@@ -75,3 +76,19 @@ def test_what_the_log_has_dropped_is_missing_and_no_error(whole: PhaseHistory) -
     found = whole.window(0, NUM * 1_000_000, lead=False)
     assert found.tolist() == everything()[-len(found) :].tolist()
     assert len(found) > NUM // 2
+
+
+def test_moments_are_asked_for_by_themselves(tmp_path: Path) -> None:
+    records = everything()
+    records["phase"][::4] = MOMENT_INDEX[SnapshotMoment.COMPLETE]
+    log, found = PhaseLog(tmp_path), PhaseHistory(tmp_path)
+    log.write(PhasesObserved("a", 0, records.tobytes()))
+    log.close()
+    assert len(found.poll()) == NUM
+    begin_ns, end_ns = 100_000_000, 120_000_000
+    moments, phases = found.moments(begin_ns, end_ns), found.window(begin_ns, end_ns, lead=False)
+    assert moments.tolist() == records[100:120:4].tolist()
+    assert phases.tolist() == np.delete(records[100:120], np.s_[::4]).tolist()
+    both = found.records(begin_ns, end_ns)
+    assert [each for each in both.tolist() if each[0] >= begin_ns] == records[100:120].tolist()
+    assert len(phaselog.moments_in(found.newest(NUM))) == 0

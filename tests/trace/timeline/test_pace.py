@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.protocol.phases import Phase
-from keepstep.shared.tagpage import PHASES
+from keepstep.shared.tagpage import MOMENT_INDEX, PHASES, SnapshotMoment
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline import pace
-from keepstep.trace.timeline.pace import Durations, Pace
+from keepstep.trace.timeline.pace import Durations, Pace, SnapshotPace
 
 MS = 1_000_000
 STEP = (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
@@ -156,3 +156,23 @@ def test_a_job_that_stands_still_gets_slower() -> None:
     assert rates[0] > rates[1] > 0
     assert rates[2] is not None
     assert rates[2] < rates[1]
+
+
+def moment(at_ms: float, kind: SnapshotMoment, step: int, rank: int) -> PhaseArray:
+    record = change(at_ms, Phase.FORWARD, step, rank)
+    record["phase"], record["entered_ns"] = MOMENT_INDEX[kind], 100 * (rank + 1)
+    return record
+
+
+def test_the_newest_snapshot_of_all_ranks_counts() -> None:
+    found = SnapshotPace()
+    found.take(moment(1, SnapshotMoment.BEGUN, 0, 0))
+    assert (found.num_taken, found.newest(2), found.every) == (0, None, None)
+    found.take(np.concatenate([moment(2 + step, SnapshotMoment.COMPLETE, step, 0) for step in (4, 0, 2)]))
+    assert (found.newest(2), found.every) == (None, 2)
+    found.take(moment(9, SnapshotMoment.COMPLETE, 2, 1))
+    assert (found.newest(2), found.num_taken, found.num_bytes) == (2, 4, {0: 100, 1: 200})
+    found.take(np.concatenate([moment(10, SnapshotMoment.LOADED, 2, rank) for rank in (0, 1)]))
+    assert (found.steps, found.num_taken) == ({0: 2, 1: 2}, 4)
+    found.take(moment(11, SnapshotMoment.COMPLETE, 3, NO_RANK))
+    assert found.num_taken == 4

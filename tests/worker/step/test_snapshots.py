@@ -14,10 +14,11 @@ from keepstep.protocol.messages import Member, Membership
 from keepstep.protocol.snapshots import NUM_TRIALS
 from keepstep.shared import snapshotfile
 from keepstep.shared.snapshotfile import SnapshotFile
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import snapshots as module
 from keepstep.worker.step.second_copies import SecondCopies
-from keepstep.worker.step.snapshots import Snapshots, parse_every
+from keepstep.worker.step.snapshots import OnMoment, Snapshots, parse_every
 
 LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
 
@@ -25,21 +26,30 @@ LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
 RANK = 1
 
 
-def snapshots_of(state: ProtectedState, descriptor: int, every: int | None = 1) -> Snapshots:
+def snapshots_of(
+    state: ProtectedState, descriptor: int, every: int | None = 1, on_moment: OnMoment | None = None
+) -> Snapshots:
     file = SnapshotFile(os.dup(descriptor))
-    return Snapshots(state, file, every, SecondCopies(file, lambda: None, lambda error: None))
+    return Snapshots(state, file, every, SecondCopies(file, lambda: None, lambda error: None), on_moment=on_moment)
 
 
 class Rank:
     """A state that trains, and its memory, which outlives it."""
 
-    def __init__(self, descriptor: int, every: int | None = 1, seed: int = 3, optimizer: str = "adamw") -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        every: int | None = 1,
+        seed: int = 3,
+        optimizer: str = "adamw",
+        on_moment: OnMoment | None = None,
+    ) -> None:
         torch.manual_seed(seed)
         self.model = small()
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.own = Keeps({"seen": 0})
         self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer, "own": self.own})
-        self.snapshots = snapshots_of(self.state, descriptor, every)
+        self.snapshots = snapshots_of(self.state, descriptor, every, on_moment)
         self.snapshots.resumed(0, RANK, LONE, None)
         self.contents: dict[int, Any] = {}
         """At each step that was handed out."""
@@ -231,3 +241,42 @@ def test_what_can_be_asked_for(value: object, every: int | None) -> None:
 def test_what_cannot(value: object) -> None:
     with pytest.raises(ConfigurationError, match='allowed are 1 and more, "auto" and "off"'):
         parse_every(value)
+
+
+def test_what_becomes_of_a_snapshot_is_told(memory: int) -> None:
+    told: list[tuple[SnapshotMoment, int, int]] = []
+    rank = Rank(memory, on_moment=lambda moment, step, num_bytes, at_ns: told.append((moment, step, at_ns)))
+    rank.step(0)
+    rank.step(1)
+    assert rank.snapshots.load(RANK, 1)
+    assert [(moment, step) for moment, step, _ in told] == [
+        (SnapshotMoment.BEGUN, 0),
+        (SnapshotMoment.COMPLETE, 0),
+        (SnapshotMoment.BEGUN, 1),
+        (SnapshotMoment.COMPLETE, 1),
+        (SnapshotMoment.LOADED, 1),
+    ]
+    assert [at_ns for *_, at_ns in told] == sorted(at_ns for *_, at_ns in told)
+
+
+def test_a_snapshot_that_was_cut_off_is_never_complete(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[SnapshotMoment] = []
+    rank = Rank(memory, on_moment=lambda moment, *_: told.append(moment))
+    is_let_go = threading.Event()
+    copy = module.copy_bytes
+
+    def held(*arguments: int) -> None:
+        assert is_let_go.wait(60)
+        copy(*arguments)
+
+    monkeypatch.setattr(module, "copy_bytes", held)
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 8)
+    rank.snapshots.hand_out(0)
+    releasing = threading.Thread(target=rank.snapshots.release_state)
+    releasing.start()
+    assert rank.snapshots._copy is not None
+    while not rank.snapshots._copy.is_cancelled:
+        pass
+    is_let_go.set()
+    releasing.join()
+    assert told == [SnapshotMoment.BEGUN]

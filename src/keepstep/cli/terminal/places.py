@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class ScreenPlace:
     worker: Worker | None
     stragglings: list[Straggler] = dataclasses.field(default_factory=list)
     is_behind: bool = False
+    shard: str = ""
+    """Its number, and a bracket around the ranks that hold it; empty where all ranks hold the same."""
     is_fresh: bool = False
     """Whether it took its rank in the recovery that is under way."""
 
@@ -87,7 +89,7 @@ class Places:
         return self._last.get(worker, (str(Phase.STARTING), -1))[0]
 
     def all(self) -> list[ScreenPlace]:
-        """Every rank, by number."""
+        """Every rank, by number; where they hold different shards those of a shard together."""
         job = self._run.job
         spans = self._open_spans()
         stragglings: dict[int, list[Straggler]] = {}
@@ -107,7 +109,7 @@ class Places:
             place.is_fresh = rank in spans and rank in self._run.scenes[-1].replacements
             places.append(place)
         _mark_those_behind(places)
-        return places
+        return _by_shard(places, self._run.shards)
 
     def _open_spans(self) -> dict[int, SceneSpan]:
         """What ranks are at in the recovery that is under way."""
@@ -115,6 +117,18 @@ class Places:
         if not scenes or self._run.job.stage not in (Stage.STOPPING, Stage.RECOVERING):
             return {}
         return {span.rank: span for span in scenes[-1].spans() if span.end_s is None}
+
+
+def _by_shard(places: list[ScreenPlace], shards: Sequence[int]) -> list[ScreenPlace]:
+    if not shards:
+        return places
+    for shard in dict.fromkeys(shards):
+        replicas = [place for place in places if shards[place.rank] == shard]
+        for place in replicas:
+            place.shard = "│"
+        replicas[-1].shard = "└"
+        replicas[0].shard = f"{shard} ┌" if len(replicas) > 1 else f"{shard}  "
+    return sorted(places, key=lambda place: (shards[place.rank], place.rank))
 
 
 def _mark_those_behind(places: Iterable[ScreenPlace]) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from keepstep.cli.terminal.places import DONE, LOST, Places, ScreenPlace
 from keepstep.protocol.recovery import Stage
+from keepstep.trace.timeline.describe import loaded_text
 from keepstep.trace.timeline.events import ControlEvent
 from keepstep.trace.timeline.run import News, Run
 from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
@@ -56,7 +57,8 @@ RATE_COLUMNS = 24
 _OWN = tuple(NAMES.values())[:3]
 """The phases whose own time is shown."""
 BAR = "own time"
-COLUMNS = ("rank", "phase", "step", *_OWN, BAR, "pid", "node", "")
+SHARD = "shard"
+COLUMNS = ("rank", SHARD, "phase", "step", *_OWN, BAR, "pid", "node", "")
 FIXED_COLUMNS = 94
 """What all columns of a rank take but the bar and the node."""
 MIN_BAR_COLUMNS = 8
@@ -170,6 +172,9 @@ class Screen:
         items.append(_item("goodput", "-" if goodput is None else f"{goodput:.1%}"))
         is_short = spares < wanted and job.stage in (Stage.TRAINING, Stage.STOPPING, Stage.RECOVERING)
         items.append(_item("spares", f"{spares} of {wanted}", "yellow" if is_short else "bold"))
+        if run.snapshots.num_taken:
+            newest = run.snapshots.newest(job.settings.world_size)
+            items.append(_item("newest snapshot", "-" if newest is None else f"step {newest}"))
         items += [_item("recoveries", len(run.scenes)), _item("lost ranks", num_lost)]
         if num_stragglers := sum(bool(place.stragglings) for place in places):
             items.append(_item("stragglers", num_stragglers, "bold yellow"))
@@ -198,11 +203,14 @@ class Screen:
     def _ranks(self, width: int, room: int, places: list[ScreenPlace]) -> tuple[Table, int]:
         """The table of ranks, and how many lines it takes."""
         is_folded = len(places) + 1 > room
+        shard_columns = 7 if self._run.shards else 0
         medians = self._run.stragglers.medians_ms([place.rank for place in places])
         slowest_ms = float(np.nanmax(np.nansum(medians[:, : len(_OWN)], axis=1), initial=0.0))
         node_columns = min(16, max(4, *(len(place.node) for place in places)))
-        bar = OwnBar(slowest_ms, 0 if is_folded else min(24, width - FIXED_COLUMNS - node_columns))
+        bar = OwnBar(slowest_ms, 0 if is_folded else min(24, width - FIXED_COLUMNS - shard_columns - node_columns))
         hidden = set() if bar.num_columns else {BAR}
+        if is_folded or not self._run.shards:
+            hidden.add(SHARD)
         if is_folded and width < FOLDED_WIDE:
             hidden |= {"pid", *_OWN}
         table = _empty_table(hidden, bar.num_columns, node_columns, is_folded)
@@ -223,7 +231,7 @@ class Screen:
         for spare in sorted(self._run.job.roster.spares(), key=lambda spare: spare.worker):
             state = "ready" if spare.ready is not None else self._places.phase_of(spare.worker)
             cell = Text(state, "bright_black" if spare.ready is not None else STATE_STYLES.get(state, "default"))
-            rows.append(["spare", cell, "", "", "", "", "", _number(spare.pid), spare.node, ""])
+            rows.append(["spare", "", cell, "", "", "", "", "", _number(spare.pid), spare.node, ""])
         return rows
 
     def _node_rows(self, places: Sequence[ScreenPlace], medians: np.ndarray) -> list[Row]:
@@ -240,7 +248,7 @@ class Screen:
             own_ms = medians[[place.rank for place in there]]
             worst = [f"≤{_ms(np.nanmax(own_ms[:, at], initial=0.0))}" for at in range(len(_OWN))]
             ranks = Text(_ranges([place.rank for place in there]))
-            rows.append([ranks, Text(" ").join(cells), span, *worst, "", "", node, f"{len(there)} ranks"])
+            rows.append([ranks, "", Text(" ").join(cells), span, *worst, "", "", node, f"{len(there)} ranks"])
         return rows
 
     # ---- the recovery -----------------------------------------------------------------------------------------------
@@ -254,6 +262,7 @@ class Screen:
             ("recovery under way" if is_current else "last recovery", "bold yellow" if is_current else "bold"),
             (f"  {_about(scene, run, is_current)}", "bright_black"),
             f"  {_flat(record.detail)}",
+            (f"; {loaded}" if (loaded := loaded_text(record)) else "", "bright_black"),
         )
         parts = Text("  ")
         for name, ms in record.milliseconds().items():
@@ -317,11 +326,12 @@ def _packed(items: Sequence[Text], width: int) -> list[Text]:
 def _empty_table(hidden: set[str], bar_columns: int, node_columns: int, is_folded: bool) -> Table:
     """The columns, of fixed width, so that nothing jumps from frame to frame."""
     widths = {"rank": 12 if is_folded else 5, "phase": 26 if is_folded else 13, "step": 9 if is_folded else 7}
+    widths[SHARD] = 5
     widths |= dict.fromkeys(_OWN, 9) | {BAR: bar_columns, "pid": 7, "node": node_columns}
     table = Table(box=None, padding=(0, 2, 0, 0), expand=False, header_style="bright_black")
     for name in COLUMNS:
         if name not in hidden:
-            justify: JustifyMethod = "right" if name in ("rank", "step", "pid", *_OWN) else "left"
+            justify: JustifyMethod = "right" if name in ("rank", SHARD, "step", "pid", *_OWN) else "left"
             table.add_column(name, no_wrap=True, justify=justify, width=widths.get(name))
     return table
 
@@ -336,6 +346,7 @@ def _rank_row(place: ScreenPlace, medians: np.ndarray, bar: OwnBar) -> Row:
     pid = place.worker.pid if place.worker is not None else None
     return [
         str(place.rank),
+        place.shard,
         state,
         _number(place.step),
         *own,
@@ -350,7 +361,7 @@ def _shortened(rows: list[Row], room: int) -> list[Row]:
     if len(rows) <= room or room < 1:
         return rows[: max(0, room)]
     rest = Text(f"{len(rows) - room + 1} nodes more", style="bright_black")
-    return [*rows[: room - 1], ["…", rest, *[""] * (len(COLUMNS) - 2)]]
+    return [*rows[: room - 1], ["…", "", rest, *[""] * (len(COLUMNS) - 3)]]
 
 
 def _number(value: int | None) -> str:

@@ -6,7 +6,7 @@ import { Model } from "./model.js";
 import { $, Panels } from "./panels.js";
 import { source } from "./source.js";
 import { tellStory } from "./story.js";
-import { Timeline } from "./timeline.js";
+import { AXIS, Timeline } from "./timeline.js";
 
 const SILENT_AFTER = 3000; // milliseconds without any news: the server sends some every second
 const RECONNECT_AFTER = 10000;
@@ -321,7 +321,11 @@ const frames = new Frames((time) => {
 
 window.keepstep = {
   view: () => ({ begin: view.target?.[0] ?? view.begin, end: view.target?.[1] ?? view.end, following: view.following }),
-  lanes: () => lanes.list.map(({ name, rank, kind, folded }) => ({ name, rank, kind, folded })),
+  lanes: () =>
+    lanes.list.map((lane, i) => {
+      const { name, rank, kind, folded } = lane;
+      return { name, rank, kind, folded, top: AXIS + lanes.top(i), height: lanes.heightOf(lane) };
+    }),
   frames: () => frames.measured(),
   model,
 };

@@ -18,6 +18,12 @@ export const SPAN_LABELS = {
   rollback: ["Rollback", "Roll"],
   wait: ["Ready, waits", "Ready"],
 };
+/** What stands on a part of a recovery, the longest first; a rank that rewinds says from where. */
+export function spanTexts({ kind, rank }, { origins, resume_step: step }) {
+  const names = SPAN_LABELS[kind] ?? [kind, kind];
+  const origin = kind === "rewind" ? origins?.[rank] : null;
+  return origin ? [`${names[0]}: ${origin}, step ${step}`, `${names[0]} to step ${step}`, ...names] : names;
+}
 const WAITING = new Set(["decide", "wait"]);
 const NAMES = { [FORWARD]: ["Forward", "F"], [BACKWARD]: ["Backward", "B"], [OPTIMIZER]: ["Optimizer", "Opt"] };
 const MIN_LABEL = 15;
@@ -83,12 +89,12 @@ export class Bars {
   }
 
   /** One part of a recovery. */
-  span(kind, isGoingOn, x0, x1, y, h) {
+  span(kind, texts, x0, x1, y, h) {
     const width = Math.max(x1 - x0, 1);
     this.batch(WAITING.has(kind) ? "span waiting" : `span ${kind}`).push(x0, y, width - (width > 4 ? 1 : 0), h);
     if (width < MIN_LABEL) return;
     const color = WAITING.has(kind) ? this.colors.text : this.colors.onBar;
-    this.label(SPAN_LABELS[kind] ?? [kind, kind], x0, x1, y + h / 2, color);
+    this.label(texts, x0, x1, y + h / 2, color);
   }
 
   /** The longest of the texts that fits, in the middle of what is visible of the bar. */

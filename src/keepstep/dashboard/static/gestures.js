@@ -6,7 +6,9 @@
 import { SPAN_LABELS, eachFoldedPhase, eachPhase, foldSpans } from "./bars.js";
 import { PHASES, SYNCED, clock, duration } from "./model.js";
 import { element } from "./panels.js";
+import { eachSnapshot } from "./snapshots.js";
 import { AXIS, GUTTER } from "./timeline.js";
+import { originsOf } from "./words.js";
 
 const SHORTEST = 200; // microseconds
 const RIGHT_MARGIN = 0.03; // of the view, empty to the right of now
@@ -121,6 +123,7 @@ export function hitTest(timeline, x, y) {
   const time = timeline.time(x);
   const found = { lane, time, isName: x < GUTTER };
   if (found.isName || time > now) return found;
+  if (lane.kind === "shard") return found;
   const tolerance = (3 * view.length) / timeline.width;
   found.recovery = timeline.seen.find((r) => r.since - tolerance <= time && time <= (r.until ?? now) + tolerance);
   if (found.recovery) {
@@ -133,12 +136,27 @@ export function hitTest(timeline, x, y) {
     if (begin <= time && time < end) found.phase = { begin, end, phase, step, generation, worker };
   };
   if (timeline.isCoarse || lane.kind === "spare") return found;
+  if (lane.kind === "rank") found.snapshot = snapshotAt(timeline, lane, time);
   const [from, to] = [time - 60e6, Math.max(view.end, time + 1)];
   for (const { store } of model.parts(time, time + 1).parts) {
     if (lane.kind === "node" && store.nodes.has(lane.key))
       eachFoldedPhase(model, store.nodes.get(lane.key), from, to, now, visit);
     if (lane.kind === "rank" && store.ranks.has(lane.rank))
       eachPhase(model, store.ranks.get(lane.rank), from, to, now, visit);
+  }
+  return found;
+}
+
+/** The snapshot of a rank that was taken at this moment, or complete shortly before. */
+function snapshotAt({ model, view, width }, { rank }, time) {
+  let found = null;
+  for (const { store } of model.parts(time, time + 1).parts) {
+    const ring = store.snapshots.get(rank);
+    if (!ring) continue;
+    eachSnapshot(ring, time - 60e6, time, (snapshot) => {
+      const end = snapshot.end ?? model.cutAfter(snapshot.begin, snapshot.worker);
+      if (time <= end + (5 * view.length) / width) found = snapshot;
+    });
   }
   return found;
 }
@@ -354,7 +372,7 @@ export class Tooltip {
     box.style.top = `${hover.y + 16}px`;
   }
 
-  describe({ lane, time, span, phase, failure, recovery }) {
+  describe({ lane, time, span, phase, failure, recovery, snapshot }) {
     const { model } = this;
     const worker =
       phase && phase.worker >= 0
@@ -367,6 +385,8 @@ export class Tooltip {
       ["worker", worker ? `${worker.worker} (pid ${worker.pid})` : null],
       ["node", worker?.node ?? lane.node],
     ];
+    if (snapshot) rows.unshift(["snapshot", snapshotText(snapshot)]);
+    if (lane.kind === "shard") return [lane.name, "", [["held by", who(lane.ranks)]]];
     if (lane.kind === "node") rows.unshift(["ranks", `${lane.ranks.length}, of which the last is shown`]);
     if (span) {
       const end = span.end ?? model.now;
@@ -374,7 +394,13 @@ export class Tooltip {
       return [
         `${lane.name} · ${SPAN_LABELS[span.kind]?.[0] ?? span.kind}`,
         alarm,
-        [["recovery", String(recovery.number)], ["began", clock(span.begin)], ["took", to], ...rows],
+        [
+          ["recovery", String(recovery.number)],
+          ["began", clock(span.begin)],
+          ["took", to],
+          ["state from", originsOf(recovery, lane.ranks ?? [lane.rank])],
+          ...rows,
+        ],
       ];
     }
     if (phase) {
@@ -411,3 +437,9 @@ export class Tooltip {
     return alarm || lane.kind === "node" ? [lane.name, alarm, rows] : null;
   }
 }
+
+function snapshotText({ step, begin, end }) {
+  return `of step ${step}, ${end === null ? "not complete" : `complete after ${duration(end - begin)}`}`;
+}
+
+const who = (ranks) => `rank${ranks.length === 1 ? "" : "s"} ${ranks.join(", ")}`;

@@ -11,6 +11,7 @@ const FOLD_ABOVE = 40; // ranks
 const RECENT = 60e6; // a failure is recent for a minute
 const MAX_UNFOLDED = 4; // nodes that are unfolded by themselves
 const LOW = 22; // the least height of a lane, in pixels
+const HEADING = 26; // the height of a shard's heading
 
 /** The lanes, their order and the vertical scroll position. */
 export class Lanes {
@@ -21,6 +22,8 @@ export class Lanes {
     this.scroll = 0;
     this.height = 0;
     this.laneHeight = LOW;
+    this.tops = [];
+    this.total = 0; // the height of all lanes
     this.highest = 54; // the height that a lane likes best
     this.focus = null; // the recovery that the viewer jumped to
     this.selected = null; // key of the lane that the keyboard is on
@@ -59,8 +62,24 @@ export class Lanes {
     ].join("|");
     if (stamp === this.stamp) return;
     this.stamp = stamp;
-    this.list = this.isFolding ? this.folded(now) : [...this.ranks(this.allRanks()), ...this.spares()];
+    this.list = this.isFolding ? this.folded(now) : [...this.byShard(), ...this.spares()];
     this.index = new Map(this.list.map((lane, i) => [lane.key, i]));
+    this.layout(this.height);
+  }
+
+  /** All ranks; where they hold different shards those of a shard together, below its heading. */
+  byShard() {
+    const { replicas } = this.model;
+    if (replicas.size === 0) return this.ranks(this.allRanks());
+    return [...replicas].flatMap(([shard, ranks]) => {
+      const key = `shard ${shard}`;
+      const heading = { kind: "shard", key, name: key, rank: null, node: null, shard, ranks, folded: false, indent: 0 };
+      return [heading, ...this.ranks(ranks, 1)];
+    });
+  }
+
+  get hasShards() {
+    return this.list.some((lane) => lane.kind === "shard");
   }
 
   allRanks() {
@@ -130,6 +149,7 @@ export class Lanes {
    */
   words(lane, moment, isLive) {
     const { model } = this;
+    if (lane.kind === "shard") return { state: replicasOf(lane), tone: "quiet", detail: "", warning: "" };
     if (lane.kind === "spare") {
       const spare = [...model.spares.values()].find(
         ({ slot, shownFrom, until }) => slot === lane.slot && shownFrom <= moment && until > moment,
@@ -170,37 +190,55 @@ export class Lanes {
   /** Shares the height out among the lanes. */
   layout(height) {
     this.height = height;
-    const fits = Math.floor(height / Math.max(1, this.list.length));
+    const headings = this.numHeadings;
+    const fits = Math.floor((height - headings * HEADING) / Math.max(1, this.list.length - headings));
     this.laneHeight = Math.max(LOW, Math.min(this.highest, fits));
+    this.total = 0;
+    this.tops = this.list.map((lane) => (this.total += this.heightOf(lane)) - this.heightOf(lane));
     this.scrollBy(0);
+  }
+
+  get numHeadings() {
+    return this.list.filter((lane) => lane.kind === "shard").length;
+  }
+
+  /** @returns {number} the height of one lane, in pixels */
+  heightOf(lane) {
+    return lane.kind === "shard" ? HEADING : this.laneHeight;
   }
 
   /** @returns {number} the height at which no lane would have to be smaller than it likes, at most `most` */
   wanted(most) {
-    return Math.min(most, Math.max(3, this.list.length) * this.highest);
+    const headings = this.numHeadings;
+    return Math.min(most, headings * HEADING + Math.max(3, this.list.length - headings) * this.highest);
   }
 
   scrollBy(pixels) {
-    const most = Math.max(0, this.list.length * this.laneHeight - this.height);
+    const most = Math.max(0, this.total - this.height);
     this.scroll = Math.max(0, Math.min(most, this.scroll + pixels));
   }
 
   /** @returns {number} the upper edge of the i-th lane */
   top(i) {
-    return i * this.laneHeight - this.scroll;
+    return this.tops[i] - this.scroll;
   }
 
   /** @returns {[number, number]} the first and the last lane of which something is visible */
   visible() {
-    const first = Math.floor(this.scroll / this.laneHeight);
-    const last = Math.ceil((this.scroll + this.height) / this.laneHeight);
-    return [first, Math.min(last, this.list.length) - 1];
+    const first = this.indexAt(this.scroll);
+    const last = this.indexAt(this.scroll + this.height - 1);
+    return [Math.max(0, first), last < 0 ? this.list.length - 1 : last];
+  }
+
+  /** @returns {number} the lane at a height below the upper edge of the first one; -1 below the last one */
+  indexAt(y) {
+    return y >= this.total ? -1 : this.tops.findLastIndex((top) => top <= y);
   }
 
   /** @returns {object|null} the lane at this height */
   at(y) {
     if (y < 0 || y >= this.height) return null;
-    return this.list[Math.floor((y + this.scroll) / this.laneHeight)] ?? null;
+    return this.list[this.indexAt(y + this.scroll)] ?? null;
   }
 
   /** @returns {number} where a rank is drawn: its own lane, or that of its node; -1 if there is none */
@@ -241,9 +279,11 @@ export class Lanes {
   }
 
   reveal(index) {
+    if (!this.list[index]) return;
     const top = this.top(index);
+    const bottom = top + this.heightOf(this.list[index]);
     if (top < 0) this.scrollBy(top);
-    else if (top + this.laneHeight > this.height) this.scrollBy(top + this.laneHeight - this.height);
+    else if (bottom > this.height) this.scrollBy(bottom - this.height);
   }
 
   /**
@@ -269,6 +309,11 @@ export class Lanes {
     this.reveal(index);
     return true;
   }
+}
+
+/** Who holds a shard, in a few words. */
+function replicasOf({ ranks }) {
+  return ranks.length === 1 ? "no replica" : `${ranks.length} replicas`;
 }
 
 /**

@@ -7,6 +7,7 @@
 
 export const PHASES = ["starting", "forward", "backward", "synced", "optimizer", "updated"];
 export const [STARTING, FORWARD, BACKWARD, SYNCED, OPTIMIZER, UPDATED] = [0, 1, 2, 3, 4, 5];
+export const [BEGUN, COMPLETE, LOADED] = [6, 7, 8]; // what becomes of a snapshot, among the phases
 const NUM_PHASES = PHASES.length;
 const NUM_EVENTS = 400;
 const NUM_WINDOWS = 6;
@@ -145,11 +146,13 @@ export class StepFold {
 
 /** The phases of all lanes over one piece of time: a ring per rank and per spare, a fold per node and one for the job. */
 export class PhaseStore {
-  constructor(knownFrom, laneCapacity, foldCapacity, nodeOf) {
-    Object.assign(this, { knownFrom, laneCapacity, foldCapacity, nodeOf });
+  constructor(knownFrom, laneCapacity, foldCapacity, { nodeOf, shardOf }) {
+    Object.assign(this, { knownFrom, laneCapacity, foldCapacity, nodeOf, shardOf });
     this.ranks = new Map();
     this.spares = new Map();
     this.nodes = new Map();
+    this.shards = new Map();
+    this.snapshots = new Map(); // rank -> what became of its snapshots
     this.job = new StepFold(foldCapacity);
   }
 
@@ -158,17 +161,30 @@ export class PhaseStore {
     const order = Uint32Array.from(t, (_, i) => i);
     if (t.some((time, i) => i > 0 && time < t[i - 1])) order.sort((a, b) => t[a] - t[b]);
     for (const i of order) {
+      if (p[i] >= NUM_PHASES) {
+        this.addMoment(t[i], r[i], s[i], g[i], w[i], p[i], after);
+        continue;
+      }
       const ring = this.ring(r[i], w[i]);
       const newest = ring.length ? ring.slot(ring.length - 1) : -1;
       if (after && newest >= 0 && t[i] <= ring.t[newest]) continue;
-      // A rank whose step was undone shows `updated` of the step before. That is no progress, so it is not folded.
-      const undone = newest >= 0 && p[i] === UPDATED && ring.s[newest] > s[i];
+      // A rank whose step was undone, or that rewound, shows `updated` without an update. That is no progress.
+      const undone = newest >= 0 && p[i] === UPDATED && ![STARTING, OPTIMIZER].includes(ring.p[newest]);
       if (ring.length >= this.laneCapacity) this.knownFrom = Math.max(this.knownFrom, ring.t[ring.slot(1)]);
       ring.push(t[i], s[i], g[i], w[i], p[i]);
       if (r[i] < 0 || undone) continue;
       this.job.add(t[i], g[i], s[i], p[i]);
-      this.node(this.nodeOf(w[i])).add(t[i], g[i], s[i], p[i]);
+      this.fold(this.nodes, this.nodeOf(w[i])).add(t[i], g[i], s[i], p[i]);
+      if (this.shardOf(r[i]) !== undefined) this.fold(this.shards, this.shardOf(r[i])).add(t[i], g[i], s[i], p[i]);
     }
+  }
+
+  addMoment(t, r, s, g, w, p, after) {
+    if (r < 0) return;
+    let ring = this.snapshots.get(r);
+    if (!ring) this.snapshots.set(r, (ring = new Ring(this.foldCapacity)));
+    if (after && ring.length && t <= ring.t[ring.slot(ring.length - 1)]) return;
+    ring.push(t, s, g, w, p);
   }
 
   ring(rank, worker) {
@@ -178,9 +194,9 @@ export class PhaseStore {
     return ring;
   }
 
-  node(name) {
-    let fold = this.nodes.get(name);
-    if (!fold) this.nodes.set(name, (fold = new StepFold(this.foldCapacity)));
+  fold(folds, key) {
+    let fold = folds.get(key);
+    if (!fold) folds.set(key, (fold = new StepFold(this.foldCapacity)));
     return fold;
   }
 }
@@ -196,6 +212,7 @@ export class Model {
   reset(run) {
     this.run = run;
     this.job = null;
+    this.shards = []; // by rank the number of its shard; empty where all ranks hold the same
     this.now = 0;
     this.workers = [];
     this.recoveries = [];
@@ -217,7 +234,8 @@ export class Model {
   store(knownFrom, laneCapacity = null) {
     const worldSize = this.run?.world_size ?? 1;
     const lane = laneCapacity ?? (worldSize <= 64 ? 4096 : worldSize <= 256 ? 2048 : 1024);
-    return new PhaseStore(knownFrom, lane, lane / 4, (worker) => this.byWorker.get(worker)?.node ?? "?");
+    const nodeOf = (worker) => this.byWorker.get(worker)?.node ?? "?";
+    return new PhaseStore(knownFrom, lane, lane / 4, { nodeOf, shardOf: (rank) => this.shards[rank] });
   }
 
   /**
@@ -248,6 +266,10 @@ export class Model {
         this[part] = message[part];
         this.changed[part]++;
       }
+    }
+    if (message.job && String(message.job.shards) !== String(this.shards)) {
+      this.shards = message.job.shards;
+      this.changed.workers++;
     }
     if (message.workers) this.takeWorkers(message.workers);
     if (message.recoveries) this.takeRecoveries(message.recoveries);
@@ -380,6 +402,13 @@ export class Model {
       this.undoneFrom.set(generation, next?.resume_step ?? Infinity);
     }
     return step >= this.undoneFrom.get(generation);
+  }
+
+  /** @returns {Map<number, number[]>} shard -> the ranks that hold it, as they follow each other */
+  get replicas() {
+    const groups = new Map();
+    this.shards.forEach((shard, rank) => groups.set(shard, [...(groups.get(shard) ?? []), rank]));
+    return groups;
   }
 
   /** @returns {object|null} the recovery that is going on */

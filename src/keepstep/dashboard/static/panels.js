@@ -3,7 +3,17 @@
 import { SPAN_LABELS } from "./bars.js";
 import { clock, duration } from "./model.js";
 import { source } from "./source.js";
-import { PARTS, capital, causeOf, milliseconds, plural, sentenceOf, where, whoWasLost } from "./words.js";
+import {
+  PARTS,
+  capital,
+  causeOf,
+  milliseconds,
+  originsOf,
+  plural,
+  sentenceOf,
+  where,
+  whoWasLost,
+} from "./words.js";
 
 const LEVELS = { info: 0, warning: 1, error: 2 };
 const SIGNS = { info: "·", warning: "▲", error: "✕" };
@@ -117,6 +127,8 @@ export class Panels {
     const { job, recoveries } = this.model;
     if (!job) return;
     this.setCard("step", job.step.toLocaleString("en"));
+    this.cards.get("step").card.title = stepTitle(job.snapshots);
+    $("legend-snapshot").hidden = !job.snapshots;
     this.setCard("steps-per-s", job.steps_per_s === null ? "–" : job.steps_per_s.toFixed(job.steps_per_s < 10 ? 2 : 1));
     this.setCard(
       "goodput",
@@ -223,7 +235,7 @@ export class Panels {
   }
 
   recoveryRow(recovery) {
-    const { number, milliseconds: parts, steps_recomputed: again } = recovery;
+    const { number, milliseconds: parts } = recovery;
     const step = recovery.failures[0]?.step;
     const phase = recovery.failures[0]?.phase;
     const wall = new Date(this.model.run.started_unix_ms + recovery.since / 1000).toLocaleTimeString([], {
@@ -239,6 +251,7 @@ export class Panels {
         : recovery.resume_step === null
           ? ""
           : `step ${recovery.resume_step}`;
+    const allRanks = Object.keys(recovery.origins);
     const jump = () => this.actions.jump(recovery);
     const row = element(
       "tr",
@@ -256,7 +269,7 @@ export class Panels {
         {},
         state,
         element("br"),
-        element("small", {}, recovery.resumed === null ? "" : again ? `${plural(again, "step")} again` : "none again"),
+        element("small", { title: originsOf(recovery, allRanks) }, recovery.resumed === null ? "" : againText(recovery)),
       ),
       element("td", { class: "parts" }, stack(parts)),
       ...[...PARTS, "gap"].map((part) =>
@@ -373,6 +386,20 @@ export class Panels {
     clearTimeout(this.noteTimer);
     this.noteTimer = setTimeout(() => ($("note").hidden = true), 4000);
   }
+}
+
+/** How many steps came again, and whether any rank went back to a snapshot. */
+function againText({ steps_recomputed: again, origins }) {
+  const loaded = Object.values(origins).includes("snapshot in memory") ? " · snapshot" : "";
+  return (again ? `${plural(again, "step")} again` : "none again") + loaded;
+}
+
+function stepTitle(snapshots) {
+  const title = "The step that the ranks compute, or compute next";
+  if (!snapshots) return title;
+  const { step, every, bytes } = snapshots;
+  const newest = step === null ? "" : `, the newest of all of step ${step}`;
+  return `${title}. Snapshots every ${plural(every ?? 1, "step")}${newest}, together ${(bytes / 1e6).toFixed(1)} MB`;
 }
 
 function stack(parts) {

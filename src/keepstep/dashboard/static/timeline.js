@@ -1,7 +1,19 @@
 /** Draws the timeline: time axis, lanes with their names, gradient barriers, and the state of the parameters. */
 
-import { BOLD, Bars, FONT, drawFailures, eachFoldedPhase, eachPhase, eachState, foldSpans } from "./bars.js";
+import { drawBand, drawShardBand } from "./band.js";
+import {
+  BOLD,
+  Bars,
+  FONT,
+  SPAN_LABELS,
+  drawFailures,
+  eachFoldedPhase,
+  eachPhase,
+  foldSpans,
+  spanTexts,
+} from "./bars.js";
 import { OPTIMIZER, PHASES, UPDATED, clock, duration } from "./model.js";
+import { drawSnapshots } from "./snapshots.js";
 import { source } from "./source.js";
 
 export const GUTTER = 192; // for the lanes' names, at the left
@@ -19,6 +31,8 @@ function tickStep(perPixel) {
   const power = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 5, 10].map((factor) => factor * power).find((tick) => tick >= least);
 }
+
+const isHeading = ({ kind }) => kind === "node" || kind === "shard";
 
 /** Fits a canvas to its box and to the screen's pixels. */
 function fit(canvas, context) {
@@ -46,9 +60,14 @@ export class Timeline {
     this.bars = new Bars(this.context, colors);
   }
 
+  /** @returns {number} the height of the band of the parameters; where ranks hold shards each shard has its own */
+  get band() {
+    return this.lanes.hasShards ? 0 : BAND;
+  }
+
   /** @returns {number} the height it would like */
   wantedHeight(most) {
-    return AXIS + BAND + this.lanes.wanted(most - AXIS - BAND);
+    return AXIS + this.band + this.lanes.wanted(most - AXIS - this.band);
   }
 
   x(time) {
@@ -70,7 +89,7 @@ export class Timeline {
     this.now = now;
     const { context, colors, lanes, view } = this;
     lanes.refresh(now);
-    lanes.layout(this.height - AXIS - BAND);
+    lanes.layout(this.height - AXIS - this.band);
     this.fill(colors.surface, 0, 0, this.width, this.height);
     if (!this.model.live) return;
     const { parts, missing } = this.model.parts(view.begin, Math.min(view.end, now));
@@ -78,13 +97,14 @@ export class Timeline {
     this.isCoarse = this.pixelsPerStep < COARSE || view.length > 4 * this.model.mostAtOnce;
     this.missing = this.isCoarse ? null : missing;
     this.seen = this.model.recoveries.filter((r) => r.since <= view.end && (r.until ?? now) >= view.begin);
-    this.clip(GUTTER, AXIS, this.width - GUTTER, this.height - AXIS - BAND, () => {
+    this.clip(GUTTER, AXIS, this.width - GUTTER, this.height - AXIS - this.band, () => {
       this.drawBackground();
       this.drawLanes(parts);
       if (this.pixelsPerStep > 44) this.drawBarriers(parts);
-      drawFailures(this, AXIS, this.height - BAND);
+      drawFailures(this, AXIS, this.height - this.band);
     });
-    this.clip(GUTTER, this.height - BAND, this.width - GUTTER, BAND, () => this.drawBand(parts));
+    const bottom = this.height - this.band;
+    this.clip(GUTTER, bottom, this.width - GUTTER, this.band, () => drawBand(this, parts, bottom, this.band));
     this.drawGutter();
     this.drawAxis();
     this.drawCrosshair();
@@ -100,16 +120,17 @@ export class Timeline {
   }
 
   drawBackground() {
-    const { context, colors, lanes } = this;
-    const bottom = this.height - BAND;
+    const { colors, lanes } = this;
+    const bottom = this.height - this.band;
     const [first, last] = lanes.visible();
     for (let i = first; i <= last; i++) {
       const lane = lanes.list[i];
       const isMarked =
         lane.key === lanes.selected || (lane.key === lanes.flash.key && performance.now() < lanes.flash.until);
-      context.fillStyle = isMarked ? colors.selected : lane.kind === "node" ? colors.nodeLane : colors.lane;
-      if (isMarked || lane.kind === "node") context.fillRect(GUTTER, AXIS + lanes.top(i), this.width, lanes.laneHeight);
-      this.fill(colors.rail, GUTTER, AXIS + lanes.top(i) + lanes.laneHeight - 1, this.width, 1);
+      const [top, h] = [AXIS + lanes.top(i), lanes.heightOf(lane)];
+      const color = isMarked ? colors.selected : isHeading(lane) ? colors.nodeLane : colors.lane;
+      if (isMarked || isHeading(lane)) this.fill(color, GUTTER, top, this.width, h);
+      this.fill(colors.rail, GUTTER, top + h - 1, this.width, 1);
     }
     for (const recovery of this.seen) {
       const [x0, x1] = [this.x(recovery.since), this.x(recovery.until ?? this.now)];
@@ -152,6 +173,7 @@ export class Timeline {
     for (let i = first; i <= last; i++) {
       const lane = lanes.list[i];
       const y = AXIS + lanes.top(i) + inset;
+      if (lane.kind === "shard") continue;
       if (lane.kind === "spare") this.drawSpare(lane, y, h);
       else if (this.isCoarse) this.drawCoarse(lane, y, h);
       else this.drawPhases(lane, parts, y, h);
@@ -160,10 +182,16 @@ export class Timeline {
     bars.begin(0);
     for (let i = first; i <= last; i++) {
       const lane = lanes.list[i];
-      if (lane.kind === "spare") continue;
+      if (lane.kind === "spare" || lane.kind === "shard") continue;
       for (const recovery of this.seen) this.drawSpans(lane, recovery, AXIS + lanes.top(i) + inset, h, model);
     }
     bars.paint();
+    for (let i = first; i <= last; i++) {
+      const lane = lanes.list[i];
+      const top = AXIS + lanes.top(i);
+      if (lane.kind === "shard") drawShardBand(this, lane, parts, top, lanes.heightOf(lane));
+      if (lane.kind === "rank" && !this.isCoarse) drawSnapshots(this, lane, parts, top + inset + h, inset);
+    }
   }
 
   drawPhases(lane, parts, y, h) {
@@ -212,16 +240,16 @@ export class Timeline {
     if (this.x(end) - this.x(recovery.since) < 10) return;
     const spans = lane.kind === "node" ? foldSpans(lane.ranks, recovery) : (recovery.byRank.get(lane.rank) ?? []);
     // Of a large job the server may leave out the parts of ranks to which nothing special happened.
-    if (spans.length === 0) this.bars.span("wait", true, this.x(recovery.begun), this.x(end), y, h);
+    if (spans.length === 0) bars.span("wait", SPAN_LABELS.wait, this.x(recovery.begun), this.x(end), y, h);
     for (const span of spans) {
       const [x0, x1] = [this.x(span.begin), this.x(Math.min(span.end ?? this.now, end))];
-      if (x1 > GUTTER && x0 < this.width && x1 > x0) bars.span(span.kind, span.end === null, x0, x1, y, h);
+      if (x1 > GUTTER && x0 < this.width && x1 > x0) bars.span(span.kind, spanTexts(span, recovery), x0, x1, y, h);
     }
   }
 
   drawBarriers(parts) {
     const { context, colors } = this;
-    const bottom = this.height - BAND;
+    const bottom = this.height - this.band;
     const xs = [];
     for (const { store, from, to } of parts) {
       const fold = store.job;
@@ -246,82 +274,18 @@ export class Timeline {
     this.context.fillRect(x, y, w, h);
   }
 
-  /** Below the lanes: at which step the parameters are, and when they are being changed. */
-  drawBand(parts) {
-    const { context, colors } = this;
-    const [y, h] = [this.height - BAND + 7, BAND - 13];
-    this.fill(colors.surface, GUTTER, y - 7, this.width, BAND);
-    if (this.isCoarse) {
-      this.fill(colors.consistent, this.x(0), y, this.x(this.now) - this.x(0), h);
-    } else for (const { store, from, to } of parts) this.drawBandOf(store.job, from, to, y, h);
-    for (const recovery of this.seen) {
-      const [x0, x1] = [this.x(recovery.begun), this.x(recovery.until ?? this.now)];
-      const at = recovery.resume_step;
-      const texts = at === null ? ["recovering"] : [`recovering, goes on from step ${at}`, `→ step ${at}`, `${at}`];
-      this.piece(x0, x1, y, h, colors.recovering, colors.onBar, texts);
-    }
-  }
-
-  drawBandOf(fold, from, to, y, h) {
-    const { colors } = this;
-    eachState(this.model, fold, from, to, this.now, (state, begin, end, step) => {
-      const texts =
-        state === "consistent"
-          ? [`consistent at step ${step}`, `step ${step}`, `${step}`]
-          : state === "updating"
-            ? ["updating"]
-            : [`updated: step ${step + 1}`, "updated"];
-      const isUpdate = state === "updating";
-      for (const [from, to] of this.besideRecoveries(begin, end)) {
-        const [x0, x1] = [this.x(from), this.x(to)];
-        this.piece(x0, x1, y, h, colors[state], isUpdate ? colors.onBar : colors.text, texts, isUpdate);
-      }
-    });
-  }
-
-  /** What of a stretch of time lies in no recovery, for there the band says that. */
-  besideRecoveries(begin, end) {
-    let pieces = [[begin, end]];
-    for (const { begun, until } of this.seen) {
-      const over = until ?? this.now;
-      pieces = pieces.flatMap(([from, to]) =>
-        over <= from || to <= begun
-          ? [[from, to]]
-          : [
-              [from, begun],
-              [over, to],
-            ].filter(([a, b]) => a < b),
-      );
-    }
-    return pieces;
-  }
-
-  piece(x0, x1, y, h, fill, color, texts, isRound = false) {
-    if (x1 <= x0 || x1 < GUTTER || x0 > this.width) return;
-    const { context } = this;
-    context.fillStyle = fill;
-    if (isRound && x1 - x0 > 5) {
-      context.beginPath();
-      context.roundRect(x0, y, x1 - x0, h, Math.min(5, (x1 - x0) / 2));
-      context.fill();
-    } else context.fillRect(x0, y, Math.max(x1 - x0 - (x1 - x0 > 4 ? 1 : 0), 0.5), h);
-    const [left, right] = [Math.max(x0, GUTTER), Math.min(x1, this.width)];
-    const text = texts.find((long) => this.bars.measure(long) + 8 <= right - left);
-    if (text) this.text(text, (left + right) / 2, y + h / 2 + 0.5, color, "center");
-  }
-
   drawGutter() {
     const { context, colors, lanes } = this;
     this.fill(colors.surface, 0, 0, GUTTER, this.height);
-    this.clip(0, AXIS, GUTTER, this.height - AXIS - BAND, () => {
+    this.clip(0, AXIS, GUTTER, this.height - AXIS - this.band, () => {
       const [first, last] = lanes.visible();
       for (let i = first; i <= last; i++) this.drawName(lanes.list[i], AXIS + lanes.top(i));
     });
-    this.text("Parameters", 12, this.height - BAND / 2, colors.text, "left", BOLD);
+    if (this.band) this.text("Parameters", 12, this.height - this.band / 2, colors.text, "left", BOLD);
     this.fill(colors.line, GUTTER - 1, 0, 1, this.height);
     context.fillRect(0, AXIS - 1, this.width, 1);
-    context.fillRect(0, this.height - BAND, this.width, 1);
-    const most = lanes.list.length * lanes.laneHeight;
+    context.fillRect(0, this.height - this.band, this.width, 1);
+    const most = lanes.total;
     if (most > lanes.height + 1) {
       const size = Math.max(24, (lanes.height / most) * lanes.height);
       const top = AXIS + (lanes.scroll / (most - lanes.height)) * (lanes.height - size);
@@ -333,12 +297,12 @@ export class Timeline {
   }
 
   drawName(lane, top) {
-    const { context, colors, lanes } = this;
-    const h = lanes.laneHeight;
+    const { colors, lanes } = this;
+    const h = lanes.heightOf(lane);
     const isMarked =
       lane.key === lanes.selected || (lane.key === lanes.flash.key && performance.now() < lanes.flash.until);
     this.fill(
-      isMarked ? colors.selected : lane.kind === "node" ? colors.nodeLane : colors.surface,
+      isMarked ? colors.selected : isHeading(lane) ? colors.nodeLane : colors.surface,
       0,
       top,
       GUTTER - 1,

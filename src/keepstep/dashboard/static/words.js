@@ -25,6 +25,11 @@ export function whoWasLost({ failures, cause }) {
     : `ranks ${ranks.slice(0, 4).join(", ")}${ranks.length > 4 ? " …" : ""}`;
 }
 
+/** Where the state of some ranks came from, in a few words: "snapshot in memory", "replica and own copy". */
+export function originsOf({ origins }, ranks) {
+  return [...new Set(ranks.map((rank) => origins?.[rank]).filter(Boolean))].join(" and ") || "…";
+}
+
 /** Where in a step the first rank was lost. */
 export function where({ failures }) {
   const [first] = failures;
@@ -50,6 +55,23 @@ export function sentenceOf(recovery) {
   return `${who} ${outcomeOf(recovery)}`;
 }
 
+/** Which ranks went back to what they had saved. */
+function loadedText({ origins = {}, resume_step: step }) {
+  const texts = [
+    ["snapshot in memory", `a snapshot of step ${step} in memory`, `their snapshots of step ${step} in memory`],
+    ["checkpoint", `a checkpoint of step ${step}`, `their checkpoints of step ${step}`],
+  ];
+  return texts
+    .map(([origin, one, many]) => {
+      const ranks = Object.keys(origins).filter((rank) => origins[rank] === origin);
+      if (ranks.length === 0) return "";
+      if (ranks.length === 1) return `Rank ${ranks[0]} loaded ${one}. `;
+      const isAll = ranks.length === Object.keys(origins).length;
+      return `${isAll ? "All ranks" : `Ranks ${ranks.slice(0, 8).join(", ")}`} loaded ${many}. `;
+    })
+    .join("");
+}
+
 function outcomeOf({ replacements, sources, received_bytes: bytes, steps_recomputed: again, ...recovery }) {
   if (recovery.until === null) return "It was not repaired, or not yet.";
   if (recovery.resumed === null) return "Another failure came before this one was repaired.";
@@ -61,7 +83,7 @@ function outcomeOf({ replacements, sources, received_bytes: bytes, steps_recompu
         : `${replacements.length} workers took over. `;
   const from = `rank${sources.length === 1 ? "" : "s"} ${sources.slice(0, 8).join(", ")}`;
   const size = bytes >= 1e5 ? `${(bytes / 2 ** 20).toFixed(1)} MiB of state` : "The state";
-  const state = replacements.length && sources.length ? `${size} came from ${from}. ` : "";
+  const state = (replacements.length && sources.length ? `${size} came from ${from}. ` : "") + loadedText(recovery);
   const gap = recovery.milliseconds.gap;
   const after = gap === null ? duration(recovery.resumed - recovery.since) : `${milliseconds(gap)} ms`;
   const cost = `${after}, ${again ? plural(again, "step") : "no step"} again`;

@@ -76,11 +76,15 @@ class GroupsReset(Message, frozen=True):
 
 
 class StateRecovered(Message, frozen=True):
-    """The shards of the workers are at the resume step, checked; they wait for `Resume`."""
+    """The shards of the workers are at the resume step, checked; they wait for `Resume`.
+
+    ``from_checkpoint``: a worker that rewound has loaded a checkpoint, and not its snapshot in memory.
+    """
 
     workers: tuple[int, ...]
     generation: int
     received_bytes: int
+    from_checkpoint: bool
 
 
 class StepsFinished(Message, frozen=True):

@@ -266,6 +266,8 @@ class RecoveryMachine:
                 job.connected.update(numbers)
             case msg.StateRecovered():
                 job.record.received_bytes += message.received_bytes * len(numbers)
+                if message.from_checkpoint:
+                    job.record.read_checkpoint |= {self.roster.workers[number].rank or 0 for number in numbers}
             case msg.Holding() | msg.Drained():
                 self._go(self._stage.drain_answered(numbers, message), now_s)
             case msg.StepsFinished():

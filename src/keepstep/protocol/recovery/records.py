@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from keepstep.protocol.messages import Cause
+from keepstep.protocol.resume import Action
+
+
+class Origin(enum.StrEnum):
+    """Where the state comes from with which a rank goes on."""
+
+    OWN = "own copy"
+    """It kept its copy, and ran the update that it was synced for, or undid the step that broke off."""
+    REPLICA = "replica"
+    """From live ranks that hold the same shard."""
+    SNAPSHOT = "snapshot in memory"
+    """From its own snapshot, or that of the process that held the rank before, in the memory of the node, or from the
+    second copy on another one."""
+    CHECKPOINT = "checkpoint"
+    """From a file."""
 
 
 class Failure(msgspec.Struct):
@@ -50,6 +67,10 @@ class RecoveryRecord(msgspec.Struct):
     replacements: dict[int, int] = msgspec.field(default_factory=dict)
     """rank -> worker that took it."""
     received_bytes: int = 0
+    read_checkpoint: set[int] = msgspec.field(default_factory=set)
+    """The ranks that rewound to a checkpoint."""
+    got_copy: set[int] = msgspec.field(default_factory=set)
+    """The ranks to which a buddy sent the second copy of their snapshot."""
     superseded: bool = False
     observed_on: set[str] = msgspec.field(default_factory=set)
     """The nodes whose ranks have completed their first step of the new generation."""
@@ -72,6 +93,19 @@ class RecoveryRecord(msgspec.Struct):
                 if failure is self.failures[0]:
                     self.cause, self.detail = cause, f"rank {rank} lost: {detail}"
                 failure.cause, failure.detail = cause, detail
+
+    def origins(self) -> dict[int, Origin]:
+        """rank -> where the state comes from with which it goes on; empty before that is decided."""
+        found = {}
+        for rank, action in self.actions.items():
+            match Action(action):
+                case Action.STAY | Action.ADVANCE:
+                    found[rank] = Origin.OWN
+                case Action.RESTORE:
+                    found[rank] = Origin.SNAPSHOT if rank in self.got_copy else Origin.REPLICA
+                case Action.REWIND:
+                    found[rank] = Origin.CHECKPOINT if rank in self.read_checkpoint else Origin.SNAPSHOT
+        return found
 
     def observe_step(self, node: str, at_s: float, step_s: float) -> None:
         """A node's ranks have completed their first step of the new generation; the last and the slowest count."""

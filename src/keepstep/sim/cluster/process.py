@@ -84,7 +84,9 @@ class SimulatedProcess(ABC):
         self.local = LocalValue()
         self.memory = SimulatedMemory()
         """Of its snapshots; its node holds it as well."""
-        self.snapshots = SimulatedSnapshots(self.memory, world.layout.snapshot_every)
+        self.snapshots = SimulatedSnapshots(
+            self.memory, world.layout.snapshot_every, lambda moment, step: world.moment_shown(self, moment, step)
+        )
         self.shard: str | None = None
         """The shard that the parameters are of; a spare's are of none yet."""
         self.cohort: int | None = None
@@ -207,6 +209,15 @@ class SimulatedProcess(ABC):
         if self.snapshots.unsent == snapshot.step:
             self.snapshots.unsent = None
             self._is_copied()
+
+    def rewind(self, step: int) -> tuple[Rows, bool]:
+        """Goes back to its snapshot of a step, or to a checkpoint; the rows there, and whether it is a checkpoint."""
+        shard = self.shard = self.world.shard_of(self.machine.rank)
+        if (snapshot := self.snapshots.load(self.machine.rank or 0, step)) is not None:
+            self.shard, self.parameters = snapshot.shard, snapshot.parameters
+            return snapshot.rows, False
+        self.parameters, rows = self.world.read_checkpoint(shard, step)
+        return rows, True
 
     @abstractmethod
     def _is_copied(self) -> None:

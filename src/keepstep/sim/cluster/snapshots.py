@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from keepstep.protocol.messages import Membership, SnapshotsByRank
 from keepstep.protocol.snapshots import SnapshotSchedule, buddies, outdated, slot_to_replace
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.sim.cluster.values import History, Rows
 
 
@@ -66,8 +68,9 @@ class SimulatedMemory:
 class SimulatedSnapshots:
     """What a process does with its memory: as `keepstep.worker.step.snapshots` does, with the same schedule."""
 
-    def __init__(self, memory: SimulatedMemory, every: int) -> None:
+    def __init__(self, memory: SimulatedMemory, every: int, on_moment: Callable[[SnapshotMoment, int], None]) -> None:
         self._memory = memory
+        self._on_moment = on_moment
         self._schedule = SnapshotSchedule(every)
         self._copy: tuple[int, int, Snapshot] | None = None
         """Its number, its slot, and what will be there."""
@@ -106,6 +109,7 @@ class SimulatedSnapshots:
         slot = self._memory.open(snapshot.rank, self.kept_step)
         self._num_copies += 1
         self._copy = (self._num_copies, slot, snapshot)
+        self._on_moment(SnapshotMoment.BEGUN, snapshot.step)
         return self._num_copies
 
     def copied(self, number: int) -> Snapshot | None:
@@ -115,6 +119,7 @@ class SimulatedSnapshots:
         _, slot, snapshot = self._copy
         self._memory.seal(slot, snapshot)
         self._copy = None
+        self._on_moment(SnapshotMoment.COMPLETE, snapshot.step)
         return snapshot
 
     def cancel(self) -> None:
@@ -127,6 +132,12 @@ class SimulatedSnapshots:
         """What to go back to, or to send, if there is any of that step."""
         inherited = self._inherited.get((rank, step), self._memory)
         return self._memory.find(rank, step) or inherited.find(rank, step)
+
+    def load(self, rank: int, step: int) -> Snapshot | None:
+        """What to go back to, if there is any of that step."""
+        if (found := self.find(rank, step)) is not None:
+            self._on_moment(SnapshotMoment.LOADED, step)
+        return found
 
     def resumed(self, step: int, membership: Membership | None) -> None:
         """The process stands at the step at which all resume."""

@@ -62,6 +62,7 @@ class SimulatedWorker(SimulatedProcess):
         """The generation in which it connects, or did last."""
         self._loading_step = self._awaits_copy = 0
         """The activity in which the training thread waits for a snapshot, in front of the gradient barrier."""
+        self._reads_checkpoint = False
         self._to_do: list[msg.Transfer] = []
         """The transfers of a recovery in which it is still to take part."""
         self._gradients: int | None = None
@@ -281,16 +282,13 @@ class SimulatedWorker(SimulatedProcess):
 
     def _load(self, move: moves.Load) -> None:
         step = self._loading_step = move.order.resume_step
+        self._reads_checkpoint = False
         if move.action in (Action.RESTORE, Action.REWIND):
             self.snapshots.cancel()
         if move.action is Action.RESTORE:
             self.parameters += (INCOMPLETE,)  # half overwritten, until all has come
         if move.action is Action.REWIND:
-            self.shard = self.world.shard_of(self.machine.rank)
-            if (snapshot := self.snapshots.find(self.machine.rank or 0, step)) is not None:
-                self.shard, self.parameters, rows = snapshot.shard, snapshot.parameters, snapshot.rows
-            else:
-                self.parameters, rows = self.world.read_checkpoint(self.shard, step)
+            rows, self._reads_checkpoint = self.rewind(step)
             self._take_over(rows)
         self.snapshots.kept_step, rank = move.order.kept_step, self.machine.rank
         self._to_do = [*move.receives(rank), *move.sends(rank), *move.sends_copies(rank)]
@@ -336,7 +334,7 @@ class SimulatedWorker(SimulatedProcess):
             self._next_transfer()
             return
         self._activity += 1
-        self.machine.loaded(received_bytes)
+        self.machine.loaded(received_bytes, from_checkpoint=self._reads_checkpoint)
         self.snapshots.resumed(self._loading_step, self.machine.membership)
         self.go()
 

@@ -116,7 +116,8 @@ class MembershipWatch:
             raise ViolationError(Check.MEMBERSHIP, f"{worker} trains and was told no membership")
         node = worker.node.name
         domain = next(each.domain for each in self._world.layout.nodes if each.name == node)
-        own = Member(worker.number, node, self._world.shard_of(machine.rank), domain)
+        shard = self._world.shard_of(machine.rank)
+        own = Member(worker.number, node, shard, "" if domain == node else domain)
         if told.world_size != self._world.layout.world_size or told.member(machine.rank) != own:
             raise ViolationError(Check.MEMBERSHIP, f"{worker} is {own}, and was told {told}")
         others = self._told.setdefault(machine.generation, told)

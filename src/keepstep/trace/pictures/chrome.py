@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from keepstep.shared.tagpage import MOMENTS, PHASES
 from keepstep.trace.pictures.lanes import (
     Stretch,
     lost_stretches,
@@ -148,6 +149,7 @@ class _Export:
             rank: sorted((s.begin_s, s.end_s) for s, _ in found) for rank, found in self._recoveries().items()
         }
         self._phases()
+        self._moments()
         self._events()
         self._stragglers()
         self._write_recoveries()
@@ -273,6 +275,15 @@ class _Export:
                 if span_ns[1] > span_ns[0]:
                     self._trace.complete(track, stretch.kind, "step", span_ns, args)
         return completed
+
+    def _moments(self) -> None:
+        """What became of snapshots."""
+        for moment in self._run.history.moments(0, self._run.history.end_ns + 1):
+            track = self._track(int(moment["rank"]), int(moment["worker"]))
+            args = {"step": int(moment["step"]), "generation": int(moment["generation"])}
+            args |= {"worker": int(moment["worker"]), "bytes": int(moment["entered_ns"])}
+            name = f"{MOMENTS[moment['phase'] - len(PHASES)]}, step {moment['step']}"
+            self._trace.instant(track, name, "snapshot", int(moment["at_ns"]), args)
 
     def _events(self) -> None:
         track = Track(CONTROLLER, 0)

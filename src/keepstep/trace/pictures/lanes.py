@@ -8,7 +8,7 @@ stop is stopping, in every phase of the step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.resume import Action
 from keepstep.shared.tagpage import PHASES
+from keepstep.trace.pictures.shards import DrawnSnapshot, ShardBand, States, gone_of, moments_before, snapshots_of
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
@@ -51,6 +52,7 @@ class Lane:
     failed_s: list[float] = dataclasses.field(default_factory=list)
     gone: tuple[float, float] | None = None
     """From its failure until a replacement held it."""
+    snapshots: list[DrawnSnapshot] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,8 +81,10 @@ class Board:
     """(begin, end, step, whether it had been begun before)."""
     recovery: tuple[float, float] = (0.0, 0.0)
     barriers: list[float] = dataclasses.field(default_factory=list)
-    states: list[tuple[float, float, int | None]] = dataclasses.field(default_factory=list)
+    states: States = dataclasses.field(default_factory=list)
     """(begin, end, the step at which the parameters of all survivors are; None while they are being updated)."""
+    shards: list[ShardBand] = dataclasses.field(default_factory=list)
+    """In the order of the lanes, each with its own states; empty where all ranks hold the same."""
 
 
 def without(stretches: Iterable[Stretch], taken: Sequence[tuple[float, float]]) -> Iterator[Stretch]:
@@ -214,10 +218,10 @@ def board(run: Run, scene: Scene) -> Board:
     end_s = _trimmed(scene, changes, end_s)
     found = Board(begin_s, scene.since_s, end_s, [], num_hidden, _takeovers(scene, ranks), not run.is_alive)
     by_rank, before_by_rank = spans_by_rank(scene), spans_by_rank(earlier) if earlier is not None else {}
-    computed: list[Stretch] = []
+    computed: dict[int, list[Stretch]] = {}
+    moments = moments_before(run, begin_s, end_s)
     for rank in ranks:
-        phases = _phases_of(scene, rank, changes, end_s)
-        computed += phases
+        phases = computed[rank] = _phases_of(scene, rank, changes, end_s)
         updates = [(s.begin_s, s.end_s) for s in phases if s.kind == "optimizer"]
         own = by_rank.get(rank, [])
         spans = [*lost_stretches(scene, rank), *span_stretches(scene, own, end_s, updates)]
@@ -229,23 +233,45 @@ def board(run: Run, scene: Scene) -> Board:
         lane.failed_s = [at_s for failure, at_s in scene.failures() if failure.rank == rank]
         gone = vacancy(scene, rank, own, end_s)
         lane.gone = (gone.begin_s, gone.end_s) if gone is not None else None
+        lane.snapshots = snapshots_of(moments, rank, begin_s)
         found.lanes.append(lane)
     found.recovery = (scene.since_s, scene.record.restored_s or end_s)
-    _tell_steps(found, scene, computed)
-    _tell_states(found, scene, computed)
+    _tell_steps(found, scene, [stretch for own in computed.values() for stretch in own])
+    found.shards = _shards(run, found, scene, computed)
+    if not found.shards:
+        found.states = _states(found, scene, computed)
     return found
+
+
+def _shards(run: Run, found: Board, scene: Scene, computed: Mapping[int, Sequence[Stretch]]) -> list[ShardBand]:
+    bands: list[ShardBand] = []
+    origins = scene.record.origins()
+    groups: dict[int, list[int]] = {}
+    for lane in found.lanes if run.shards else ():
+        groups.setdefault(run.shards[lane.rank], []).append(lane.rank)
+    for number, ranks in groups.items():
+        gone = gone_of(scene, [rank for rank, shard in enumerate(run.shards) if shard == number], found.end_s)
+        states = _states(found, scene, {rank: computed[rank] for rank in ranks})
+        if gone is not None:
+            stretches = [Stretch("", begin_s, end_s, step=step) for begin_s, end_s, step in states]
+            states = [(each.begin_s, each.end_s, each.step) for each in without(stretches, [gone])]
+        origin = " and ".join(dict.fromkeys(str(origins[rank]) for rank in ranks if rank in origins))
+        bands.append(ShardBand(number, len(ranks), states, gone, origin))
+    return bands
 
 
 def _ranks_of(run: Run, scene: Scene) -> tuple[list[int], int]:
     """The ranks that are drawn, and how many more there are."""
     world_size = run.info.settings.world_size
+    shards = run.shards or [0] * world_size
     if world_size + len(scene.replacements) <= MAX_LANES:
-        return list(range(world_size)), 0
+        return sorted(range(world_size), key=lambda rank: (shards[rank], rank)), 0
     struck = sorted({*(failure.rank for failure in scene.record.failures), *scene.replacements})
     struck = struck[: MAX_LANES - NUM_HEALTHY]
     sources = [rank for transfer in scene.transfers for rank in transfer.sources]
     others = [rank for rank in [*sources, *range(world_size)] if rank not in struck]
-    ranks = sorted([*struck, *list(dict.fromkeys(others))[:NUM_HEALTHY]])
+    drawn = [*struck, *list(dict.fromkeys(others))[:NUM_HEALTHY]]
+    ranks = sorted(drawn, key=lambda rank: (shards[rank], rank))
     return ranks, world_size - len(ranks)
 
 
@@ -373,31 +399,34 @@ def _tell_steps(found: Board, scene: Scene, computed: Sequence[Stretch]) -> None
     found.barriers = sorted(at_s for at_s in barriers.values() if found.begin_s < at_s < found.end_s)
 
 
-def _tell_states(found: Board, scene: Scene, computed: Sequence[Stretch]) -> None:
-    """At which step the parameters of the survivors were, and when they were being updated."""
-    record = scene.record
+def _states(found: Board, scene: Scene, computed_by: Mapping[int, Sequence[Stretch]]) -> States:
+    """At which step the parameters of some ranks were, and when they were being updated; those that survived count."""
+    record, states = scene.record, States()
+    computed = [stretch for own in computed_by.values() for stretch in own]
     updates: dict[tuple[int, int], tuple[float, float]] = {}
     for s in computed:
         if s.kind == "optimizer" and s.step is not None and s.generation is not None and s.end_s > found.begin_s:
             begin_s, end_s = updates.get((s.step, s.generation), (s.begin_s, s.end_s))
             updates[s.step, s.generation] = min(begin_s, s.begin_s), max(end_s, s.end_s)
     changes: list[tuple[float, float, int]] = [(b, e, step + 1) for (step, _), (b, e) in updates.items()]
-    if Action.REWIND in record.actions.values() and record.restored_s is not None and record.resume_step is not None:
+    rewinds = any(record.actions.get(rank) == Action.REWIND for rank in computed_by)
+    if rewinds and record.restored_s is not None and record.resume_step is not None:
         changes.append((record.restored_s, record.restored_s, record.resume_step))
     changes.sort()
     seen = [(s.begin_s, s.step) for s in computed if s.kind == "forward" and s.step is not None]
     step = changes[0][2] - 1 if changes else min(seen)[1] if seen else record.resume_step
     if step is None:
-        return
+        return states
     at_s = found.begin_s
     for begin_s, end_s, following in changes:
         begin_s, end_s = max(begin_s, at_s), min(end_s, found.end_s)
         if begin_s >= found.end_s or end_s < at_s:
             continue
         if begin_s > at_s:
-            found.states.append((at_s, begin_s, step))
+            states.append((at_s, begin_s, step))
         if end_s > begin_s:
-            found.states.append((begin_s, end_s, None))
+            states.append((begin_s, end_s, None))
         at_s, step = end_s, following
     if at_s < found.end_s:
-        found.states.append((at_s, found.end_s, step))
+        states.append((at_s, found.end_s, step))
+    return states

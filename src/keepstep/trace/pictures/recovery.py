@@ -21,13 +21,18 @@ from keepstep.trace.pictures.drawing import (
     text_width,
 )
 from keepstep.trace.pictures.lanes import Board, Stretch, board
+from keepstep.trace.pictures.shards import States
 from keepstep.trace.pictures.timescale import Timescale, duration_text
+from keepstep.trace.timeline.describe import loaded_text
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import LABELS, Scene
 
 WIDTH, LEFT, RIGHT = 1000, 112, 984
 EDGE = 18
 STEPS_Y, BARRIER_Y, FIRST_LANE = 78, 100, 108
+HEADING = 30
+"""The height of a shard's heading, which shows the state of its parameters."""
+INDENT = 10
 FEW = 6
 """So many lanes are drawn tall."""
 LEAST = 0.7
@@ -92,22 +97,46 @@ class _Drawing:
         self.board, self.scene = seen, scene
         edges = {t for lane in seen.lanes for s in lane.stretches for t in (s.begin_s, s.end_s)}
         marks = [*edges, seen.zero_s, *seen.barriers, *(t for lane in seen.lanes for t in lane.failed_s)]
-        marks += [at_s for state in seen.states for at_s in state[:2]]
+        states = [*seen.states, *(state for band in seen.shards for state in band.states)]
+        marks += [at_s for state in states for at_s in state[:2]]
         record = scene.record
         marks += [t for t in (record.begun_s, record.stopped_s, record.decided_s, record.restored_s) if t is not None]
         self.scale = Timescale(seen.begin_s, seen.end_s, LEFT, RIGHT, marks)
         self.lane_height, self.bar = (48, 32) if len(seen.lanes) <= FEW else (28, 22)
-        self.lanes_end = FIRST_LANE + len(seen.lanes) * self.lane_height
+        self.tops: list[float] = []
+        """The upper edge of each lane."""
+        self.headings: list[float] = []
+        """Of each shard."""
+        self.lanes_end = self.place_lanes()
         self.spares_begin = self.lanes_end + (24 if seen.num_hidden else 8)
         self.spares_end = self.spares_begin + len(seen.takeovers) * self.lane_height
         self.band_y = self.spares_end + 14
         self.axis_y = self.band_y + (46 if seen.states else 6)
         self.legend_y = self.axis_y + (60 if self.scale.cuts else 44)
 
+    def place_lanes(self) -> float:
+        """Where each lane begins, those of a shard below its heading; returns where the last one ends."""
+        y, seen = float(FIRST_LANE), self.board
+        for num_lanes in [band.num_ranks for band in seen.shards] or [len(seen.lanes)]:
+            if seen.shards:
+                self.headings.append(y)
+                y += HEADING
+            self.tops += [y + n * self.lane_height for n in range(num_lanes)]
+            y += num_lanes * self.lane_height
+        return y
+
     def picture(self) -> Picture:
         legend, height = self.legend()
         picture = Picture(WIDTH, height, self.sentence(), [Rectangle(0.5, 0.5, WIDTH - 1, height - 1, "panel", 8)])
-        shapes = [*self.axis(), *self.lanes(), *self.band(), *self.moment(), *self.spares(), *self.barriers()]
+        shapes = [
+            *self.axis(),
+            *self.lanes(),
+            *self.snapshots(),
+            *self.bands(),
+            *self.moment(),
+            *self.spares(),
+            *self.barriers(),
+        ]
         shapes += [*self.heading(), *self.steps(), *self.cuts(), *legend]
         # No line goes through a word.
         picture.shapes += [shape for shape in shapes if not isinstance(shape, Text)]
@@ -148,7 +177,7 @@ class _Drawing:
     # ---- lanes -------------------------------------------------------------------------------------------------------
 
     def middle(self, lane: int) -> float:
-        return FIRST_LANE + (lane + 0.5) * self.lane_height
+        return self.tops[lane] + 0.5 * self.lane_height
 
     def box(self, lane: int, stretch: Stretch) -> list[Shape]:
         left, right = self.scale.at(stretch.begin_s), self.scale.at(stretch.end_s)
@@ -179,7 +208,7 @@ class _Drawing:
     def lanes(self) -> Iterator[Shape]:
         for number, lane in enumerate(self.board.lanes):
             y = self.middle(number)
-            yield Text(EDGE, y + 4, f"rank {lane.rank}", "name")
+            yield Text(EDGE + (INDENT if self.headings else 0), y + 4, f"rank {lane.rank}", "name")
             if lane.gone is None:
                 yield Line(((LEFT, y), (RIGHT, y)), "rail")
             else:
@@ -241,7 +270,7 @@ class _Drawing:
 
     def moment(self) -> Iterator[Shape]:
         x = self.scale.at(self.board.zero_s)
-        yield Line(((x, FIRST_LANE - 4), (x, self.band_y + 28)), "moment")
+        yield Line(((x, FIRST_LANE - 4), (x, self.band_y + 28 if self.board.states else self.axis_y)), "moment")
         if not self.scene.record.failures:
             yield self.moment_label()
 
@@ -270,21 +299,55 @@ class _Drawing:
                     yield from placed
                     break
 
-    def band(self) -> Iterator[Shape]:
-        if not self.board.states:
-            return
-        yield Text(EDGE, self.band_y + 19, "parameters", "name")
+    def bands(self) -> Iterator[Shape]:
+        """The state of the parameters: one band below the lanes, or one in the heading of each shard."""
+        if self.board.states:
+            yield Text(EDGE, self.band_y + 19, "parameters", "name")
+            yield from self.band(self.board.states, self.band_y, 28, self.band_y + 41)
+        for band, y in zip(self.board.shards, self.headings, strict=True):
+            yield Text(EDGE, y + 18, f"shard {band.number}", "name")
+            yield from self.band(band.states, y + 4, HEADING - 9, None)
+            if band.gone is not None:
+                left, right = (self.scale.at(at_s) for at_s in band.gone)
+                box = Rectangle(
+                    left, y + 4, max(right - left, LEAST), HEADING - 9, "silent", 4, f"from a {band.origin}"
+                )
+                labels = [f"no live copy: back from a {band.origin}", "no live copy"]
+                yield from labelled_box(box, labels, self.widest_part(left, right))
+
+    def band(self, states: States, y: float, height: float, label_y: float | None) -> Iterator[Shape]:
+        """One of them; ``label_y``: where it says that an update takes place."""
         row = LabelRow(LEFT - 8, WIDTH - 6)
-        for begin_s, end_s, step in self.board.states:
+        for begin_s, end_s, step in states:
             left, right = self.scale.at(begin_s), self.scale.at(end_s)
             kind = "between" if step is None else "band"
             hint = "being updated" if step is None else f"consistent: every survivor is at step {step}"
-            labels = [hint, f"consistent at step {step}", f"at step {step}", f"{step}"] if step is not None else []
+            labels = [f"consistent at step {step}", f"at step {step}", f"{step}"] if step is not None else []
+            labels[:0] = [hint] if step is not None and label_y is not None else []
             width = max(right - left - 1, LEAST)
-            box = Rectangle(left + 0.5, self.band_y, width, 28, kind, 4, hint)
+            box = Rectangle(left + 0.5, y, width, height, kind, 4, hint)
             yield from labelled_box(box, labels, self.widest_part(left, right))
-            if step is None:
-                yield from row.place(Text((left + right) / 2, self.band_y + 41, "being updated", "small", "middle"))
+            if step is None and label_y is not None:
+                yield from row.place(Text((left + right) / 2, label_y, "being updated", "small", "middle"))
+
+    def snapshots(self) -> Iterator[Shape]:
+        """Below the bars of a lane: from when a snapshot began to when it was complete; and when it was loaded."""
+        size = 3.5 if self.bar > 24 else 2.5
+        for number, lane in enumerate(self.board.lanes):
+            y = self.middle(number) + self.bar / 2 + size + 0.5
+            for each in lane.snapshots:
+                begin_s = max(each.begin_s, self.board.begin_s)
+                cut_s = min([self.scene.record.begun_s, *lane.failed_s])
+                end_s = cut_s if each.end_s is None and each.begin_s < cut_s else each.end_s or self.board.end_s
+                left, right = self.scale.at(begin_s), self.scale.at(max(begin_s, min(end_s, self.board.end_s)))
+                if each.begin_s == begin_s:
+                    yield Line(((left, y - size), (left, y + size)), "snapshot")
+                yield Line(((left, y), (right, y)), "snapshot")
+                if each.loaded_s is not None:
+                    x = self.scale.at(each.loaded_s)
+                    yield from arrow([(right, y), (x, y), (x, y - size - 3)], "loaded", "complete", 2 * size)
+                if each.end_s is not None and self.board.begin_s <= each.end_s <= self.board.end_s:
+                    yield _diamond(right, y, size + (1.5 if each.loaded_s is not None else 0))
 
     def axis(self) -> Iterator[Shape]:
         y = self.axis_y
@@ -309,10 +372,20 @@ class _Drawing:
                 x, y = EDGE, y + 20
             shapes += [Rectangle(x, y - 11, 14, 14, kind, 3), Text(x + 20, y, label, "small")]
             x += width
+        if any(lane.snapshots for lane in self.board.lanes):
+            label = "snapshot in memory: begun, complete; dotted: the one that was loaded"
+            if x + 44 + text_width(label, "small") > RIGHT:
+                x, y = EDGE, y + 20
+            shapes += [Line(((x, y - 4), (x + 20, y - 4)), "snapshot"), Line(((x, y - 8), (x, y)), "snapshot")]
+            shapes += [_diamond(x + 20, y - 4, 3.5), Text(x + 32, y, label, "small")]
         return shapes, y + (16 if shapes else -4)
 
     def is_seen(self, stretch: Stretch) -> bool:
         return self.scale.at(stretch.end_s) - self.scale.at(stretch.begin_s) >= 2
+
+
+def _diamond(x: float, y: float, size: float) -> Polygon:
+    return Polygon(((x - size, y), (x, y - size), (x + size, y), (x, y + size)), "complete")
 
 
 def _detail(scene: Scene) -> str:
@@ -342,7 +415,8 @@ def _outcome(scene: Scene, has_ended: bool) -> str:
     again = {0: "no step is computed again", 1: "that step is computed again"}
     steps = record.steps_recomputed
     tail = f"; {again.get(steps, f'{steps} steps are computed again')}" if steps is not None else ""
-    return _sentence(f"{where}training goes on from step {record.resume_step} after {gap_ms:,.0f} ms{tail}")
+    loaded = f", {text}," if (text := loaded_text(record)) else ""
+    return _sentence(f"{where}training goes on from step {record.resume_step}{loaded} after {gap_ms:,.0f} ms{tail}")
 
 
 def _sentence(text: str) -> str:

@@ -103,6 +103,10 @@ LOOKS = {
     # The state of the parameters.
     "band": Look(("#ddf4ff", "#0c2d6b"), ("#54aeff", "#388bfd"), ink="under"),
     "between": Look(("#fff1e5", "#5a1e02"), ("#fb8f44", "#db6d28"), pattern=Pattern.CROSSED, ink="under"),
+    # Snapshots in memory.
+    "snapshot": Look(None, ("#a3417c", "#e08cc0"), 1.5),
+    "complete": Look(("#a3417c", "#e08cc0")),
+    "loaded": Look(None, ("#a3417c", "#e08cc0"), 1.25, (1.5, 3)),
     # Moving weights.
     "h2d": Look(("#0969da", "#1f6feb")),
     "broadcast": Look(("#8250df", "#8957e5"), pattern=Pattern.FALLING),

@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.messages import PhasesObserved
-from keepstep.shared.tagpage import EVENT_BYTES, PHASES
+from keepstep.shared.tagpage import EVENT_BYTES, NUM_KINDS, PHASES
 from keepstep.transports.framing import FrameDecoder, frame
 
 PHASE_DTYPE = np.dtype(
     [
         ("at_ns", "<i8"),  # when the worker entered the phase, on the controller's monotonic clock
-        ("entered_ns", "<i8"),  # when it had last begun a collective
+        ("entered_ns", "<i8"),  # when it had last begun a collective; of a moment the bytes of its snapshot
         ("step", "<i8"),
         ("generation", "<i4"),
         ("worker", "<i4"),
         ("rank", "<i4"),  # of the worker when this was gathered; NO_RANK for a spare
-        ("phase", "<i4"),  # index into PHASES
+        ("phase", "<i4"),  # index into PHASES; from len(PHASES) on a moment, as in MOMENT_INDEX
     ]
 )
 NO_RANK = -1
@@ -54,7 +54,8 @@ def from_ring(ring: bytes, worker: int, rank: int | None, offset_ns: int) -> Pha
     words = np.frombuffer(ring, "<i8").reshape(-1, EVENT_BYTES // 8)
     records = np.empty(len(words), PHASE_DTYPE)
     at_ns, generation, step, phase, entered_ns = words.T
-    records["at_ns"], records["entered_ns"] = at_ns + offset_ns, entered_ns + offset_ns * (entered_ns != 0)
+    is_time = (entered_ns != 0) & (phase < len(PHASES))
+    records["at_ns"], records["entered_ns"] = at_ns + offset_ns, entered_ns + offset_ns * is_time
     records["step"], records["generation"], records["phase"] = step, generation, phase
     records["worker"], records["rank"] = worker, NO_RANK if rank is None else rank
     return records
@@ -69,9 +70,19 @@ def records_of(observed: PhasesObserved) -> PhaseArray:
     if len(observed.phases) % PHASE_DTYPE.itemsize:
         raise RemoteProtocolError(f"node {observed.node}: {len(observed.phases)} bytes are no whole records of phases")
     records = np.frombuffer(observed.phases, PHASE_DTYPE)
-    if len(records) and not 0 <= records["phase"].min() <= records["phase"].max() < len(PHASES):
+    if len(records) and not 0 <= records["phase"].min() <= records["phase"].max() < NUM_KINDS:
         raise RemoteProtocolError(f"node {observed.node}: a record names a phase that does not exist")
     return records
+
+
+def phases_in(records: PhaseArray) -> PhaseArray:
+    """The phase changes among records."""
+    return records[records["phase"] < len(PHASES)]
+
+
+def moments_in(records: PhaseArray) -> PhaseArray:
+    """The moments among records."""
+    return records[records["phase"] >= len(PHASES)]
 
 
 def segments(folder: Path) -> list[Path]:

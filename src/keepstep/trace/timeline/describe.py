@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from keepstep.protocol.recovery import RecoveryMachine
-from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.protocol.recovery.records import Origin, RecoveryRecord
 
 PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
 """Of a recovery, as `describe_recovery` names them; the gap is all of it."""
@@ -55,11 +55,25 @@ def describe_recovery(record: RecoveryRecord) -> dict[str, Any]:
         "resume_step": record.resume_step,
         "steps_recomputed": record.steps_recomputed,
         "actions": {str(rank): action for rank, action in record.actions.items()},
+        "origins": {str(rank): str(origin) for rank, origin in record.origins().items()},
         "received_bytes": record.received_bytes,
         "superseded": record.superseded,
         "milliseconds": record.milliseconds(),
         "first_step_ms": None if record.first_step_s is None else round(record.first_step_s * 1000, 3),
     }
+
+
+def loaded_text(record: RecoveryRecord) -> str:
+    """Which ranks went back to what they had saved, in a few words: "rank 1 from a snapshot in memory"; or nothing."""
+    origins = record.origins()
+    parts = []
+    for origin, many in ((Origin.SNAPSHOT, "snapshots in memory"), (Origin.CHECKPOINT, "checkpoints")):
+        ranks = sorted(rank for rank, each in origins.items() if each is origin)
+        if ranks:
+            names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+            who = "all ranks" if len(ranks) == len(origins) > 1 else f"rank{'s' if len(ranks) > 1 else ''} {names}"
+            parts.append(f"{who} from {f'a {origin}' if len(ranks) == 1 else many}")
+    return ", ".join(parts)
 
 
 def as_json(report: dict[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ from keepstep.protocol.controller import Departed, DrainAsked, JournalEntry, Lea
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.protocol.recovery.placement.quarantine import Place
 from keepstep.protocol.recovery.records import RecoveryRecord
+from keepstep.trace.timeline.describe import loaded_text
 from keepstep.trace.timeline.scene import is_over
 
 
@@ -165,4 +166,5 @@ def recovery_text(record: RecoveryRecord) -> str:
     gap_ms = record.milliseconds()["gap"]
     if gap_ms is None:
         return f"{record.detail}; another failure came before this one was repaired"
-    return f"{record.detail}; training goes on from step {record.resume_step} after {gap_ms:.0f} ms"
+    loaded = f", {text}," if (text := loaded_text(record)) else ""
+    return f"{record.detail}; training goes on from step {record.resume_step}{loaded} after {gap_ms:.0f} ms"

@@ -1,4 +1,4 @@
-"""All phase changes of a run that its log still has, by time; the newest in memory, older ones read when asked for."""
+"""All phase changes and moments of a run that its log still has; older ones are read when asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from keepstep.protocol.messages import PhasesObserved
-from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray, PhaseTail, read_segment, records_of
+from keepstep.trace.record.phaselog import (
+    PHASE_DTYPE,
+    PhaseArray,
+    PhaseTail,
+    moments_in,
+    phases_in,
+    read_segment,
+    records_of,
+)
 
 IN_MEMORY = 2_000_000
 """Records; 80 MB."""
@@ -53,7 +61,7 @@ class PhaseHistory:
         """node -> how far its times may be from the controller's, either way."""
 
     def poll(self) -> PhaseArray:
-        """Reads what is new and returns it, by time of arrival.
+        """Reads what is new and returns it, phase changes and moments, by time of arrival.
 
         Raises:
             RemoteProtocolError: the log holds something else.
@@ -88,7 +96,7 @@ class PhaseHistory:
 
     @property
     def num(self) -> int:
-        """How many changes the log still has."""
+        """How many records the log still has."""
         return sum(chunk.num for chunk in self._chunks)
 
     def window(self, begin_ns: int, end_ns: int, lead: bool = True) -> PhaseArray:
@@ -99,21 +107,32 @@ class PhaseHistory:
             end_ns: its end, which does not belong to it.
             lead: whether the last change of each worker before it belongs to it as well: what it was in when it began.
         """
-        from_ns = begin_ns - LEAD_NS if lead else begin_ns
-        parts = []
-        for chunk in self._chunks:
-            if chunk.num and chunk.begin_ns < end_ns and chunk.end_ns >= from_ns:
-                records = chunk.records()
-                parts.append(records[(records["at_ns"] >= from_ns) & (records["at_ns"] < end_ns)])
-        if not parts:
-            return np.empty(0, PHASE_DTYPE)
-        found = np.concatenate(parts)
-        found = found[np.argsort(found["at_ns"], kind="stable")]
-        if not lead:
+        found = phases_in(self._between(begin_ns - LEAD_NS if lead else begin_ns, end_ns))
+        if not lead or not len(found):
             return found
         first = int(np.searchsorted(found["at_ns"], begin_ns))
         _, from_the_end = np.unique(found["worker"][:first][::-1], return_index=True)
         return np.concatenate([found[np.sort(first - 1 - from_the_end)], found[first:]])
+
+    def records(self, begin_ns: int, end_ns: int) -> PhaseArray:
+        """What `window` and `moments` have, by time."""
+        found = np.concatenate([self.window(begin_ns, end_ns), self.moments(begin_ns, end_ns)])
+        return found[np.argsort(found["at_ns"], kind="stable")]
+
+    def moments(self, begin_ns: int, end_ns: int) -> PhaseArray:
+        """The moments in a stretch of time, by time; its end does not belong to it."""
+        return moments_in(self._between(begin_ns, end_ns))
+
+    def _between(self, begin_ns: int, end_ns: int) -> PhaseArray:
+        parts = []
+        for chunk in self._chunks:
+            if chunk.num and chunk.begin_ns < end_ns and chunk.end_ns >= begin_ns:
+                records = chunk.records()
+                parts.append(records[(records["at_ns"] >= begin_ns) & (records["at_ns"] < end_ns)])
+        if not parts:
+            return np.empty(0, PHASE_DTYPE)
+        found = np.concatenate(parts)
+        return found[np.argsort(found["at_ns"], kind="stable")]
 
     def in_turn(self, num: int = 500_000) -> Iterator[PhaseArray]:
         """All changes, stretch of time by stretch of time, each by time and with about ``num`` of them."""
@@ -129,7 +148,7 @@ class PhaseHistory:
         """About so many of the newest changes, by time."""
         parts: list[PhaseArray] = []
         for chunk in reversed(self._chunks):
-            parts.insert(0, chunk.records())
+            parts.insert(0, phases_in(chunk.records()))
             if sum(len(part) for part in parts) >= num:
                 break
         if not parts:

@@ -1,4 +1,4 @@
-"""How long phases take, how fast the job goes, and which steps it has completed: from phase changes as they come."""
+"""How long phases take, how fast the job goes, which steps it has completed, and its snapshots: as records come."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.protocol.phases import Phase
-from keepstep.shared.tagpage import PHASE_INDEX
+from keepstep.shared.tagpage import MOMENT_INDEX, PHASE_INDEX, SnapshotMoment
 from keepstep.trace.record.phaselog import NO_RANK, PHASE_DTYPE, PhaseArray
 
 _FORWARD, _BACKWARD, _SYNCED = PHASE_INDEX[Phase.FORWARD], PHASE_INDEX[Phase.BACKWARD], PHASE_INDEX[Phase.SYNCED]
@@ -30,6 +30,37 @@ DURATION_DTYPE = np.dtype(
     ]
 )
 DurationArray = NDArray[np.void]
+
+
+class SnapshotPace:
+    """The newest snapshot of each rank that counts, and how often one is taken."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+        """By rank, of the newest whole one."""
+        self.num_bytes: dict[int, int] = {}
+        """By rank, of that one."""
+        self.every: int | None = None
+        """Steps between the newest two of one rank; None while none has taken two."""
+        self.num_taken = 0
+        """By all ranks."""
+
+    def take(self, moments: PhaseArray) -> None:
+        """Moments that have come."""
+        complete, loaded = MOMENT_INDEX[SnapshotMoment.COMPLETE], MOMENT_INDEX[SnapshotMoment.LOADED]
+        ranked = moments[(moments["rank"] != NO_RANK) & np.isin(moments["phase"], (complete, loaded))]
+        ranked = ranked[np.argsort(ranked["at_ns"], kind="stable")]
+        columns = (ranked[name].tolist() for name in ("rank", "step", "entered_ns", "phase"))
+        for rank, step, num_bytes, kind in zip(*columns, strict=True):
+            if kind == complete:
+                self.num_taken += 1
+                if step > self.steps.get(rank, step):
+                    self.every = step - self.steps[rank]
+            self.steps[rank], self.num_bytes[rank] = step, num_bytes  # after a load, later ones count no more
+
+    def newest(self, world_size: int) -> int | None:
+        """The newest step of which all ranks have a snapshot; None if there is none."""
+        return min(self.steps.values()) if len(self.steps) == world_size else None
 
 
 class Durations:

@@ -14,12 +14,12 @@ from keepstep.protocol.controller import JournalEntry, relive
 from keepstep.protocol.recovery import RecoveryMachine
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import JournalTail
-from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray
+from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseArray, moments_in, phases_in
 from keepstep.trace.timeline.events import ControlEvent, Teller
 from keepstep.trace.timeline.goodput import Ledger
 from keepstep.trace.timeline.history import PhaseHistory
 from keepstep.trace.timeline.lives import Lives
-from keepstep.trace.timeline.pace import DURATION_DTYPE, DurationArray, Durations, Pace
+from keepstep.trace.timeline.pace import DURATION_DTYPE, DurationArray, Durations, Pace, SnapshotPace
 from keepstep.trace.timeline.scene import Scene, SceneStage
 from keepstep.trace.timeline.stragglers import StragglerWatch
 
@@ -29,6 +29,7 @@ class News:
     """What is new since the last look."""
 
     changes: PhaseArray
+    moments: PhaseArray
     durations: DurationArray
     events: list[ControlEvent]
     scenes: dict[int, Scene]
@@ -39,7 +40,7 @@ class News:
     @property
     def is_any(self) -> bool:
         """Whether anything is new."""
-        return bool(len(self.changes)) or self.has_decided
+        return bool(len(self.changes) or len(self.moments)) or self.has_decided
 
 
 class Run:
@@ -60,6 +61,7 @@ class Run:
         self.job = RecoveryMachine(self.info.settings)
         self.history = PhaseHistory(self.folder / runfolder.PHASES)
         self.pace = Pace()
+        self.snapshots = SnapshotPace()
         self.stragglers = StragglerWatch(self.info.settings.world_size)
         self.events: list[ControlEvent] = []
         self._journal = JournalTail(self.folder / runfolder.JOURNAL)
@@ -74,6 +76,12 @@ class Run:
         """Whether another run has begun in the folder since: this one's files were moved aside, and nothing follows."""
 
     @property
+    def shards(self) -> list[int]:
+        """By rank the number of the shard that it holds; empty where all ranks hold the same, or before it is known."""
+        membership = self.job.membership
+        return [] if membership is None or len(membership.shards) == 1 else list(membership.shard_numbers)
+
+    @property
     def scenes(self) -> list[Scene]:
         """Every recovery, oldest first."""
         return self._stage.scenes
@@ -86,15 +94,18 @@ class Run:
             RemoteProtocolError: the log of phases cannot.
         """
         self._look_at_info()
-        news = News(np.empty(0, PHASE_DTYPE), np.empty(0, DURATION_DTYPE), [], {}, False)
+        nothing = np.empty(0, PHASE_DTYPE)
+        news = News(nothing, nothing, np.empty(0, DURATION_DTYPE), [], {}, False)
         if self._journal.path.exists() and not self.is_replaced:
             for entry in self._journal.read():
                 self._live_through(entry, news)
-        news.changes = self.history.poll()
+        records = self.history.poll()
+        news.changes, news.moments = phases_in(records), moments_in(records)
         if len(news.changes):
             news.durations = self._durations.take(news.changes)
             self.pace.take(news.changes, self.info.started_ns)
             self.stragglers.take(news.durations)
+        self.snapshots.take(news.moments)
         self.events += news.events
         return news
 

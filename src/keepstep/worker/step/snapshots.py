@@ -31,6 +31,7 @@ from keepstep.freememory import free_bytes
 from keepstep.protocol.messages import Membership, SnapshotsByRank
 from keepstep.protocol.snapshots import NUM_KEPT, SnapshotSchedule, fewest_steps
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
 from keepstep.weights.memory.pieces import Held
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
@@ -41,6 +42,11 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 20
 """What is copied before its checksum is taken: it is in the cache then."""
+
+OnMoment = Callable[[SnapshotMoment, int, int, int], None]
+"""Told what became of a snapshot, of which step and of how many bytes it is, and when, in monotonic nanoseconds.
+
+That one is complete the thread of the snapshots tells, all else the training thread."""
 
 
 def parse_every(value: object) -> int | None:
@@ -82,7 +88,7 @@ class _Copy:
     processor_s: float = 0.0
     """What it took of a core."""
 
-    def run(self, file: SnapshotFile, rank: int) -> WholeSnapshot | None:
+    def run(self, file: SnapshotFile, rank: int, on_moment: OnMoment) -> WholeSnapshot | None:
         """Fills the slot and seals it. Runs in the thread of the snapshots. None: it was cancelled."""
         begun_s = time.thread_time()
         checksum, hashed = xxhash.xxh3_128(), 0
@@ -101,8 +107,13 @@ class _Copy:
             checksum.update(memory[hashed : self.num_bytes])
         whole = WholeSnapshot(self.slot, rank, self.step, self.num_bytes, checksum.digest())
         file.seal(whole)
+        on_moment(SnapshotMoment.COMPLETE, self.step, self.num_bytes, time.monotonic_ns())
         self.processor_s = time.thread_time() - begun_s
         return whole
+
+
+def _ignore(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
+    """Nobody looks."""
 
 
 class _Cost:
@@ -167,7 +178,13 @@ class Snapshots:
     """The snapshots of one rank. All methods are called by the training thread."""
 
     def __init__(
-        self, state: ProtectedState, file: SnapshotFile, every: int | None, copies: SecondCopies, num_ranks: int = 1
+        self,
+        state: ProtectedState,
+        file: SnapshotFile,
+        every: int | None,
+        copies: SecondCopies,
+        num_ranks: int = 1,
+        on_moment: OnMoment | None = None,
     ) -> None:
         """Args:
         state: the protected objects.
@@ -175,7 +192,9 @@ class Snapshots:
         every: steps from one snapshot to the next; 0: none is taken; None: see `SnapshotSchedule`.
         copies: those of other ranks in the same memory, and this rank's with its buddy.
         num_ranks: how many this node holds.
+        on_moment: told of each snapshot that begins, is complete, or is loaded.
         """
+        self._on_moment = on_moment or _ignore
         self._state = state
         self._file = file
         self._copies = copies
@@ -228,6 +247,7 @@ class Snapshots:
         if (held := self._file.find(self._rank, step)) is not None:
             self._copies.send(held)
             return
+        begun_ns = time.monotonic_ns()
         header, blocks = describe(self._state, step)
         head = msgspec.msgpack.encode(header)
         first_buffer, first_optimizer = len(header.parameters), len(header.parameters) + len(header.buffers)
@@ -247,6 +267,7 @@ class Snapshots:
             if piece.is_copied:
                 memory[piece.offset : piece.offset + piece.tensor.numel()] = piece.tensor
         self._copy = _Copy(step, slot, end, view, pieces)
+        self._on_moment(SnapshotMoment.BEGUN, step, end, begun_ns)
         self._running = self._thread.submit(self._run, self._copy)
         if self._schedule.every is None:
             self._cost.prepared()
@@ -254,7 +275,7 @@ class Snapshots:
     def _run(self, copy: _Copy) -> None:
         """Runs in the thread of the snapshots."""
         try:
-            whole = copy.run(self._file, self._rank)
+            whole = copy.run(self._file, self._rank, self._on_moment)
         finally:
             self._file.leave(copy.slot)
         if whole is not None:
@@ -353,6 +374,7 @@ class Snapshots:
             return False
         with contextlib.closing(file.read(rank, step)) as view:
             self._load_from(view, step)
+            self._on_moment(SnapshotMoment.LOADED, step, len(view), time.monotonic_ns())
         return True
 
     def _where(self, rank: int, step: int) -> SnapshotFile | None:

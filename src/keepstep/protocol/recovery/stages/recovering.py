@@ -37,6 +37,7 @@ class Recovering(RecoveryStage):
         job.snapshots.resumed(step)
         reason = f"resume at step {step}, where every shard can be"
         for transfer, copy in decision.copies:
+            record.got_copy.update(transfer.receivers)
             job.pass_snapshots(job.roster.holder(transfer.sources[0]), copy.rank, [copy])
         copies = tuple(transfer for transfer, _ in decision.copies)
         told = job.tell(before, change)
