@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -94,6 +95,7 @@ class Session:
         self._controller: StepController | None = None
         self._known_once: dict[str, bool] = {}
         self._exchange: StartUpExchange | None = None
+        self._store: DefaultStore | None = None
         self._coordination = self._connect()
         self._draws_as: int | None = None
         """The rank whose random numbers this one draws, where it is not its own."""
@@ -124,7 +126,7 @@ class Session:
             LOOPBACK if settings is None else settings.address,
         )
         coordination.groups = groups
-        store = None if settings is None else DefaultStore(StoreClient(link, coordination))
+        store = self._store = None if settings is None else DefaultStore(StoreClient(link, coordination))
         if store is not None:
             self._exchange = StartUpExchange(coordination, groups, store)
         if parked is not None:  # it joins as the spare that it was: its rank and what followed came before the script
@@ -261,11 +263,6 @@ class Session:
         if every < 1:
             raise ConfigurationError(f"protect(checkpoint_every={every}): allowed are 1 and more")
         assert self._state is not None
-        if self._state.is_sharded:
-            raise ConfigurationError(
-                f"protect(checkpoint_dir={str(directory)!r}): a checkpoint holds the state of one rank, and here each "
-                "rank holds a part; checkpoints of sharded state are not supported yet: leave checkpoint_dir out"
-            )
         root = self._settings.checkpoint_root if self._settings is not None else None
         path = Path(directory) if root is None else Path(root) / Path(directory).name
         return Checkpoints(self._state, path, every)
@@ -347,7 +344,10 @@ class Session:
     def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:
             assert self._state is not None
+            assert self._recovery is not None
             self._state.check()  # the script may have changed its modules since protect()
+            if self._state.is_sharded and self._store is not None:
+                self._recovery.job = self._store.compare_set("keepstep/job", "", secrets.token_hex(4)).decode()
             self._check_replicas(start)
             if self._exchange is not None:
                 self._exchange.end()
@@ -366,9 +366,11 @@ class Session:
         if machine.generation == 0 or machine.used_echo or machine.rank is None or self.world_size == 1:
             return
         assert self._state is not None
+        assert self._recovery is not None
         store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)
         try:
             compare_replicas(self._state, start, machine.rank, store)
+            self._recovery.check_folder(machine.rank, self.world_size, store)
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 

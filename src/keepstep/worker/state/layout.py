@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     def element_bytes(self) -> int:
         """Of its dtype."""
         return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the block."""
+        return math.prod(self.shape)
 
     def empty(self) -> torch.Tensor:
         """A new tensor of this form, its content undefined."""
