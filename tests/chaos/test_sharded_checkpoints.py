@@ -76,3 +76,12 @@ def test_what_live_ranks_rescue_together_is_a_checkpoint(tmp_path: Path) -> None
     outputs = [run(*arguments) for arguments in (again, undisturbed)]
     assert [code for code, _out, _err in outputs] == [0, 0], outputs
     assert len({digest(out) for _code, out, _err in outputs}) == 1
+
+
+def test_no_rank_begins_a_checkpoint_before_all_have_written_the_last_one(tmp_path: Path) -> None:
+    code, out, err = run("run", "--nproc-per-node", 2, SCRIPTS / "slow_disk.py", tmp_path / "saved")
+    assert code == 0, err
+    drafts, checkpoints = (line.split()[1:] for line in out.splitlines())
+    assert drafts[0] == "draft_0000000001_generation_1"
+    assert not {f"draft_{step:010d}_generation_1" for step in range(2, 6)} & set(drafts), "while rank 1 still writes"
+    assert checkpoints == ["step_0000000007", "step_0000000008"]

@@ -288,7 +288,10 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
         "not protected inside",
     ),
     "worker.state.checkpoint:Checkpoints.inspect": ("Where none is intact the job ends",),
-    "worker.state.checkpoint:Checkpoints.check_shared": ("sharded state ends the job with an error where they do not",),
+    "worker.state.checkpoint:Checkpoints.start_together": (
+        "in which this process may not write",
+        "sharded state ends the job with an error where they do not",
+    ),
     "worker.state.checkpoint:Checkpoints.load": ("a checkpoint of another model",),
     "worker.state.dcp.reading:StateReader.__init__": ("a checkpoint of another model",),
     "worker.state.dcp.reading:StateReader._optimizer": ("a checkpoint of another model",),

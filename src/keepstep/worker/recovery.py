@@ -50,8 +50,6 @@ class Recovery:
         self._publication: StepPublication | None = None
         self._agreed_step: int | None = None
         """At which all ranks are free to write their parts of a checkpoint."""
-        self.job = ""
-        """What tells this job from others, where ranks hold parts of the state."""
         self._generation: int | None = None
         """In which this rank trained last."""
         coordination.snapshots = self.snapshots
@@ -100,10 +98,10 @@ class Recovery:
                 flush=True,
             )
 
-    def check_folder(self, rank: int, world_size: int, store: Store) -> None:
-        """All ranks are to write their parts of a checkpoint into one folder; see `Checkpoints.check_shared`."""
+    def start_together(self, rank: int, world_size: int, store: Store) -> None:
+        """All ranks start; see `Checkpoints.start_together`."""
         if self._checkpoints is not None and self._state.is_sharded:
-            self._checkpoints.check_shared(rank, world_size, store, self.job)
+            self._checkpoints.start_together(rank, world_size, store)
 
     def inspect_checkpoints(self) -> None:
         """Finds an intact checkpoint, if there is any; see `Checkpoints.inspect`."""
@@ -336,7 +334,10 @@ class Recovery:
             if self._machine.partially_updated or at is None:
                 raise NothingToRecoverFrom("its copy is not whole")
             self._attempt.undo()
-            path = rescue(self._state, at, self._share, self.job)
+            if self._checkpoints is not None and not self._share.is_all:
+                path = self._checkpoints.rescue(at, self._share)
+            else:
+                path = rescue(self._state, at, self._share)
         except (OSError, RuntimeError, StateMismatch, NothingToRecoverFrom) as error:
             problem = text(error)
         self._coordination.end(order, path, problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -95,7 +94,6 @@ class Session:
         self._controller: StepController | None = None
         self._known_once: dict[str, bool] = {}
         self._exchange: StartUpExchange | None = None
-        self._store: DefaultStore | None = None
         self._coordination = self._connect()
         self._draws_as: int | None = None
         """The rank whose random numbers this one draws, where it is not its own."""
@@ -126,7 +124,7 @@ class Session:
             LOOPBACK if settings is None else settings.address,
         )
         coordination.groups = groups
-        store = self._store = None if settings is None else DefaultStore(StoreClient(link, coordination))
+        store = None if settings is None else DefaultStore(StoreClient(link, coordination))
         if store is not None:
             self._exchange = StartUpExchange(coordination, groups, store)
         if parked is not None:  # it joins as the spare that it was: its rank and what followed came before the script
@@ -344,10 +342,7 @@ class Session:
     def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:
             assert self._state is not None
-            assert self._recovery is not None
             self._state.check()  # the script may have changed its modules since protect()
-            if self._state.is_sharded and self._store is not None:
-                self._recovery.job = self._store.compare_set("keepstep/job", "", secrets.token_hex(4)).decode()
             self._check_replicas(start)
             if self._exchange is not None:
                 self._exchange.end()
@@ -370,7 +365,7 @@ class Session:
         store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)
         try:
             compare_replicas(self._state, start, machine.rank, store)
-            self._recovery.check_folder(machine.rank, self.world_size, store)
+            self._recovery.start_together(machine.rank, self.world_size, store)
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 

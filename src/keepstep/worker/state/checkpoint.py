@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import torch
 from torch._C._distributed_c10d import Store
 
@@ -81,23 +83,30 @@ class Checkpoints:
                 "move them away to begin at step 0"
             )
 
-    def check_shared(self, rank: int, world_size: int, store: Store, job: str) -> None:
-        """Compares the folder with that of rank 0, while all ranks start together: all write into one.
+    def start_together(self, rank: int, world_size: int, store: Store) -> None:
+        """All ranks are to write their parts into one folder. None has begun to train when this returns.
+
+        Rank 0 removes what a former job has left incomplete, so that no part of it gets into a checkpoint of this job.
 
         Args:
             rank: this rank.
-            world_size: how many do so.
+            world_size: how many start together.
             store: in which they meet, of this generation.
-            job: a text that no other job has.
 
         Raises:
-            ConfigurationError: it is another folder, on another machine.
+            ConfigurationError: this is another folder than that of rank 0, on another machine; or rank 0 cannot write.
         """
-        probe = self._directory / f"draft_probe_{job}"
         if rank == 0:
-            probe.mkdir(parents=True)
-            store.set("probe", job)
-        store.get("probe")
+            self._remove_drafts()
+            name = f"draft_probe_{secrets.token_hex(8)}"
+            try:
+                (self._directory / name).mkdir(parents=True)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"checkpoint_dir {self._directory}: rank 0 cannot write there: {error}; give another checkpoint_dir"
+                ) from error
+            store.set("probe", name)
+        probe = self._directory / store.get("probe").decode()
         is_shared = probe.exists()
         if store.add("probed", 1) == world_size and is_shared:
             probe.rmdir()
@@ -148,8 +157,6 @@ class Checkpoints:
             share: the part. Where there are others, all ranks that write one must have agreed that all are free.
         """
         if self.is_due(step) and not self.is_busy():
-            if share.rank == 0:
-                self._remove_drafts(_draft_name(step, generation))
             self._begin(step, generation, share)
         self._finish(wait=False)
 
@@ -166,12 +173,31 @@ class Checkpoints:
             self._finish(wait=True)
         return step in self._found()
 
+    def rescue(self, step: int, share: Share) -> str:
+        """The job cannot go on: each live rank writes its part of a checkpoint of ``step``. Returns the folder of all.
+
+        It counts where every shard is held by a live rank, and all are at this step.
+
+        Raises:
+            OSError: it cannot be written.
+            StateMismatch: the parts do not make one state.
+        """
+        draft = self._directory / f"draft_{step:010d}_rescue"
+        if step not in self._found() and _write(*describe(self._state, share), draft, share):
+            self._give_name(draft, step)
+        return str(self._directory)
+
     def _begin(self, step: int, generation: int, share: Share) -> None:
         if step in self._found():
             return
-        draft = self._directory / _draft_name(step, generation)
+        # The generation is part of the name: what a fenced rank began can never be taken for ours.
+        draft = self._directory / f"draft_{step:010d}_generation_{generation}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            if share.is_all:
+                self._remove_drafts()
+            elif share.rank == 0 and not self._is_ending:  # else all ranks have agreed that none writes
+                self._remove_drafts(kept=draft.name)  # in which others may be ahead
             content, tensors = describe(self._state, share)
             copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         except (OSError, RuntimeError) as error:  # torch's RuntimeError: no memory for the copy
@@ -180,8 +206,8 @@ class Checkpoints:
         self._written = (step, generation)
         self._writing = (self._thread.submit(self._write_and_name, content, copies, draft, step, share), step)
 
-    def _remove_drafts(self, kept: str) -> None:
-        """Removes what a rank that was lost, or that could not write, has left incomplete. None is being written."""
+    def _remove_drafts(self, kept: str | None = None) -> None:
+        """Removes what a rank that was lost, or that could not write, has left incomplete."""
         for draft in self._directory.glob("draft_*"):
             if draft.name != kept:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -275,16 +301,15 @@ class Checkpoints:
             raise RemoteProtocolError(f"the checkpoint {path} cannot be loaded: {error}") from error
 
 
-def rescue(state: ProtectedState, step: int, share: Share, job: str = "") -> str:
+def rescue(state: ProtectedState, step: int, share: Share) -> str:
     """Saves this rank's state where nothing else can be: a folder in the working directory. Returns its path.
 
-    Where each rank holds a part, all save into one folder, which is a checkpoint as soon as all parts are there.
+    Where ranks hold parts, all of a machine save into one folder. It is a checkpoint as soon as all parts are there.
 
     Args:
         state: this rank's.
         step: at which it is.
         share: which part of the whole it is.
-        job: what tells the folder from that of another job.
 
     Raises:
         OSError: it cannot be written.
@@ -293,7 +318,8 @@ def rescue(state: ProtectedState, step: int, share: Share, job: str = "") -> str
     if share.is_all:
         path = tempfile.mkdtemp(prefix=f"keepstep-rescue-step{step}-rank{share.rank}-", dir=os.getcwd())
     else:
-        path = os.path.join(os.getcwd(), f"keepstep-rescue-step{step}-{job}")
+        spawner = psutil.Process(os.getppid())  # the parent of all ranks of this machine, and of no other job's
+        path = os.path.join(os.getcwd(), f"keepstep-rescue-step{step}-{spawner.pid}-{spawner.create_time():.0f}")
     _write(*describe(state, share), Path(path), share)
     return path
 
@@ -311,11 +337,6 @@ def _verify(state: ProtectedState, path: Path) -> None:
         StateReader(state, saved, str(path)).verify()
     except StateMismatch:
         saved.verify()  # whoever loads it is told
-
-
-def _draft_name(step: int, generation: int) -> str:
-    """The generation is part of the name: what a fenced rank began can never be taken for ours."""
-    return f"draft_{step:010d}_generation_{generation}"
 
 
 def _check_folder(directory: Path) -> None:

@@ -179,9 +179,7 @@ def test_host_state_that_all_have_is_written_once(tmp_path: Path) -> None:
 def looks(rank: int, size: int, path: Path, is_shared: bool) -> str:
     folder = path / ("shared" if is_shared else f"of node {rank}")
     try:
-        Checkpoints(ProtectedState({"model": small()}), folder, every=1).check_shared(
-            rank, size, file_store(path, 3), "a job"
-        )
+        Checkpoints(ProtectedState({"model": small()}), folder, every=1).start_together(rank, size, file_store(path, 3))
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -197,3 +195,43 @@ def test_a_folder_that_not_all_nodes_share_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_all_share_is_left_as_it_was(tmp_path: Path) -> None:
     assert run_ranks(3, looks, tmp_path, True) == ["", "", ""]
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def starts(rank: int, size: int, path: Path) -> None:
+    Checkpoints(ProtectedState({"model": small()}), path / "saved", every=1).start_together(
+        rank, size, file_store(path)
+    )
+
+
+def test_no_part_of_a_former_job_gets_into_a_checkpoint(tmp_path: Path) -> None:
+    """It was at the same step of the same generation."""
+    parts = cut(0, 4, 7)
+    shards = tuple(part.state.shard() for part in parts)
+    written(parts[1], 1, shards, tmp_path / "saved")
+    run_ranks(2, starts, tmp_path)
+    written(parts[0], 0, shards, tmp_path / "saved")
+    assert Checkpoints(parts[0].state, tmp_path / "saved", every=1).steps() == ()
+
+
+def test_a_rank_that_was_killed_in_the_middle_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    [part] = cut(0, 7)
+    for name in ("draft_0000000001_generation_1", "draft_0000000001_generation_2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "completing").touch()
+    save_together([part], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [STEP]
+    Checkpoints(part.state, tmp_path, every=1).load(1)
+
+
+def test_what_live_ranks_rescue_is_a_checkpoint_where_they_hold_all(tmp_path: Path) -> None:
+    parts = [*cut(0, 4, 7), *cut(0, 4, 7)]  # two replicas, of which each has lost a rank
+    shards = tuple(dict.fromkeys(part.state.shard() for part in parts))
+    for rank in (1, 2):
+        checkpoints = Checkpoints(parts[rank].state, tmp_path, every=1)
+        assert checkpoints.steps() == ()
+        assert checkpoints.rescue(5, Share(rank, shards)) == str(tmp_path)
+    assert checkpoints.steps() == (5,)
+    again = Checkpoints(parts[3].state, tmp_path, every=1)
+    again.rescue(5, Share(3, shards))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0000000005"]
+    again.load(5)
