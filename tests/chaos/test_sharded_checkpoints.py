@@ -5,6 +5,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from tests.support.jobs import SCRIPTS, drill, run, running
 
 SCRIPT = SCRIPTS / "hsdp.py"
@@ -29,16 +30,28 @@ def test_the_loss_of_a_part_goes_back_to_the_checkpoint_of_all(tmp_path: Path) -
     assert recovery["resume_step"] == 3, output
 
 
-def test_another_number_of_ranks_loads_the_same_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_writers", "layouts"),
+    [(4, [(4, 1), (2, 1), (1, 1), (4, 2)]), (2, [(4, 2), (4, 1)])],
+    ids=["FSDP2", "HSDP"],
+)
+def test_another_number_of_ranks_loads_the_same_values(
+    num_writers: int, layouts: list[tuple[int, int]], tmp_path: Path
+) -> None:
     digests = set()
-    for num_ranks, replicas in ((4, 1), (2, 1), (1, 1), (4, 2)):
+    for num_ranks, replicas in layouts:
         job = ("run", "--nproc-per-node", num_ranks, SCRIPT, "--steps", 6, "--replicas", replicas)
         code, out, err = run(*job, "--checkpoint-dir", tmp_path / "saved")
         assert code == 0, err
         digests.add(digest(out))
     assert len(digests) == 1, "the first has trained, the others have loaded what it wrote"
     files = sorted(path.name for path in (tmp_path / "saved" / "step_0000000006").iterdir())
-    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "checksums", "content.msgpack"]
+    assert files == [
+        ".metadata",
+        *(f"__{rank}_0.distcp" for rank in range(num_writers)),
+        "checksums",
+        "content.msgpack",
+    ]
 
 
 def test_a_drained_job_has_the_parts_of_all_ranks(tmp_path: Path) -> None:
@@ -85,3 +98,16 @@ def test_no_rank_begins_a_checkpoint_before_all_have_written_the_last_one(tmp_pa
     assert drafts[0] == "draft_0000000001_generation_1"
     assert not {f"draft_{step:010d}_generation_1" for step in range(2, 6)} & set(drafts), "while rank 1 still writes"
     assert checkpoints == ["step_0000000007", "step_0000000008"]
+
+
+@pytest.mark.parametrize("script", ["pipeline.py", "tensor_parallel.py"])
+def test_half_the_replicas_load_what_stages_and_tensor_parallel_ranks_hold(script: str, tmp_path: Path) -> None:
+    held = []
+    for num_ranks in (4, 2):
+        job = ("run", "--nproc-per-node", num_ranks, SCRIPTS / script, "--steps", 6)
+        code, out, err = run(*job, "--checkpoint-dir", tmp_path / "saved")
+        assert code == 0, err
+        held.append(sorted(line for line in out.splitlines() if line.startswith("holds ")))
+    assert len(held[0]) == 4
+    assert len(set(held[0])) == 2, "each part is held by two"
+    assert held[1] == sorted(set(held[0]))
