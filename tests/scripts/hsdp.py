@@ -1,9 +1,13 @@
 """A small transformer under HSDP: fully sharded block by block over 2 ranks, and as many replicas as there are ranks.
 
 Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N]
+    [--checkpoint-dir DIR]
 """
 
 import argparse
+import hashlib
+import os
+import signal
 import warnings
 
 import torch
@@ -17,6 +21,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--replicas", type=int, default=2)
 parser.add_argument("--snapshot-every", default="auto")
+parser.add_argument("--checkpoint-dir")
+parser.add_argument("--forever", action="store_true")
+parser.add_argument("--kill-at", type=int)
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -48,13 +55,35 @@ for block in model:
 fully_shard(model, mesh=mesh)
 every = int(arguments.snapshot_every) if arguments.snapshot_every.isdecimal() else arguments.snapshot_every
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-session.protect(model=model, optimizer=optimizer, snapshot_every=every)
-for step in session.steps(arguments.steps):
+where = arguments.checkpoint_dir
+session.protect(
+    model=model,
+    optimizer=optimizer,
+    snapshot_every=every,
+    checkpoint_dir=where,
+    checkpoint_every=100 if arguments.forever else 3,
+)
+for step in session.steps(100_000 if arguments.forever else arguments.steps):
     with step:
+        assert session._recovery is not None
+        if step.index == arguments.kill_at and session.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        session._recovery.after_last_step()  # waits for this rank's part of the checkpoint that is being written
         tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    if arguments.forever and session.is_main and step.index == 10:
+        print("trains", flush=True)
+if where is not None:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            digest.update(tensor.full_tensor().numpy().tobytes())
+        digest.update(state["step"].numpy().tobytes())
+    if session.is_main:
+        print(digest.hexdigest(), flush=True)
 if session.is_main:
     print("done", flush=True)

@@ -1,6 +1,6 @@
 """A pipeline of two stages, and as many replicas of it as there are pairs of ranks.
 
-Usage: keepstep run --nproc-per-node 4 tests/scripts/pipeline.py [--steps N] [--schedule NAME]
+Usage: keepstep run --nproc-per-node 4 tests/scripts/pipeline.py [--steps N] [--schedule NAME] [--checkpoint-dir DIR]
 """
 
 import argparse
@@ -16,6 +16,7 @@ import keepstep
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--schedule", default="1F1B")
+parser.add_argument("--checkpoint-dir")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -40,7 +41,13 @@ for number in range(position, 2 * stages_per_rank, 2):
     stages.append(pipelining.PipelineStage(part, number, 2 * stages_per_rank, torch.device("cpu"), group=group))
 schedule = kind(stages[0] if stages_per_rank == 1 else stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
 optimizer = torch.optim.AdamW(modules.parameters(), lr=0.01)
-session.protect(model=modules, optimizer=optimizer, schedule=schedule)
+session.protect(
+    model=modules,
+    optimizer=optimizer,
+    schedule=schedule,
+    checkpoint_dir=arguments.checkpoint_dir,
+    checkpoint_every=3,
+)
 for step in session.steps(arguments.steps):
     with step:
         generator = torch.Generator().manual_seed(1000 * step.index + data_rank)
@@ -48,5 +55,8 @@ for step in session.steps(arguments.steps):
         optimizer.zero_grad()
         schedule.step(*([batch] if position == 0 else []), **({"target": target} if stages[-1].is_last else {}))
         optimizer.step()
+if arguments.checkpoint_dir is not None:
+    assert session._state is not None
+    print("holds", session._state.digest(), flush=True)
 if session.is_main:
     print("done", flush=True)

@@ -1,6 +1,6 @@
 """Tensor parallelism over two ranks with sequence parallel norms, and as many replicas as there are pairs of ranks.
 
-Usage: keepstep run --nproc-per-node 4 tests/scripts/tensor_parallel.py [--steps N]
+Usage: keepstep run --nproc-per-node 4 tests/scripts/tensor_parallel.py [--steps N] [--checkpoint-dir DIR]
 """
 
 import argparse
@@ -21,6 +21,7 @@ import keepstep
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--checkpoint-dir")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -54,7 +55,7 @@ for number in range(2):
     parallelize_module(model[number], mesh["tensor"], PLAN)
 parallelize_module(model[2], mesh["tensor"], ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-session.protect(model=model, optimizer=optimizer)
+session.protect(model=model, optimizer=optimizer, checkpoint_dir=arguments.checkpoint_dir, checkpoint_every=3)
 
 
 def average(gradient: DTensor) -> None:
@@ -77,5 +78,8 @@ for step in session.steps(arguments.steps):
                 average(parameter.grad)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+if arguments.checkpoint_dir is not None:
+    assert session._state is not None
+    print("holds", session._state.digest(), flush=True)
 if session.is_main:
     print("done", flush=True)

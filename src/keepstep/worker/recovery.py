@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import NoReturn, assert_never
 
 from torch import distributed as dist
+from torch._C._distributed_c10d import Store
 
 from keepstep.cancel import Cancelled
-from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError
+from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError, StateMismatch
 from keepstep.protocol.messages import Rescue, Transfer, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
@@ -18,6 +19,7 @@ from keepstep.weights.memory.pieces import Held
 from keepstep.worker.coordination import Coordination, StepInterrupted
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
+from keepstep.worker.state.dcp.content import Share
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.image import StateHeader, describe
 from keepstep.worker.state.protected import ProtectedState
@@ -48,6 +50,8 @@ class Recovery:
         self._has_told_of_replicas = False
         self._has_told_of_snapshots = False
         self._publication: StepPublication | None = None
+        self._agreed_step: int | None = None
+        """At which all ranks are free to write their parts of a checkpoint."""
         self._generation: int | None = None
         """In which this rank trained last."""
         coordination.snapshots = self.snapshots
@@ -76,7 +80,7 @@ class Recovery:
             self._publication.stand_ready(self._machine.rank, dist.get_world_size(), self._machine.generation)
 
     def _tell_of_replicas(self) -> None:
-        """Says once, on rank 0, that the loss of some ranks would end the job."""
+        """Says once, on rank 0, that the loss of some ranks would end the job, or take it far back."""
         rank, membership = self._machine.rank, self._machine.membership
         if self._has_told_of_replicas or rank != 0 or membership is None or not self._state.is_sharded:
             return
@@ -85,13 +89,23 @@ class Recovery:
         self._has_told_of_replicas = True
         alone = sorted(ranks[0] for ranks in membership.replicas.values() if len(ranks) == 1)
         if alone:
+            what = (
+                "takes the job back to its newest checkpoint"
+                if self.checkpointing
+                else "ends the job with exit code 75"
+            )
             print(
                 f"keepstep: {len(alone)} of {membership.world_size} ranks hold a part of the state that no other rank "
-                f"holds (the first is rank {alone[0]}): the loss of one ends the job with exit code 75; with "
+                f"holds (the first is rank {alone[0]}): the loss of one {what}; with "
                 'protect(snapshot_every="auto") it would not',
                 file=sys.stderr,
                 flush=True,
             )
+
+    def start_together(self, rank: int, world_size: int, store: Store) -> None:
+        """All ranks start; see `Checkpoints.start_together`."""
+        if self._checkpoints is not None and self._state.is_sharded:
+            self._checkpoints.start_together(rank, world_size, store)
 
     def inspect_checkpoints(self) -> None:
         """Finds an intact checkpoint, if there is any; see `Checkpoints.inspect`."""
@@ -103,6 +117,12 @@ class Recovery:
         """Whether this rank writes the checkpoints of what it and its replicas hold."""
         rank, membership = self._machine.rank, self._machine.membership
         return rank is not None and membership is not None and membership.is_first_replica(rank)
+
+    @property
+    def _share(self) -> Share:
+        """This rank's part of a checkpoint."""
+        membership = self._machine.membership
+        return Share(self._machine.rank or 0, membership.shards if membership is not None else ())
 
     def snapshots(self) -> tuple[int, ...]:
         """Steps of the snapshots and checkpoints that this rank can load, ascending."""
@@ -124,20 +144,31 @@ class Recovery:
         if self._snapshots is not None:
             self._snapshots.complete(self._machine.steps.step, self._coordination.page.set_waiting)
 
-    def snapshot_proposal(self) -> int | None:
-        """See `Snapshots.proposal`."""
-        return self._snapshots.proposal(self._machine.steps.step) if self._snapshots is not None else None
+    def proposals(self) -> tuple[int, ...]:
+        """What this rank says in the gradient barrier of this step, if the ranks have anything to agree on there.
 
-    def passed_barrier(self, every: int | None) -> None:
+        How many steps are to lie between two snapshots (`Snapshots.proposal`); and whether it still writes its part of
+        a checkpoint, for all ranks write one or none does.
+        """
+        checkpoints, step = self._checkpoints, self._machine.steps.step
+        every = self._snapshots.proposal(step) if self._snapshots is not None else None
+        is_due = checkpoints is not None and not self._share.is_all and checkpoints.is_due(step + 1)
+        if every is None and not is_due:
+            return ()
+        return every or 0, int(checkpoints is not None and checkpoints.is_busy())
+
+    def passed_barrier(self, agreed: Sequence[int] | None) -> None:
         """Every rank is synced, and has its snapshot.
 
         Args:
-            every: what the ranks have agreed on in the barrier: the greatest of their proposals. None: nothing.
+            agreed: the greatest of the ranks' `proposals`. None: there were none, or a failure came.
         """
+        every, is_any_busy = agreed or (0, 1)
+        self._agreed_step = None if is_any_busy else self._machine.steps.step + 1
         if self._snapshots is None:
             return
         self._snapshots.passed_barrier()
-        if every is not None:
+        if every:
             self._snapshots.agreed(every)
             self._tell_of_snapshots(every)
 
@@ -163,9 +194,11 @@ class Recovery:
 
     def write_checkpoint(self) -> None:
         """Writes one where it is due. Not before the script returns: what it does behind the ``with`` belongs to it."""
-        machine = self._machine
-        if self._checkpoints is not None and self._saves and not machine.partially_updated:
-            self._checkpoints.after_step(machine.steps.step + 1, machine.generation)
+        machine, share = self._machine, self._share
+        step = machine.steps.step + 1
+        may_write = self._saves and (share.is_all or self._agreed_step == step)
+        if self._checkpoints is not None and may_write and not machine.partially_updated:
+            self._checkpoints.after_step(step, machine.generation, share)
 
     def decide_at_barrier(self) -> None:
         """A failure came while this rank was synced: reports that it can be at this step or the next, and waits.
@@ -308,7 +341,7 @@ class Recovery:
         """The job ends at this step: writes a checkpoint, and has weights on their way to consumers arrive."""
         is_saved = False
         if self._checkpoints is not None and self._saves:
-            is_saved = self._checkpoints.write_now(step, self._machine.generation)
+            is_saved = self._checkpoints.write_now(step, self._machine.generation, self._share)
         if self._publication is not None:
             self._publication.flush()
         self._machine.saved(is_saved)
@@ -321,7 +354,10 @@ class Recovery:
             if self._machine.partially_updated or at is None:
                 raise NothingToRecoverFrom("its copy is not whole")
             self._attempt.undo()
-            path = rescue(self._state, at, self._machine.rank or 0)
-        except (OSError, RuntimeError, NothingToRecoverFrom) as error:
+            if self._checkpoints is not None and not self._share.is_all:
+                path = self._checkpoints.rescue(at, self._share)
+            else:
+                path = rescue(self._state, at, self._share)
+        except (OSError, RuntimeError, StateMismatch, NothingToRecoverFrom) as error:
             problem = text(error)
         self._coordination.end(order, path, problem)

@@ -279,11 +279,6 @@ class Session:
         if every < 1:
             raise ConfigurationError(f"protect(checkpoint_every={every}): allowed are 1 and more")
         assert self._state is not None
-        if self._state.is_sharded:
-            raise ConfigurationError(
-                f"protect(checkpoint_dir={str(directory)!r}): a checkpoint holds the state of one rank, and here each "
-                "rank holds a part; checkpoints of sharded state are not supported yet: leave checkpoint_dir out"
-            )
         root = self._settings.checkpoint_root if self._settings is not None else None
         path = Path(directory) if root is None else Path(root) / Path(directory).name
         return Checkpoints(self._state, path, every)
@@ -384,9 +379,11 @@ class Session:
         if machine.generation == 0 or machine.used_echo or machine.rank is None or self.world_size == 1:
             return
         assert self._state is not None
+        assert self._recovery is not None
         store = LinkStore(self._coordination.link, machine.generation, "start", _STORE_TIMEOUT)
         try:
             compare_replicas(self._state, start, machine.rank, store)
+            self._recovery.start_together(machine.rank, self.world_size, store)
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 

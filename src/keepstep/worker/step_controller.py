@@ -217,8 +217,8 @@ class StepController:
     def _pass_barrier(self) -> None:
         recovery = self._recovery
         recovery.before_barrier()
-        proposal = recovery.snapshot_proposal()
-        agreed = pass_gradient_barrier(self._coordination, self._undoing, recovery.decide_at_barrier, proposal)
+        proposals = recovery.proposals()
+        agreed = pass_gradient_barrier(self._coordination, self._undoing, recovery.decide_at_barrier, proposals)
         recovery.passed_barrier(agreed)
 
     def _refuse_leftover_gradients(self) -> None:

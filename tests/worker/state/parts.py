@@ -1,14 +1,21 @@
 """Small models, optimizers and schedulers, in the states in which a job may have them."""
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
+from keepstep.protocol.transfer.boxes import Box
+from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.bytes_of import byte_view
+from keepstep.weights.memory.pieces import Held
+from keepstep.worker.parallel.layout import Replicated
 from keepstep.worker.state.checkpoint import Checkpoints
+from keepstep.worker.state.dcp.content import Share
 from keepstep.worker.state.protected import ProtectedState
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -109,3 +116,73 @@ def written(tmp_path: Path, objects: dict[str, Any]) -> None:
     checkpoints = Checkpoints(ProtectedState(objects), tmp_path, every=1)
     checkpoints.after_step(1, 1)
     checkpoints.flush()
+
+
+class Rows(Replicated):
+    """A layout without process groups: this rank holds some rows of each tensor, and all of what has no dimensions."""
+
+    def __init__(self, start: int, num_rows: int) -> None:
+        self.start, self.num_rows = start, num_rows
+
+    @property
+    def is_sharded(self) -> bool:
+        return True
+
+    def blocks(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[NamedBlock]:
+        found = []
+        for block in super().blocks(named):
+            shape, rest = block.whole, (0,) * (len(block.whole) - 1)
+            if shape:
+                held = Held(block.held.tensor, Box((self.start, *rest), shape))
+                block = dataclasses.replace(block, held=held, whole=(self.num_rows, *shape[1:]))
+            found.append(block)
+        return found
+
+
+class Part:
+    """A rank that holds the rows from ``start`` to ``stop`` of a weight of 7 rows and of its bias."""
+
+    num_rows = 7
+
+    def __init__(self, start: int, stop: int, **objects: Any) -> None:
+        self.start, self.stop = start, stop
+        self.model = torch.nn.Linear(3, self.num_rows)
+        for name, parameter in list(self.model.named_parameters()):
+            setattr(self.model, name, torch.nn.Parameter(torch.zeros_like(parameter[start:stop])))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        objects = {"model": self.model, "optimizer": self.optimizer, **objects}
+        self.state = ProtectedState(objects, Rows(start, self.num_rows))
+
+    def train(self, seed: int) -> None:
+        """A step by which each element depends on its place in the whole alone."""
+        whole = torch.randn(self.num_rows, 3, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            self.model.weight.copy_(whole[self.start : self.stop])
+            self.model.bias.copy_(whole[self.start : self.stop, 0])
+        self.model.weight.grad = whole[self.start : self.stop].clone()
+        self.model.bias.grad = whole[self.start : self.stop, 1].clone()
+        self.optimizer.step()
+
+    def rows(self) -> list[torch.Tensor]:
+        """Weight, bias and their moments."""
+        moments = [self.optimizer.state[p][key] for p in self.model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+        return [parameter.detach() for parameter in self.model.parameters()] + moments
+
+
+def cut(*bounds: int) -> list[Part]:
+    """Ranks that hold the rows between two bounds each."""
+    return [Part(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def rows_of(parts: Sequence[Part]) -> list[torch.Tensor]:
+    """What the parts hold together."""
+    return [torch.cat(rows) for rows in zip(*(part.rows() for part in parts), strict=True)]
+
+
+def save_together(parts: Sequence[Any], folder: Path, step: int = 1, generation: int = 1) -> None:
+    """All write their parts of a checkpoint, one after the other."""
+    shards = tuple(part.state.shard() for part in parts)
+    for rank, part in enumerate(parts):
+        checkpoints = Checkpoints(part.state, folder, every=1)
+        checkpoints.after_step(step, generation, Share(rank, shards))
+        checkpoints.flush()

@@ -14,7 +14,8 @@ from tests.worker.state.parts import OPTIMIZERS, SCHEDULERS, Job, advance, small
 
 from keepstep.errors import ConfigurationError
 from keepstep.worker.state import checkpoint
-from keepstep.worker.state.checkpoint import Checkpoints, checkpoint_content, rescue
+from keepstep.worker.state.checkpoint import Checkpoints, rescue
+from keepstep.worker.state.dcp.content import Share, describe
 from keepstep.worker.state.protected import ProtectedState
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -177,7 +178,7 @@ def killed_while_writing(rank: int, size: int, directory: Path, seed: int) -> No
     on_disk = threading.Event()
     write = checkpoint._write
 
-    def write_and_stand_still(*arguments: Any) -> None:
+    def write_and_stand_still(*arguments: Any) -> Any:
         write(*arguments)
         on_disk.set()
         threading.Event().wait()
@@ -296,7 +297,7 @@ def test_a_disk_that_fills_up_does_not_end_the_training(
         assert list(tmp_path.iterdir()) == []
         full.chdir(tmp_path)
         with pytest.raises(OSError, match=r"^no space left$"):
-            rescue(job.state, 1, rank=0)
+            rescue(job.state, 1, Share())
     checkpoints.after_step(2, 1)
     checkpoints.flush()
     assert checkpoints.steps() == (2,)
@@ -326,11 +327,11 @@ def test_a_checkpoint_that_cannot_be_written_in_a_drain_is_not_said_to_come_late
 def test_no_memory_for_the_copy_does_not_end_the_training(
     tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_much(state: ProtectedState) -> Any:
+    def too_much(state: ProtectedState, share: Share) -> Any:
         raise RuntimeError("not enough memory")
 
     checkpoints = Checkpoints(Job(seed).state, tmp_path, every=1)
-    monkeypatch.setattr(checkpoint, "checkpoint_content", too_much)
+    monkeypatch.setattr(checkpoint, "describe", too_much)
     checkpoints.after_step(1, 1)
     assert "step_0000000001 could not be written: not enough memory" in capsys.readouterr().err
 
@@ -382,7 +383,7 @@ def test_a_rescue_holds_everything_and_can_be_put_in_place(
     monkeypatch.chdir(tmp_path)
     job, other = Job(seed), Job(seed + 1)
     job.train(3, seed)
-    first, second = (Path(rescue(job.state, 3, rank=2)) for _ in range(2))
+    first, second = (Path(rescue(job.state, 3, Share(rank=2))) for _ in range(2))
     assert first != second
     assert first.parent == tmp_path
     assert first.name.startswith("keepstep-rescue-step3-rank2-")
@@ -394,10 +395,12 @@ def test_a_rescue_holds_everything_and_can_be_put_in_place(
 def test_the_content_is_everything_that_is_protected(seed: int) -> None:
     job = Job(seed)
     job.train(1, seed)
-    found = checkpoint_content(job.state)
-    assert {name for name in found if "/" in name} == {
+    content, found = describe(job.state, Share())
+    parameters = [name for name, _parameter in job.state.parameters()]
+    assert [header.name for header in content.tensors] == list(found)
+    assert set(found) == {
         *(f"model/{name}" for name, _t in (*job.state.parameters(), *job.state.buffers())),
-        *(f"optimizer/{name}" for name, _tensor in job.state.optimizer_tensors()),
+        *(f"optimizer/optimizer/{name}/{key}" for name in parameters for key in ("exp_avg", "exp_avg_sq", "step")),
     }
     copied = copy.deepcopy(found["model/model.0.weight"])
     assert torch.equal(copied, job.model[0].weight)

@@ -139,7 +139,7 @@ class Hold(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """The job ends at ``step``: go as far as that, and have rank 0 write a checkpoint, if the job has them."""
+    """The job ends at ``step``: go as far as that, and write a checkpoint, if the job has them."""
 
     generation: int
     step: int

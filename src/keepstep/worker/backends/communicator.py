@@ -149,8 +149,8 @@ class Communicator(Carrier, Protocol):
     def barrier(self, greatest: Tensor | None = None) -> dist.Work:
         """Meets all members. Waiting raises RuntimeError when one is gone or the communicator was aborted.
 
-        With ``greatest``, a tensor of one number that every member gives, it becomes the greatest of all: no member has
-        the result of a reduction before all have come.
+        With ``greatest``, numbers that every member gives, each becomes the greatest of all: no member has the result
+        of a reduction before all have come.
 
         As `send` and `recv` it is keepstep's own traffic: its errors are raised, and it does not echo.
         """

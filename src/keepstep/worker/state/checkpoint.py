@@ -1,51 +1,37 @@
 """Checkpoints: the last resort when no live rank holds a shard any more.
 
 Written in torch's distributed checkpoint format (DCP) by a thread, from a copy taken at the end of a step, with the
-xxh3 checksum of every file beside it. A checkpoint counts only when its folder has its final name, which it gets by a
-rename after the last byte is on disk, and only while its checksums hold.
+xxh3 checksum of every file beside it. Each shard is written by one rank, all into one folder. A checkpoint counts only
+when its folder has its final name, which it gets by a rename after the last byte of the last rank is on disk, and only
+while its checksums hold.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import msgspec
+import psutil
 import torch
-import xxhash
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch._C._distributed_c10d import Store
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
-from keepstep.weights.memory.blocks import NamedBlock
-from keepstep.worker.state import tree
-from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
-from keepstep.worker.state.protected import Modes, ProtectedState
+from keepstep.worker.state.dcp.content import Content, Share, describe
+from keepstep.worker.state.dcp.reading import SavedCheckpoint, StateReader
+from keepstep.worker.state.dcp.writing import CHECKSUMS, complete, write_part
+from keepstep.worker.state.protected import ProtectedState
 
-# Every rank of a replica group holds the same, so one saves and each loads by itself: nothing to warn about.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-
-Content = dict[str, torch.Tensor]
-
+ALONE = Share()
+"""The part of a rank that holds all."""
 _NAME = re.compile(r"step_(\d{10})")
 _KEPT = 2
 """Finished checkpoints kept: the newest, and one before it in case the newest does not load."""
-_CHECKSUMS = "checksums"
-"""A line for each of torch's files, as xxh128sum(1) writes and checks them: ``xxh128sum --check checksums``."""
-_LIVE = ("model/", "optimizer/")
-"""Tensors that are read into the live objects; all others are small."""
 
 
 class Checkpoints:
@@ -60,7 +46,9 @@ class Checkpoints:
         _check_folder(self._directory)
         self._every = every
         self._thread = ThreadPoolExecutor(1, "keepstep-checkpoint")
-        self._writing: tuple[Future[None], Path, int] | None = None
+        self._writing: tuple[Future[None], int] | None = None
+        self._written: tuple[int, int] | None = None
+        """The step and generation of the part that was begun last."""
         self._damaged: set[int] = set()
         """Steps of checkpoints that turned out not to be readable here; they stay where they are, and do not count."""
         self._failing = False
@@ -73,7 +61,7 @@ class Checkpoints:
         return self._found()
 
     def inspect(self) -> None:
-        """Reads the newest checkpoint in full, and older ones until one is intact.
+        """Reads all that this rank needs of the newest checkpoint, and of older ones until one is intact.
 
         They may have lain there for long, and a rank that has just started with all others has no other state.
 
@@ -83,7 +71,7 @@ class Checkpoints:
         named = self._named()
         for step in reversed(named):
             try:
-                _verify(self._path(step))
+                _verify(self._state, self._path(step))
                 return
             except (OSError, RemoteProtocolError) as error:
                 if self._path(step).exists():  # else it was removed meanwhile: there is a newer one
@@ -95,13 +83,46 @@ class Checkpoints:
                 "move them away to begin at step 0"
             )
 
+    def start_together(self, rank: int, world_size: int, store: Store) -> None:
+        """All ranks are to write their parts into one folder. None has begun to train when this returns.
+
+        Rank 0 removes what a former job has left incomplete, so that no part of it gets into a checkpoint of this job.
+
+        Args:
+            rank: this rank.
+            world_size: how many start together.
+            store: in which they meet, of this generation.
+
+        Raises:
+            ConfigurationError: this is another folder than that of rank 0, on another machine; or rank 0 cannot write.
+        """
+        if rank == 0:
+            self._remove_drafts()
+            name = f"draft_probe_{secrets.token_hex(8)}"
+            try:
+                (self._directory / name).mkdir(parents=True)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"checkpoint_dir {self._directory}: rank 0 cannot write there: {error}; give another checkpoint_dir"
+                ) from error
+            store.set("probe", name)
+        probe = self._directory / store.get("probe").decode()
+        is_shared = probe.exists()
+        if store.add("probed", 1) == world_size and is_shared:
+            probe.rmdir()
+        if not is_shared:
+            raise ConfigurationError(
+                f"checkpoint_dir {self._directory}: rank {rank} does not find there what rank 0 has written, and each "
+                "rank writes a part of the checkpoint: give a folder on a file system that all nodes share"
+            )
+
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:010d}"
 
     def _found(self) -> tuple[int, ...]:
         """Steps of the checkpoints that seem to be whole, ascending; those known to be damaged do not."""
         hopeful = [step for step in self._named() if step not in self._damaged]
-        return tuple(step for step in hopeful if os.path.isfile(self._path(step) / _CHECKSUMS))
+        return tuple(step for step in hopeful if os.path.isfile(self._path(step) / CHECKSUMS))
 
     def _named(self) -> list[int]:
         try:
@@ -115,57 +136,108 @@ class Checkpoints:
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    def after_step(self, step: int, generation: int) -> None:
-        """Begins a checkpoint if one is due at ``step`` and none is being written. Waits for the copy only.
-
-        A checkpoint that cannot be written does not end the training: the user is told, and the next one is tried.
-        """
+    def is_busy(self) -> bool:
+        """Whether one is being written."""
         self._finish(wait=False)
-        if step % self._every == 0 and self._writing is None:
-            self._begin(step, generation)
+        return self._writing is not None
 
-    def write_now(self, step: int, generation: int) -> bool:
-        """The job ends at ``step``: writes a checkpoint of it, and waits for it. Says whether there is one."""
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint of ``step`` is to be written."""
+        return step % self._every == 0
+
+    def after_step(self, step: int, generation: int, share: Share = ALONE) -> None:
+        """Begins this rank's part of a checkpoint if one is due at ``step`` and none is being written.
+
+        Waits for the copy only. A checkpoint that cannot be written does not end the training: the user is told, and
+        the next one is tried.
+
+        Args:
+            step: that has been reached.
+            generation: in which.
+            share: the part. Where there are others, all ranks that write one must have agreed that all are free.
+        """
+        if self.is_due(step) and not self.is_busy():
+            self._begin(step, generation, share)
+        self._finish(wait=False)
+
+    def write_now(self, step: int, generation: int, share: Share = ALONE) -> bool:
+        """The job ends at ``step``: writes this rank's part of a checkpoint of it, and waits for it.
+
+        Returns:
+            whether there is one now: so says the last rank, if there are several.
+        """
         self._is_ending = True
         self._finish(wait=True)
-        self._begin(step, generation)
-        self._finish(wait=True)
+        if self._written != (step, generation):
+            self._begin(step, generation, share)
+            self._finish(wait=True)
         return step in self._found()
 
-    def _begin(self, step: int, generation: int) -> None:
+    def rescue(self, step: int, share: Share) -> str:
+        """The job cannot go on: each live rank writes its part of a checkpoint of ``step``. Returns the folder of all.
+
+        It counts where every shard is held by a live rank, and all are at this step.
+
+        Raises:
+            OSError: it cannot be written.
+            StateMismatch: the parts do not make one state.
+        """
+        draft = self._directory / f"draft_{step:010d}_rescue"
+        if step not in self._found() and _write(*describe(self._state, share), draft, share):
+            self._give_name(draft, step)
+        return str(self._directory)
+
+    def _begin(self, step: int, generation: int, share: Share) -> None:
         if step in self._found():
             return
         # The generation is part of the name: what a fenced rank began can never be taken for ours.
         draft = self._directory / f"draft_{step:010d}_generation_{generation}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for abandoned in self._directory.glob("draft_*"):
-                shutil.rmtree(abandoned, ignore_errors=True)  # of a rank that was lost while it wrote
-            copies = {name: tensor.detach().clone() for name, tensor in checkpoint_content(self._state).items()}
+            if share.is_all:
+                self._remove_drafts()
+            elif share.rank == 0 and not self._is_ending:  # else all ranks have agreed that none writes
+                self._remove_drafts(kept=draft.name)  # in which others may be ahead
+            content, tensors = describe(self._state, share)
+            copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         except (OSError, RuntimeError) as error:  # torch's RuntimeError: no memory for the copy
             self._could_not_write(step, error)
             return
-        self._writing = (self._thread.submit(self._write_and_name, copies, draft, step), draft, step)
+        self._written = (step, generation)
+        self._writing = (self._thread.submit(self._write_and_name, content, copies, draft, step, share), step)
 
-    def _write_and_name(self, copies: Content, draft: Path, step: int) -> None:
-        """Writes it and lets it count as soon as it is on disk. Runs in the writer's thread."""
-        _write(copies, draft)
-        self._give_name(draft, step)
-        for old in self._found()[:-_KEPT]:
-            self._remove(old)
+    def _remove_drafts(self, kept: str | None = None) -> None:
+        """Removes what a rank that was lost, or that could not write, has left incomplete."""
+        for draft in self._directory.glob("draft_*"):
+            if draft.name != kept:
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def _write_and_name(
+        self, content: Content, copies: dict[str, torch.Tensor], draft: Path, step: int, share: Share
+    ) -> None:
+        """Writes it, and lets it count as soon as all parts are on disk. Runs in the writer's thread."""
+        try:
+            is_complete = _write(content, copies, draft, share)
+        except (OSError, RuntimeError):
+            if share.is_all:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+        if is_complete:
+            self._give_name(draft, step)
+            for old in self._found()[:-_KEPT]:
+                self._remove(old)
 
     def _finish(self, wait: bool) -> None:
         if self._writing is None:
             return
-        future, draft, step = self._writing
+        future, step = self._writing
         if not wait and not future.done():
             return
         self._writing = None
         try:
             future.result()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, StateMismatch) as error:
             self._could_not_write(step, error)
-            shutil.rmtree(draft, ignore_errors=True)
             return
         if self._failing:
             self._failing = False
@@ -209,7 +281,7 @@ class Checkpoints:
     # ---- loading --------------------------------------------------------------------------------------------------
 
     def load(self, step: int) -> None:
-        """Puts the state of ``step`` into the protected objects.
+        """Puts the state of ``step`` into the protected objects: of each tensor what this rank holds of it.
 
         Raises:
             StateMismatch: it is of other objects than these, which have not been touched.
@@ -218,58 +290,53 @@ class Checkpoints:
         """
         path = self._path(step)
         try:
-            _verify(path)
-            aside = _read_aside(path)
-            live = self._targets(aside, path)
-            load_checkpoint(live, checkpoint_id=path, no_dist=True)
-        except (OSError, RuntimeError, CheckpointException, RemoteProtocolError) as error:
-            self._damaged.add(step)
-            raise RemoteProtocolError(f"the checkpoint {path} cannot be loaded: {_cause(error)}") from error
-        self._state.drop_optimizer_state()
-        for name, tensor in live.items():
-            if name.startswith("optimizer/"):
-                self._state.place_optimizer_tensor(name.removeprefix("optimizer/"), tensor)
-        self._state.load_host_state(_host_state(aside))
-        self._state.place_gradients(tuple(aside["gradients"].tolist()))
-        self._state.place_modes(msgspec.msgpack.decode(aside["modes"].numpy().tobytes(), type=Modes))
-
-    def _targets(self, aside: Content, path: Path) -> Content:
-        """The tensors to read into: live ones, and optimizer state that is not there yet in its own order of memory."""
-        headers = msgspec.msgpack.decode(aside["layout"].numpy().tobytes(), type=tuple[TensorHeader, ...])
-        own = _live_content(self._state)
-        forms = {header.name: header for header in headers_of(_live_blocks(self._state))}
-        try:
-            check_same_objects(self._state, _host_state(aside), str(path))
-            check_same_layout(_of_model(forms.values()), _of_model(headers), str(path))
+            reader = StateReader(self._state, SavedCheckpoint(path), str(path))
+            reader.verify()
+            reader.load()
         except StateMismatch as error:
             advice = "start with what wrote the checkpoint, or give another checkpoint_dir"
             raise StateMismatch(f"{error}; {advice}") from error
-        return {
-            header.name: own[header.name] if forms.get(header.name) == header else header.empty() for header in headers
-        }
+        except (OSError, RuntimeError, RemoteProtocolError) as error:
+            self._damaged.add(step)
+            raise RemoteProtocolError(f"the checkpoint {path} cannot be loaded: {error}") from error
 
 
-def checkpoint_content(state: ProtectedState) -> Content:
-    """All protected state as named tensors: live ones by reference, the host state as bytes."""
-    content = _live_content(state)
-    layout = headers_of(_live_blocks(state))
-    host, tensors = state.host_bytes()
-    content["layout"] = _as_tensor(msgspec.msgpack.encode(layout))
-    content["host"] = _as_tensor(host)
-    content["modes"] = _as_tensor(msgspec.msgpack.encode(state.modes()))
-    content["gradients"] = torch.tensor(state.gradient_marks(), dtype=torch.int64)
-    return content | {f"host/{index}": tensor for index, tensor in enumerate(tensors)}
-
-
-def rescue(state: ProtectedState, step: int, rank: int) -> str:
+def rescue(state: ProtectedState, step: int, share: Share) -> str:
     """Saves this rank's state where nothing else can be: a folder in the working directory. Returns its path.
+
+    Where ranks hold parts, all of a machine save into one folder. It is a checkpoint as soon as all parts are there.
+
+    Args:
+        state: this rank's.
+        step: at which it is.
+        share: which part of the whole it is.
 
     Raises:
         OSError: it cannot be written.
+        StateMismatch: the parts do not make one state.
     """
-    path = tempfile.mkdtemp(prefix=f"keepstep-rescue-step{step}-rank{rank}-", dir=os.getcwd())
-    _write(checkpoint_content(state), Path(path))
+    if share.is_all:
+        path = tempfile.mkdtemp(prefix=f"keepstep-rescue-step{step}-rank{share.rank}-", dir=os.getcwd())
+    else:
+        spawner = psutil.Process(os.getppid())  # the parent of all ranks of this machine, and of no other job's
+        path = os.path.join(os.getcwd(), f"keepstep-rescue-step{step}-{spawner.pid}-{spawner.create_time():.0f}")
+    _write(*describe(state, share), Path(path), share)
     return path
+
+
+def _write(content: Content, tensors: dict[str, torch.Tensor], folder: Path, share: Share) -> bool:
+    """Writes this rank's part; says whether it has made a whole checkpoint of all."""
+    write_part(content, tensors, folder, share)
+    return complete(folder, share.shards or content.hosts[0].shards)
+
+
+def _verify(state: ProtectedState, path: Path) -> None:
+    """Compares the files that a rank needs with their checksums, or all of them where it is of another state."""
+    saved = SavedCheckpoint(path)
+    try:
+        StateReader(state, saved, str(path)).verify()
+    except StateMismatch:
+        saved.verify()  # whoever loads it is told
 
 
 def _check_folder(directory: Path) -> None:
@@ -282,95 +349,6 @@ def _check_folder(directory: Path) -> None:
             f"checkpoint_dir {directory}: this process has no right to write in {standing}; "
             "change its permissions or give another checkpoint_dir"
         )
-
-
-def _live_content(state: ProtectedState) -> Content:
-    return {block.names[0]: block.held.tensor for block in _live_blocks(state)}
-
-
-def _live_blocks(state: ProtectedState) -> list[NamedBlock]:
-    model = [(f"model/{name}", tensor) for name, tensor in (*state.parameters(), *state.buffers())]
-    optimizer = [(f"optimizer/{name}", tensor) for name, tensor in state.optimizer_tensors()]
-    return state.layout.blocks([*model, *optimizer])
-
-
-def _of_model(headers: Iterable[TensorHeader]) -> list[TensorHeader]:
-    return [header for header in headers if header.name.startswith("model/")]
-
-
-def _as_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _host_state(aside: Content) -> dict[str, Any]:
-    tensors = [aside[f"host/{index}"] for index in range(sum(name.startswith("host/") for name in aside))]
-    state: dict[str, Any] = tree.unpack(msgspec.msgpack.decode(aside["host"].numpy().tobytes()), tensors)
-    return state
-
-
-# ---- on disk --------------------------------------------------------------------------------------------------------
-
-
-def _write(content: Content, path: Path) -> None:
-    """Writes a checkpoint and its checksums.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    try:
-        save(content, checkpoint_id=path, no_dist=True)
-    except CheckpointException as error:
-        raise OSError(_cause(error)) from error
-    lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(path).items()]
-    with (path / _CHECKSUMS).open("w") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _checksums(path: Path) -> dict[str, str]:
-    """xxh3 of each of torch's files in a checkpoint, by name."""
-    found = {}
-    for file in sorted(path.iterdir()):
-        if file.name == ".metadata" or file.suffix == ".distcp":
-            with file.open("rb") as content:
-                found[file.name] = hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
-    return found
-
-
-def _verify(path: Path) -> None:
-    """Compares every file with its checksum, before torch reads them: it unpickles the metadata.
-
-    Raises:
-        RemoteProtocolError: names a file that is not as it was written.
-        OSError: a file cannot be read.
-    """
-    lines = (path / _CHECKSUMS).read_text(errors="replace").splitlines()
-    written = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
-    found = _checksums(path)
-    wrong = sorted(name for name in {*written, *found} if written.get(name) != found.get(name))
-    if wrong or not written:
-        name = wrong[0] if wrong else _CHECKSUMS
-        raise RemoteProtocolError(f"{path / name} is damaged or gone: it is not what '{_CHECKSUMS}' beside it says")
-
-
-def _read_aside(path: Path) -> Content:
-    """Everything but the live tensors, in memory of its own."""
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    aside = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith(_LIVE)
-    }
-    load_checkpoint(aside, checkpoint_id=path, no_dist=True)
-    return aside
-
-
-def _cause(error: BaseException) -> str:
-    """What went wrong, in one line: torch's exception prints a whole traceback."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(str(failure) or type(failure).__name__ for failure, _trace in error.failures.values())
-    return str(error)
 
 
 def _say(text: str) -> None:

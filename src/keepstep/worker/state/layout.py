@@ -44,6 +44,11 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         """Of its dtype."""
         return int(getattr(torch, self.dtype).itemsize)
 
+    @property
+    def num_elements(self) -> int:
+        """Of the block."""
+        return math.prod(self.shape)
+
     def empty(self) -> torch.Tensor:
         """A new tensor of this form, its content undefined."""
         return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype))

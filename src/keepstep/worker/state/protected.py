@@ -47,7 +47,10 @@ class ProtectedState:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
         self.layout = layout or Replicated()
-        self._label = shard
+        self.label = shard
+        """See `Session.protect`."""
+        self.has_stages = False
+        """Whether a rank holds some of the layers only: under pipelining."""
         for name, thing in objects.items():
             self._sort(name, thing)
         self._num_parameters = {name: len(parameters_of(optimizer)) for name, optimizer in self.optimizers.items()}
@@ -78,7 +81,7 @@ class ProtectedState:
         elif isinstance(thing, torch.optim.Optimizer):
             self.optimizers[name] = thing
         elif is_schedule(thing):
-            pass  # it has no state between two steps; its adapter knows what a step leaves in it
+            self.has_stages = True  # no state between two steps; its adapter knows what a step leaves in it
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
             self.others[name] = thing
         else:
@@ -183,11 +186,11 @@ class ProtectedState:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks may hold different parts of the state."""
-        return self.layout.is_sharded or bool(self._label)
+        return self.layout.is_sharded or bool(self.label)
 
     def shard(self) -> str:
         """The name of what this rank holds: ranks of equal shards are replicas of each other."""
-        return shard_of(self.layout.blocks(self.parameters()), self._label)
+        return shard_of(self.layout.blocks(self.parameters()), self.label)
 
     @staticmethod
     def _unique(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -268,8 +271,11 @@ class ProtectedState:
 
     def host_state(self) -> dict[str, Any]:
         """All host-side values: `step_state` and the optimizers' own state that is not in tensors."""
-        scalars = {name: _scalar_state(optimizer) for name, optimizer in self.optimizers.items()}
-        return self.step_state() | {"scalars": scalars}
+        return self.step_state() | {"scalars": self.optimizer_values()}
+
+    def optimizer_values(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Optimizer state that is not in tensors, by optimizer and parameter index."""
+        return {name: _scalar_state(optimizer) for name, optimizer in self.optimizers.items()}
 
     def load_host_state(self, state: dict[str, Any]) -> None:
         """Puts back what `step_state` or `host_state` gave, here or on another rank."""

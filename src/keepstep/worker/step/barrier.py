@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,8 +13,11 @@ from keepstep.worker.step.attempt import Attempt
 
 
 def pass_gradient_barrier(
-    coordination: Coordination, attempt: Attempt, decide: Callable[[], None], proposal: int | None = None
-) -> int | None:
+    coordination: Coordination,
+    attempt: Attempt,
+    decide: Callable[[], None],
+    proposals: Sequence[int] = (),
+) -> list[int] | None:
     """Waits until every rank has complete gradients; returns when this rank may, or must, run its update.
 
     When a failure comes while the rank is in the barrier it waits for the decision: if some rank has left the
@@ -24,10 +27,10 @@ def pass_gradient_barrier(
         coordination: of this rank.
         attempt: the present one.
         decide: waits for that decision; raises StepInterrupted where the step is to be undone.
-        proposal: a number of this rank's, in a barrier in which all ranks give one.
+        proposals: numbers of this rank's, in a barrier in which all ranks give as many.
 
     Returns:
-        the greatest of them, where no failure came.
+        the greatest that any rank gave of each, where no failure came.
 
     Raises:
         StepInterrupted: the step is to be undone.
@@ -37,16 +40,16 @@ def pass_gradient_barrier(
         raise StepInterrupted
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
-    greatest = torch.tensor([proposal]) if proposal is not None else None
+    greatest = torch.tensor(proposals) if proposals else None
     is_passed = _everybody_came(coordination, greatest)
     if not is_passed:
         decide()
     coordination.move(StepEvent.BARRIER_LEFT)
     coordination.reduced_behind_update = False
-    return int(greatest) if is_passed and greatest is not None else None
+    return greatest.tolist() if is_passed and greatest is not None else None
 
 
-def _everybody_came(coordination: Coordination, proposal: torch.Tensor | None) -> bool:
+def _everybody_came(coordination: Coordination, greatest: torch.Tensor | None) -> bool:
     assert coordination.groups is not None
     inner = coordination.groups.world.inner
     if inner is None:
@@ -54,7 +57,7 @@ def _everybody_came(coordination: Coordination, proposal: torch.Tensor | None) -
     if coordination.groups.world.size() == 1:
         return not coordination.interrupted
     try:
-        inner.barrier(proposal).wait()
+        inner.barrier(greatest).wait()
     except RuntimeError as error:
         coordination.failed(WORLD, error)
         return False

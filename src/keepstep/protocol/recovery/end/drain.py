@@ -1,4 +1,4 @@
-"""The drain of a job: all ranks come to one step, rank 0 saves a checkpoint there, and every script gets SIGTERM.
+"""The drain of a job: all ranks come to one step, save a checkpoint there, and every script gets SIGTERM.
 
 The machine interrupts nothing as long as there is time: the ranks hold before their next steps and say which these
 are, and then go on to the greatest of them. They train at most one more step, since the gradient barrier keeps ranks

@@ -135,7 +135,7 @@ def restarts_used_up(detail: str) -> EndJob:
 
 def rescued(roster: Roster, reason: str | None) -> EndJob:
     """The live ranks have saved what they hold, or have said why they could not."""
-    saved = [worker.rescued for worker in roster.workers.values() if worker.rescued]
+    saved = list(dict.fromkeys(worker.rescued for worker in roster.workers.values() if worker.rescued))
     errors = [f"rank {worker.rank}: {worker.rescue_error}" for worker in roster.workers.values() if worker.rescue_error]
     where = f"state saved: {', '.join(saved)}" if saved else ": ".join(["no state could be saved", *errors[:1]])
     return EndJob(EXIT_TOO_FEW_RANKS, f"the job cannot go on: {reason}; {where}")

@@ -1,0 +1,169 @@
+"""What a checkpoint holds: the state by names and places that do not depend on how many ranks there are.
+
+Tensors are blocks of whole tensors. Optimizer state and everything else that belongs to a parameter is named after it:
+under pipelining the parameter of one index is another one on each stage. The host state is the same on every rank, as
+a rule; where it is not, each shard has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from keepstep.weights.memory.blocks import NamedBlock
+from keepstep.weights.memory.bytes_of import byte_view
+from keepstep.worker.parallel.layout import Replicated
+from keepstep.worker.state import tree
+from keepstep.worker.state.layout import TensorHeader, headers_of
+from keepstep.worker.state.protected import Modes, Named, ProtectedState, parameters_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of a checkpoint a rank writes.
+
+    Attributes:
+        rank: that writes it.
+        shards: of the whole job. With one, the part is the checkpoint.
+    """
+
+    rank: int = 0
+    shards: tuple[str, ...] = ()
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the part is the whole checkpoint."""
+        return len(self.shards) <= 1
+
+
+class Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Values of the host, whose tensors are among those of the checkpoint."""
+
+    plain: bytes
+    """As `tree.pack` makes it, in msgpack."""
+    tensors: tuple[str, ...]
+    """Their names."""
+
+    def unpacked(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The values. Raises RemoteProtocolError where they are none."""
+        return tree.unpack(msgspec.msgpack.decode(self.plain), [tensors[name] for name in self.tensors])
+
+
+class HostState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`ProtectedState.step_state`, and whose it is."""
+
+    shards: tuple[str, ...]
+    packed: Packed
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A checkpoint, or one rank's part of it, without the tensors' bytes."""
+
+    tensors: tuple[TensorHeader, ...]
+    """Of a part: all blocks in it. Of a checkpoint: one block of each tensor."""
+    hosts: tuple[HostState, ...]
+    scalars: dict[str, Packed]
+    """Optimizer state that is in no tensor, by ``optimizer/parameter``."""
+    with_gradient: tuple[str, ...]
+    modes: Modes
+
+    def host_of(self, shard: str) -> HostState | None:
+        """The host state of a shard; None where it has none, and the others do not agree on one."""
+        found = [host for host in self.hosts if shard in host.shards]
+        return found[0] if found else (self.hosts[0] if len(self.hosts) == 1 else None)
+
+
+def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, torch.Tensor]]:
+    """What this rank holds: the content, and its tensors by name, which are the live ones."""
+    names = SavedNames(state)
+    others: Named = []
+    host = _pack(state.step_state(), f"host/{share.rank}", others)
+    scalars = {name: _pack(values, f"scalars/{name}", others) for name, values in names.scalars()}
+    blocks = [*names.live_blocks(), *Replicated().blocks(others)]
+    parameters = [name for name, _parameter in state.parameters()]
+    content = Content(
+        headers_of(blocks),
+        (HostState((state.shard(),), host),),
+        scalars,
+        tuple(names.of(parameters[index]) for index in state.gradient_marks()),
+        Modes(*(frozenset(map(names.of, group)) for group in msgspec.structs.astuple(state.modes()))),
+    )
+    return content, {block.names[0]: block.held.tensor for block in blocks}
+
+
+def _pack(value: Any, name: str, others: Named) -> Packed:
+    """The plain form of a value; its tensors are appended to ``others``, contiguous ones by reference."""
+    tensors: list[torch.Tensor] = []
+    plain = msgspec.msgpack.encode(tree.pack(value, tensors))
+    named = [(f"{name}/{index}", tensor.contiguous()) for index, tensor in enumerate(tensors)]
+    others += named
+    return Packed(plain, tuple(name for name, _tensor in named))
+
+
+def digest_of_tensor(tensor: torch.Tensor) -> bytes:
+    """What tells whether two ranks hold the same under one name."""
+    return xxhash.xxh3_128_digest(byte_view(tensor.cpu()).numpy().data)
+
+
+class SavedNames:
+    """The names of one rank's state in a checkpoint, and what they stand for."""
+
+    def __init__(self, state: ProtectedState) -> None:
+        self._state = state
+        by_place = {id(parameter): name for name, parameter in state.parameters()}
+        self.indices: dict[str, str] = {}
+        """``optimizer/parameter`` -> ``optimizer/index``, as `ProtectedState.optimizer_tensors` has it."""
+        self.parameters: dict[str, torch.Tensor] = {}
+        """By the same names."""
+        for optimizer, thing in state.optimizers.items():
+            for index, parameter in enumerate(parameters_of(thing)):
+                name = f"{optimizer}/{self.of(by_place[id(parameter)])}"
+                self.indices[name] = f"{optimizer}/{index}"
+                self.parameters[name] = parameter
+        self._by_index = {index: name for name, index in self.indices.items()}
+
+    def of(self, name: str) -> str:
+        """A module's, parameter's or buffer's name in the checkpoint: parts of equal names are told apart."""
+        return f"{self._state.label}: {name}" if self._state.label else name
+
+    def live_blocks(self) -> list[NamedBlock]:
+        """What this rank holds of model and optimizers, under its names there."""
+        named = [(f"model/{self.of(name)}", t) for name, t in (*self._state.parameters(), *self._state.buffers())]
+        for name, tensor in self._state.optimizer_tensors():
+            optimizer, index, key = name.split("/", 2)
+            named.append((f"optimizer/{self._by_index[f'{optimizer}/{index}']}/{key}", tensor))
+        return self._state.layout.blocks(named)
+
+    def scalars(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Optimizer state that is in no tensor, by ``optimizer/parameter``."""
+        for optimizer, by_index in self._state.optimizer_values().items():
+            for index, values in by_index.items():
+                yield self._by_index[f"{optimizer}/{index}"], values
+
+    def scalars_here(self, content: Content, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[int, Any]]:
+        """Those of this rank's parameters, as `ProtectedState.load_host_state` takes them."""
+        found: dict[str, dict[int, Any]] = {}
+        for name, packed in content.scalars.items():
+            if name in self.indices:
+                optimizer, index = self.indices[name].rsplit("/", 1)
+                found.setdefault(optimizer, {})[int(index)] = packed.unpacked(tensors)
+        return found
+
+    def gradients_here(self, with_gradient: Iterable[str]) -> tuple[int, ...]:
+        """The indices of this rank's parameters that have one."""
+        marked = set(with_gradient)
+        return tuple(i for i, (name, _p) in enumerate(self._state.parameters()) if self.of(name) in marked)
+
+    def modes_here(self, modes: Modes) -> Modes:
+        """Under the names of this rank."""
+        own = {self.of(name): name for name in [n for n, _part in self._state.parts()]}
+        trained = {self.of(name): name for name, _parameter in self._state.parameters()}
+        return Modes(
+            frozenset(own[name] for name in modes.evaluating if name in own),
+            frozenset(trained[name] for name in modes.frozen if name in trained),
+        )

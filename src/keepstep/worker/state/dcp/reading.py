@@ -1,0 +1,236 @@
+"""Reading a checkpoint: each rank the blocks that it holds, whatever the blocks were of those that wrote it.
+
+Every file that is read is compared with its checksum first: torch unpickles the metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from keepstep.errors import RemoteProtocolError, StateMismatch
+from keepstep.protocol.transfer.boxes import Box, whole
+from keepstep.weights.memory.blocks import NamedBlock, is_dtensor
+from keepstep.worker.state.dcp.content import Content, SavedNames
+from keepstep.worker.state.dcp.writing import CHECKSUMS, CONTENT, METADATA, checksum_of
+from keepstep.worker.state.layout import TensorHeader, check_same_layout, check_same_objects, headers_of
+from keepstep.worker.state.protected import ProtectedState
+
+
+class SavedCheckpoint:
+    """A checkpoint on disk, of which nothing is read but what describes it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        RemoteProtocolError: a file is not as it was written.
+        OSError: one cannot be read.
+        """
+        self._path = path
+        lines = (path / CHECKSUMS).read_text(errors="replace").splitlines()
+        self._written = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+        self._verify((METADATA, CONTENT))
+        self._reader = FileSystemReader(path)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._entries = metadata.state_dict_metadata
+        self.content = msgspec.msgpack.decode((path / CONTENT).read_bytes(), type=Content)
+
+    def _verify(self, names: Iterable[str]) -> None:
+        for name in names:
+            file = self._path / name
+            if not file.exists() or checksum_of(file) != self._written.get(name):
+                raise RemoteProtocolError(f"{file} is damaged or gone: it is not what '{CHECKSUMS}' beside it says")
+
+    def verify(self, wanted: Mapping[str, Box] | None = None) -> None:
+        """Compares the files with their checksums: those that hold ``wanted``, by default all.
+
+        Raises:
+            RemoteProtocolError: names a file that is not as it was written.
+            OSError: a file cannot be read.
+        """
+        files = set(self._written)
+        if wanted is not None:
+            places = [self._reader.storage_data[item.storage_index] for item in self._items(wanted)]
+            files = {place.relative_path for place in places}
+        self._verify(sorted(files))
+
+    def read(self, wanted: Mapping[str, tuple[Box, torch.Tensor]]) -> None:
+        """Reads blocks into tensors.
+
+        Raises:
+            OSError, RuntimeError: they cannot be read.
+        """
+        into = _Into({name: tensor for name, (_box, tensor) in wanted.items()})
+        items = self._items({name: box for name, (box, _tensor) in wanted.items()})
+        self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), into).wait()
+
+    def _items(self, wanted: Mapping[str, Box]) -> list[ReadItem]:
+        return [item for name, box in wanted.items() for item in self._items_of(name, box)]
+
+    def _items_of(self, name: str, box: Box) -> list[ReadItem]:
+        entry = self._entries[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+        items = create_read_items_for_chunk_list(name, entry, [chunk]) if math.prod(box.shape) else []
+        if sum(math.prod(item.lengths) for item in items) != math.prod(box.shape):
+            raise RemoteProtocolError(f"{self._path} lacks a part of '{name}'")
+        return items
+
+
+class _Into(DefaultLoadPlanner):
+    """Gives torch's reader the tensors."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._tensors[index.fqn]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One tensor of a checkpoint as this rank is to hold it."""
+
+    header: TensorHeader
+    live: torch.Tensor | None
+    """The memory that it is read into; None: new one."""
+
+
+class StateReader:
+    """Has a rank's protected state be that of a checkpoint."""
+
+    def __init__(self, state: ProtectedState, saved: SavedCheckpoint, source: str) -> None:
+        """Args:
+        state: of this rank. Nothing is written before `load`.
+        saved: the checkpoint.
+        source: its name, for messages.
+
+        Raises:
+            StateMismatch: it is of other objects.
+            RemoteProtocolError: it is no state.
+        """
+        self._state, self._saved = state, saved
+        self._names = SavedNames(state)
+        content = saved.content
+        self._headers = {header.name: header for header in content.tensors}
+        host = content.host_of(state.shard())
+        if host is None:
+            raise StateMismatch(
+                f"{source} has other values of the host for each of its shards, and none for this rank's: the layout "
+                "and the number of ranks must be those that wrote it"
+            )
+        self._host = host.packed
+        forms = {name: torch.empty(0) for name in self._host.tensors}
+        check_same_objects(state, self._host.unpacked(forms), source)
+        self._check_model(source)
+        scalars = (packed for name, packed in content.scalars.items() if name in self._names.indices)
+        others = [name for packed in (self._host, *scalars) for name in packed.tensors]
+        self._wanted = self._live() | self._optimizer(source)
+        self._wanted |= {name: _Wanted(_as_whole(self._headers[name]), None) for name in others}
+
+    def _check_model(self, source: str) -> None:
+        """The tensors of modules must have the same names, dtypes and whole shapes; the blocks may differ."""
+        own = _models(headers_of(self._names.live_blocks()))
+        theirs = _models(self._headers.values())
+        if self._state.has_stages or self._state.label:  # other ranks hold other ones
+            theirs = {name: header for name, header in theirs.items() if name in own}
+        order = dict.fromkeys((*theirs, *own))  # which stage's came first is of no importance
+        check_same_layout([own[name] for name in order if name in own], list(theirs.values()), source)
+
+    def _live(self) -> dict[str, _Wanted]:
+        blocks = self._state.layout.blocks(
+            [(f"model/{self._names.of(name)}", t) for name, t in (*self._state.parameters(), *self._state.buffers())]
+        )
+        return {
+            block.names[0]: _Wanted(header, block.held.tensor)
+            for block, header in zip(blocks, headers_of(blocks), strict=True)
+        }
+
+    def _optimizer(self, source: str) -> dict[str, _Wanted]:
+        """Optimizer state of this rank's parameters, cut as they are where it was cut as theirs."""
+        existing = {block.names[0]: block for block in self._names.live_blocks()}
+        forms = {header.name: header for header in headers_of(existing.values())}
+        found = {}
+        for saved in self._headers.values():
+            if not saved.name.startswith("optimizer/"):
+                continue
+            place = saved.name.removeprefix("optimizer/").rpartition("/")[0]
+            if place in self._names.parameters:
+                header = self._cut(saved, self._names.parameters[place], place)
+                live = existing[saved.name].held.tensor if forms.get(saved.name) == header else None
+                found[saved.name] = _Wanted(header, live)
+            elif not (self._state.has_stages or self._state.label):
+                raise StateMismatch(f"{source} has '{saved.name}', whose parameter no optimizer of this rank has")
+        return found
+
+    def _cut(self, saved: TensorHeader, parameter: torch.Tensor, place: str) -> TensorHeader:
+        """The block of an optimizer's tensor that this rank holds."""
+        [block] = self._state.layout.blocks([(place, parameter)])
+        model = self._headers.get(f"model/{place.partition('/')[2]}")
+        was_whole = model is not None and not model.is_dtensor
+        lies_as_parameter = saved.whole == block.whole and (saved.is_dtensor or (was_whole and saved.whole != ()))
+        if is_dtensor(parameter) and saved.is_dtensor and not lies_as_parameter:
+            raise StateMismatch(
+                f"'{saved.name}' is sharded in another way than its parameter: such state cannot be restored"
+            )
+        return _block(saved, block) if lies_as_parameter else _as_whole(saved)
+
+    def verify(self) -> None:
+        """Compares all that is to be read with its checksums. See `SavedCheckpoint.verify`."""
+        self._saved.verify({name: wanted.header.box for name, wanted in self._wanted.items()})
+
+    def load(self) -> None:
+        """Reads it, and has it be the state.
+
+        Raises:
+            RemoteProtocolError, OSError, RuntimeError: it cannot be read.
+        """
+        tensors = {name: w.header.empty() if w.live is None else w.live for name, w in self._wanted.items()}
+        self._saved.read({name: (wanted.header.box, tensors[name]) for name, wanted in self._wanted.items()})
+        state, content = self._state, self._saved.content
+        state.drop_optimizer_state()
+        for name, wanted in self._wanted.items():
+            if name.startswith("optimizer/"):
+                place, _, key = name.removeprefix("optimizer/").rpartition("/")
+                indexed = f"{self._names.indices[place]}/{key}"
+                state.place_optimizer_tensor(indexed, tensors[name], as_dtensor=wanted.header.is_dtensor)
+        host: dict[str, Any] = self._host.unpacked(tensors)
+        state.load_host_state(host | {"scalars": self._names.scalars_here(content, tensors)})
+        state.place_gradients(self._names.gradients_here(content.with_gradient))
+        state.place_modes(self._names.modes_here(content.modes))
+
+
+def _models(headers: Iterable[TensorHeader]) -> dict[str, TensorHeader]:
+    """The tensors of modules as wholes. Their order in memory is left out: torch copies from any into any."""
+    wholes = (_as_whole(header) for header in headers if header.name.startswith("model/"))
+    return {header.name: msgspec.structs.replace(header, strides=()) for header in wholes}
+
+
+def _as_whole(header: TensorHeader) -> TensorHeader:
+    """The tensor that a block is part of, in the block's order of memory."""
+    return _cut_out(header, whole(header.whole), is_part=False)
+
+
+def _block(header: TensorHeader, block: NamedBlock) -> TensorHeader:
+    return _cut_out(header, block.held.box, is_part=is_dtensor(block.owners[0]))
+
+
+def _cut_out(header: TensorHeader, box: Box, *, is_part: bool) -> TensorHeader:
+    strides = list(header.strides)
+    if box.shape != header.shape:
+        step = 1
+        for dim in sorted(range(len(box.shape)), key=lambda dim: (header.strides[dim], -dim)):
+            strides[dim], step = step, step * box.shape[dim]
+    return TensorHeader(header.name, header.dtype, box.shape, tuple(strides), box.start, header.whole, is_part)
