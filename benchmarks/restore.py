@@ -36,6 +36,7 @@ from keepstep.cancel import CancelToken
 from keepstep.protocol.messages import Transfer
 from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.state import neighbour
+from keepstep.worker.state.image import describe
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
 
@@ -112,7 +113,8 @@ class Rank:
         if self.rank == RECEIVER:
             receive_state(self.state, 1, self.rank, ROUTE, way, lambda: None)
         else:
-            send_state(self.state, 1, self.rank, ROUTE, way, self.source, lambda: None)
+            header, blocks = describe(self.state, 1)
+            send_state(header, [block.held for block in blocks], self.rank, ROUTE, way, self.source, lambda: None)
 
     def copy(self) -> None:
         """Every byte once, here."""

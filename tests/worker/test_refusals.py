@@ -277,6 +277,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     ),
     "worker.session:Session.steps": ("", "`session.steps()` before `protect()`"),
     "worker.session:Session._loop": ("takes the same n on all ranks",),
+    "worker.step.second_copies:SecondCopies._send": ("Memory that is not there ends the job with an error",),
     "worker.step.snapshots:Snapshots._open": ("Memory that is not there ends the job with an error",),
     "worker.step_controller:StepController._script_returns": ("a step that was handed out and not entered",),
     "worker.step_controller:StepController.begin": ("",),

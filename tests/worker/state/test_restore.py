@@ -18,6 +18,7 @@ from keepstep.protocol.messages import Transfer
 from keepstep.weights.channels.group import BUCKET_TAG
 from keepstep.weights.device import stages
 from keepstep.worker.state import neighbour, restore
+from keepstep.worker.state.image import describe
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
 
@@ -74,7 +75,9 @@ def choose(way: str) -> None:
 
 
 def send(state: ProtectedState, step: int, rank: int, route: Transfer, group: Any, moved: Any = lambda: None) -> None:
-    send_state(state, step, rank, route, StateTransport(group, CancelToken()), Source(SMALL_BUCKET_BYTES), moved)
+    header, blocks = describe(state, step)
+    held, way = [block.held for block in blocks], StateTransport(group, CancelToken())
+    send_state(header, held, rank, route, way, Source(SMALL_BUCKET_BYTES), moved)
 
 
 def receive(state: ProtectedState, step: int, route: Transfer, group: Any, moved: Any = lambda: None) -> int:
