@@ -153,7 +153,7 @@ class StepSampler:
     Args:
         num_samples: The size of the dataset, 1 to 2**63 - 1.
         batch_size: Samples per rank and step.
-        world_size: Number of ranks.
+        world_size: Number of ranks that differ in their samples: ``session.data_world_size``.
         shuffle: Whether each epoch is permuted; otherwise every epoch is 0, 1, 2, ...
         seed: Any whole number, the same on all ranks.
 
@@ -201,7 +201,7 @@ class StepSampler:
 
         Args:
             step: From 0, without an upper end.
-            rank: In [0, world_size).
+            rank: In [0, world_size): ``session.data_rank``.
 
         Returns:
             A new int64 array of shape (batch_size,), each value in [0, num_samples).
@@ -235,7 +235,7 @@ class StepLoader:
     Args:
         dataset: A map-style dataset, see `MapDataset`. Loader workers get a copy of it.
         batch_size: Samples per rank and step.
-        world_size: Number of ranks.
+        world_size: Number of ranks that differ in their samples: ``session.data_world_size``.
         shuffle: Whether each epoch is permuted.
         seed: Any whole number, the same on all ranks.
         num_workers: Loader workers of this rank; 0 reads in the calling thread.

@@ -31,7 +31,7 @@ def layers() -> nn.Module:
 
 
 mesh = init_device_mesh("cpu", (session.world_size // 2, 2), mesh_dim_names=("data", "pipeline"))
-data_rank, position = mesh.get_coordinate()
+position = mesh.get_local_rank("pipeline")
 modules, stages = nn.ModuleDict(), []
 for number in range(position, 2 * stages_per_rank, 2):
     torch.manual_seed(number)
@@ -50,7 +50,7 @@ session.protect(
 )
 for step in session.steps(arguments.steps):
     with step:
-        generator = torch.Generator().manual_seed(1000 * step.index + data_rank)
+        generator = torch.Generator().manual_seed(1000 * step.index + session.data_rank)
         batch, target = (torch.randn(8, WIDTH, generator=generator) for _ in range(2))
         optimizer.zero_grad()
         schedule.step(*([batch] if position == 0 else []), **({"target": target} if stages[-1].is_last else {}))

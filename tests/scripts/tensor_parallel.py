@@ -48,14 +48,19 @@ PLAN = {
 }
 
 mesh = init_device_mesh("cpu", (session.world_size // 2, 2), mesh_dim_names=("data", "tensor"))
-data_rank = mesh.get_coordinate()[0]
 torch.manual_seed(0)
 model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))
 for number in range(2):
     parallelize_module(model[number], mesh["tensor"], PLAN)
 parallelize_module(model[2], mesh["tensor"], ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-session.protect(model=model, optimizer=optimizer, checkpoint_dir=arguments.checkpoint_dir, checkpoint_every=3)
+session.protect(
+    model=model,
+    optimizer=optimizer,
+    data_mesh=mesh["data"],
+    checkpoint_dir=arguments.checkpoint_dir,
+    checkpoint_every=3,
+)
 
 
 def average(gradient: DTensor) -> None:
@@ -67,7 +72,7 @@ def average(gradient: DTensor) -> None:
 
 for step in session.steps(arguments.steps):
     with step:
-        generator = torch.Generator().manual_seed(1000 * step.index + data_rank)
+        generator = torch.Generator().manual_seed(1000 * step.index + session.data_rank)
         batch = torch.randn(4, LENGTH, WIDTH, generator=generator)
         part = batch.chunk(2, dim=1)[mesh.get_coordinate()[1]]  # sequence parallel: each rank has its part of it
         loss = model(part).square().mean()

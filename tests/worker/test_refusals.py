@@ -34,6 +34,12 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
+class DeviceMesh:
+    """Of ranks that the job does not have; recognised by its name."""
+
+    mesh = torch.tensor([5, 6])
+
+
 def strided() -> torch.nn.Module:
     model = torch.nn.Linear(2, 2)
     model.register_buffer("columns", torch.arange(6.0).reshape(2, 3)[:, :2])
@@ -185,6 +191,10 @@ ROWS: dict[str, list[Make]] = {
     "a `snapshot_every` by number, and state on a GPU": [
         lambda path: {"model": small().to("meta"), "snapshot_every": 1}
     ],
+    "a `data_mesh` that is no `DeviceMesh`": [
+        lambda path: {"model": small(), "data_mesh": "data"},
+        lambda path: {"model": small(), "data_mesh": DeviceMesh()},
+    ],
     "a `checkpoint_every` below 1": [lambda path: {"model": small(), "checkpoint_dir": path, "checkpoint_every": 0}],
     SECOND_CALL: [],
 }
@@ -275,6 +285,7 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.session:Session.publish_weights": (
         "`session.publish_weights(folder, model, every=10)`, after `protect()`",
     ),
+    "worker.session:Session._known_data_ranks": ("", ""),
     "worker.session:Session.steps": ("", "`session.steps()` before `protect()`"),
     "worker.session:Session._loop": ("takes the same n on all ranks",),
     "worker.step.second_copies:SecondCopies._send": ("Memory that is not there ends the job with an error",),

@@ -46,7 +46,13 @@ def refused(_rank: int, _size: int) -> list[str]:
 
     said(UsageError, lambda: session.steps(3))
     said(UsageError, lambda: session.publish_weights("weights", model))
+    said(UsageError, lambda: session.data_rank)
     said(ConfigurationError, lambda: session.protect(model=model, checkpoint_dir="x", checkpoint_every=0))
+    session = _another_session()
+    session.protect(model=model, shard="expert 1")
+    assert (session.data_rank, session.data_world_size) == (0, 1)
+    session._data_ranks = None  # as where protect() cannot know them
+    said(UsageError, lambda: session.data_world_size)
     session = _another_session()
     session.protect(model=model)
     said(UsageError, lambda: session.protect(model=model))
@@ -71,7 +77,9 @@ def test_what_is_asked_in_the_wrong_order_is_refused() -> None:
     expected = (
         "steps() before protect()",
         "publish_weights() before protect()",
+        "session.data_rank before protect()",
         "protect(checkpoint_every=0): allowed are 1 and more",
+        "session.data_world_size: neither DDP nor FSDP2 says",
         "protect() was called twice",
         "steps(3, start=4): allowed are 0 to 3",
         "steps(5) after all ranks have completed steps(2)",

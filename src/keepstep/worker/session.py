@@ -6,11 +6,11 @@ import atexit
 import importlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -34,7 +34,7 @@ from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
-from keepstep.worker.parallel.peers import first_tensor_peer
+from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
 from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.recovery import Recovery
@@ -48,6 +48,9 @@ from keepstep.worker.step.snapshots import Snapshots, parse_every
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
 from keepstep.worker.values.declared import DeclaredState
+
+if TYPE_CHECKING:  # its import takes long
+    from torch.distributed.device_mesh import DeviceMesh
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _session: Session | None = None
@@ -100,6 +103,7 @@ class Session:
         self._coordination = self._connect()
         self._draws_as: int | None = None
         """The rank whose random numbers this one draws, where it is not its own."""
+        self._data_ranks: Sequence[int] | None = None
         self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
     def _connect(self) -> Coordination:
@@ -151,6 +155,39 @@ class Session:
     def world_size(self) -> int:
         """Number of ranks."""
         return dist.get_world_size()
+
+    @property
+    def data_rank(self) -> int:
+        """This process's data-parallel coordinate: ranks that have the same one read the same samples.
+
+        On a spare it blocks as `rank` does.
+
+        Raises:
+            UsageError: `protect` was not called, or cannot know it without ``data_mesh``.
+        """
+        return self._known_data_ranks("data_rank").index(self.rank)
+
+    @property
+    def data_world_size(self) -> int:
+        """How many data-parallel coordinates there are: 1 where all ranks work on the same samples.
+
+        Raises:
+            UsageError: as for `data_rank`.
+        """
+        return len(self._known_data_ranks("data_world_size"))
+
+    def _known_data_ranks(self, asked: str) -> Sequence[int]:
+        if self._state is None:
+            raise UsageError(
+                f"session.{asked} before protect(): it follows from how the model is parallelised; ask for it after "
+                "session.protect(model=...)"
+            )
+        if self._data_ranks is None:
+            raise UsageError(
+                f"session.{asked}: neither DDP nor FSDP2 says which ranks have samples of their own; "
+                "name them: protect(..., data_mesh=mesh['data'])"
+            )
+        return self._data_ranks
 
     @property
     def local_rank(self) -> int:
@@ -208,6 +245,7 @@ class Session:
         checkpoint_every: int = 100,
         snapshot_every: int | str = "auto",
         shard: str = "",
+        data_mesh: DeviceMesh | None = None,
         **objects: Any,
     ) -> None:
         """Names everything that must be the same after a recovery as before. Call it once, before the first step.
@@ -222,6 +260,8 @@ class Session:
             shard: a text for the part of the model that this rank holds, where the names and shapes of its tensors
                 are those of other parts: experts, stages of a pipeline. Ranks of equal texts are replicas. Parts that
                 are DTensors need none.
+            data_mesh: the dimensions of the job's mesh along which samples differ, for `data_rank`. Only where neither
+                DDP nor FSDP2 reduces the gradients along them, or context parallelism is among what FSDP2 reduces over.
             objects: at least one ``torch.nn.Module``; optimizers; anything else with ``state_dict()`` and
                 ``load_state_dict()``: schedulers, scalers, loaders. The names are yours and must be the same on
                 every rank.
@@ -235,6 +275,7 @@ class Session:
         objects |= self._declared.objects
         self._state = ProtectedState(objects, layout_of(objects), shard)
         self._draws_as = first_tensor_peer(self._state.modules)
+        self._data_ranks = data_ranks(objects, shard) if data_mesh is None else ranks_of_mesh(data_mesh)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
         attempt = Attempt(self._coordination, self._state, self._declared)
         snapshots = self._snapshots(snapshot_every)

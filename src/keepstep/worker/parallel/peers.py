@@ -1,20 +1,29 @@
-"""Which ranks compute one thing together, on the same data: they have to draw the same random numbers.
+"""Which ranks compute one thing together, on the same data, and which have data of their own.
 
 Under tensor parallelism each rank computes a part of every layer. What is drawn for activations that all of them hold,
 such as the mask of a dropout, must be the same on all, or their copies drift apart. Data-parallel ranks draw other
 numbers, and so do pipeline stages: the layers of each are its own. Megatron's and torchtitan's seeds follow the same
 rule.
+
+Samples are another matter: all stages of a pipeline work on the same ones. Which ranks have samples of their own is
+known from what reduces the gradients between them, DDP and FSDP2, or from ``protect(data_mesh=...)``.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from keepstep.errors import ConfigurationError
+from keepstep.typenames import is_named
 from keepstep.weights.memory.blocks import is_dtensor
 from keepstep.worker.parallel.fsdp2 import find_fully_sharded
+from keepstep.worker.parallel.pipeline import is_schedule, stages_of
 
 
 def first_tensor_peer(modules: dict[str, torch.nn.Module]) -> int | None:
@@ -25,24 +34,92 @@ def first_tensor_peer(modules: dict[str, torch.nn.Module]) -> int | None:
     Args:
         modules: the protected ones, by name.
     """
-    data_parallel = {
-        frozenset(dist.get_process_group_ranks(group))
+    data_parallel = _groups_of_fsdp(modules)
+    return min((_first_of(mesh, data_parallel) for mesh in _meshes_of_parameters(modules)), default=None)
+
+
+def data_ranks(objects: dict[str, Any], shard: str) -> Sequence[int] | None:
+    """The ranks that differ from this one in their samples and in nothing else, this one among them, in order.
+
+    Its data-parallel coordinate is the place of its rank there. Needs this process's rank where there is a mesh.
+
+    Args:
+        objects: the protected ones, by name.
+        shard: what ``protect(shard=...)`` was given.
+
+    Returns:
+        None where that cannot be known: nothing that keepstep recognises reduces the gradients, or it does so between
+        other ranks than those that are left when the peers of tensor and pipeline parallelism are taken away.
+    """
+    modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
+    parts = (part for module in modules.values() for part in module.modules())
+    ddp = (part.process_group for part in parts if isinstance(part, DistributedDataParallel))
+    reducing = {tuple(dist.get_process_group_ranks(group)) for group in ddp}
+    reducing |= {tuple(mesh.mesh.flatten().tolist()) for mesh in _meshes_of_fsdp(modules)}
+    splitting = {group for group in _splitting(modules, objects) if len(group) > 1}
+    everybody = tuple(range(dist.get_world_size()))
+    if not reducing and (not shard or len(everybody) == 1):
+        reducing = {(dist.get_rank(),) if splitting else everybody}
+    if len(reducing) != 1:
+        return None
+    (found,) = reducing
+    is_all = len(found) * math.prod(map(len, splitting)) == len(everybody)
+    return found if is_all and all(len(group.intersection(found)) == 1 for group in splitting) else None
+
+
+def ranks_of_mesh(mesh: Any) -> Sequence[int]:
+    """Those of ``protect(data_mesh=...)``, in the order of their coordinates.
+
+    Raises:
+        ConfigurationError: it is no mesh, this rank is not in it, or it does not divide the job.
+    """
+    if not is_named(mesh, "DeviceMesh"):
+        raise ConfigurationError(f"protect(data_mesh={mesh!r}): give a DeviceMesh, such as mesh['data']")
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    if dist.get_rank() not in ranks or dist.get_world_size() % len(ranks):
+        raise ConfigurationError(
+            f"protect(data_mesh=...): a mesh of ranks {ranks}, on rank {dist.get_rank()} of {dist.get_world_size()}: "
+            "give the dimensions of the job's mesh along which samples differ, such as mesh['data']"
+        )
+    return ranks
+
+
+def _splitting(modules: dict[str, torch.nn.Module], objects: dict[str, Any]) -> Iterator[frozenset[int]]:
+    """The groups of this rank over which one computation is split: tensor-parallel peers, and stages of a pipeline."""
+    data_parallel = _groups_of_fsdp(modules)
+    for mesh in _meshes_of_parameters(modules):
+        yield from (group for group in _groups_of(mesh) if group not in data_parallel)
+    for schedule in filter(is_schedule, objects.values()):
+        yield from (frozenset(dist.get_process_group_ranks(stage.group)) for stage in stages_of(schedule))
+
+
+def _meshes_of_fsdp(modules: dict[str, torch.nn.Module]) -> list[Any]:
+    return [
+        sharded.mesh_info.mesh
         for module in find_fully_sharded(modules).values()
         for sharded in module._get_fsdp_state()._fsdp_param_groups
-        for group in sharded.mesh_info.mesh.get_all_groups()
-    }
+    ]
+
+
+def _meshes_of_parameters(modules: dict[str, torch.nn.Module]) -> list[Any]:
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
     found: list[Any] = [parameter for parameter in parameters if is_dtensor(parameter)]
-    meshes = {id(parameter.device_mesh): parameter.device_mesh for parameter in found}
-    first = [_first_of(mesh, data_parallel) for mesh in meshes.values()]
-    return min(first, default=None)
+    return list({id(parameter.device_mesh): parameter.device_mesh for parameter in found}.values())
+
+
+def _groups_of_fsdp(modules: dict[str, torch.nn.Module]) -> set[frozenset[int]]:
+    return {group for mesh in _meshes_of_fsdp(modules) for group in _groups_of(mesh)}
+
+
+def _groups_of(mesh: Any) -> list[frozenset[int]]:
+    """The ranks along each dimension that this rank is among."""
+    return [frozenset(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups()]
 
 
 def _first_of(mesh: Any, data_parallel: set[frozenset[int]]) -> int:
     """The first rank among those that differ from this one in other dimensions than the data-parallel ones."""
-    groups = [frozenset(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups()]
     index = tuple(
         coordinate if group in data_parallel else slice(None)
-        for coordinate, group in zip(mesh.get_coordinate(), groups, strict=True)
+        for coordinate, group in zip(mesh.get_coordinate(), _groups_of(mesh), strict=True)
     )
     return int(mesh.mesh[index].min())

@@ -85,14 +85,15 @@ def forget_step(schedule: Any) -> None:
     for name in (*_SCHEDULE_LEFTOVERS, *_RUNTIME_LEFTOVERS):
         if hasattr(schedule, name):
             getattr(schedule, name).clear()
-    for stage in _stages(schedule):
+    for stage in stages_of(schedule):
         for name in _STAGE_LEFTOVERS:
             getattr(stage, name).clear()
         if stage.args_recv_info:
             stage.clear_runtime_states()
 
 
-def _stages(schedule: Any) -> Sequence[Any]:
+def stages_of(schedule: Any) -> Sequence[Any]:
+    """This rank's stages of a schedule."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
@@ -113,7 +114,7 @@ def refuse_unprotected(modules: dict[str, torch.nn.Module], schedules: dict[str,
     for thing in gc.get_objects():
         if id(thing) in known or not is_schedule(thing):
             continue
-        if any(id(stage.submod) in parts for stage in _stages(thing)):
+        if any(id(stage.submod) in parts for stage in stages_of(thing)):
             raise ConfigurationError(
                 f"protect(): a {type(thing).__name__} has stages that are protected, and what an interrupted step "
                 "leaves in it could not be dropped: pass it as well, protect(..., schedule=schedule)"
@@ -122,14 +123,14 @@ def refuse_unprotected(modules: dict[str, torch.nn.Module], schedules: dict[str,
 
 def _check(name: str, schedule: Any) -> None:
     if _splits_backward(schedule) and any(
-        isinstance(each.submod, DistributedDataParallel) for each in _stages(schedule)
+        isinstance(each.submod, DistributedDataParallel) for each in stages_of(schedule)
     ):
         raise ConfigurationError(
             f"protect({name}={type(schedule).__name__}): this schedule computes weight gradients outside of autograd, "
             "and DistributedDataParallel does not reduce those, so that its ranks drift apart; use FSDP2 in the stages"
         )
     of_stage = (*_STAGE_LEFTOVERS, "args_recv_info", "clear_runtime_states")
-    wanted = [(schedule, _SCHEDULE_LEFTOVERS), *((stage, of_stage) for stage in _stages(schedule))]
+    wanted = [(schedule, _SCHEDULE_LEFTOVERS), *((stage, of_stage) for stage in stages_of(schedule))]
     if not any(hasattr(schedule, flags[0]) for flags in _INITIALIZED.values()):
         raise ConfigurationError(_unknown(name, schedule, "its flag of the first step"))
     for thing, names in wanted:
@@ -159,7 +160,7 @@ def _leave_no_trace_once(schedule: Any, method: str) -> None:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         vars(schedule).pop(method, None)
         with contextlib.ExitStack() as entered:
-            for stage in _stages(schedule):
+            for stage in stages_of(schedule):
                 entered.enter_context(_kept(list(stage.submod.buffers())))
                 if isinstance(stage.submod, DistributedDataParallel):
                     entered.enter_context(stage.submod.no_sync())
