@@ -98,6 +98,8 @@ class WorkerMachine:
         """The rank that this worker was given last, with its number on its node."""
         self.membership: msg.Membership | None = None
         """Of the generation that is being recovered to, or trained in."""
+        self.replaced: frozenset[int] = frozenset()
+        """Ranks that other workers hold than when the groups were last connected, as far as this rank was told."""
         self._stop_generation = 0
         """The newest generation that a `Stop` has begun; 0 before the first `Stop`."""
         self._failed_generation = -1
@@ -149,6 +151,8 @@ class WorkerMachine:
             case msg.Recover() if order.generation >= self._stop_generation:
                 if not isinstance(order.membership, msg.Membership):
                     raise RemoteProtocolError("an agent passed on the change of a membership instead of the whole")
+                if self.membership is not None:
+                    self.replaced |= frozenset(self.membership.replaced(order.membership))
                 self._order, self.membership = order, order.membership
             case msg.Resume():
                 self._resumed = max(self._resumed, order.generation)
@@ -423,6 +427,7 @@ class WorkerMachine:
         self.generation = generation
         self.used_echo = False
         self.stopped_in = None
+        self.replaced = frozenset()
         if self.is_over(generation):
             self._fall_back(generation)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
-from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.protocol.kept_groups import GroupClaim
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
     CommunicatorAborted,
@@ -65,9 +67,10 @@ class GlooCommunicator:
         self._connections = Connections(host)
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
-        self._is_down = False
+        self._is_down = self._is_closed = self._has_failed = False
         self._timeout = timedelta(0)
-        self.num_begun = 0
+        self._begun: Counter[tuple[int, bool]] = Counter()
+        """Operations by peer, and whether it was a recv."""
         self._under_way: dict[GlooWork, None] = {}
         """In the order in which they were begun. `begin` looks at those that the script does not wait for."""
         self._changed = threading.Condition()
@@ -76,8 +79,13 @@ class GlooCommunicator:
 
     @property
     def is_up(self) -> bool:
-        """Whether it is connected, and not taken down."""
-        return self._communicator is not None and not self._is_down
+        """Whether it is connected, and neither closed nor aborted."""
+        return self._communicator is not None and not (self._is_down or self._is_closed)
+
+    @property
+    def num_begun(self) -> int:
+        """How many operations this rank has begun."""
+        return self._begun.total()
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
         """Builds the communicator, together with all other members.
@@ -137,6 +145,34 @@ class GlooCommunicator:
         self._connections.cut()
         if first and communicator is not None:
             threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
+
+    def close(self) -> None:
+        """Has no operation begin any more, and aborts it where one is under way; else its connections stay.
+
+        Whether one is under way is asked, and told to nobody: what follows when it has ended may be code of the script,
+        which must not run in the thread that brings an order.
+        """
+        with self._changed:
+            self._is_closed = True
+            is_quiet = self._communicator is not None and all(work.is_through for work in self._under_way)
+        if not is_quiet:
+            self.abort()
+
+    def claim(self, generation: int) -> GroupClaim | None:
+        """What this rank can say of its connections. None, where they cannot stay; see `Communicator.claim`."""
+        with self._changed:
+            is_open = self._communicator is None or not self._is_closed
+            if is_open or self._is_down or self._has_failed or self._under_way or (ANY_MEMBER, True) in self._begun:
+                return None
+            begun = dict(self._begun)
+        collectives = begun.pop((ALL_MEMBERS, False), 0)
+        sent, received = ({peer: n for (peer, is_recv), n in begun.items() if is_recv is by} for by in (False, True))
+        return GroupClaim(generation, collectives, sent, received)
+
+    def reopen(self) -> None:
+        """Operations may begin again."""
+        with self._changed:
+            self._is_closed = False
 
     def _free_all(self, communicator: TorchBackend) -> None:
         """Ends what gloo does not end: operations under way when its connections are closed and its threads sleep.
@@ -202,7 +238,8 @@ class GlooCommunicator:
             self._timeout = timeout
 
     def release(self) -> None:
-        """Gives up the broken communicator, when nothing is under way."""
+        """Gives up the communicator, when nothing is under way."""
+        self._connections.cut()
         self._communicator = None
         self._connections.close()
 
@@ -237,14 +274,15 @@ class GlooCommunicator:
         work = GlooWork(operation, peer, outputs, self._timeout, on_error, self._observer.awaited, self._ended)
         with self._changed:
             communicator = self._communicator
-            if self._is_down or communicator is None:
+            if communicator is None or not self.is_up:
                 raise CommunicatorAborted(f"group {self._name} is down")
             self._under_way[work] = None
-            self.num_begun += 1
+            self._begun[peer, operation is Operation.RECV] += 1
         self._observer.entered(self._name, operation, peer)
         try:
             issued = call(communicator)
         except (RuntimeError, ValueError, TypeError):
+            work.has_failed = True
             self._ended(work)
             raise
         work.follow(issued, communicator)
@@ -261,6 +299,7 @@ class GlooCommunicator:
     def _ended(self, work: GlooWork) -> None:
         self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
         with self._changed:
+            self._has_failed |= work.has_failed
             self._under_way.pop(work, None)
             self._changed.notify_all()
 
