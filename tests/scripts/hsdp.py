@@ -1,9 +1,12 @@
 """A small transformer under HSDP: fully sharded block by block over 2 ranks, and as many replicas as there are ranks.
 
-Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N]
+Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N] [--groups]
+
+With --groups each rank says after a recovery which of its groups are those of before, with the same connections.
 """
 
 import argparse
+import os
 import warnings
 
 import torch
@@ -17,6 +20,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--replicas", type=int, default=2)
 parser.add_argument("--snapshot-every", default="auto")
+parser.add_argument("--groups", action="store_true")
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -49,7 +53,25 @@ fully_shard(model, mesh=mesh)
 every = int(arguments.snapshot_every) if arguments.snapshot_every.isdecimal() else arguments.snapshot_every
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 session.protect(model=model, optimizer=optimizer, snapshot_every=every)
+
+
+def insides() -> dict[str, tuple[object, ...]]:
+    """What is inside of each group of the mesh: its communicator, and the inodes of its connections."""
+    inner = {name: mesh.get_group(name)._inner for name in ("replicate", "shard")}
+    return {
+        name: (each, each._communicator, *(os.fstat(end.fileno()).st_ino for end in each._connections._sockets))
+        for name, each in inner.items()
+    }
+
+
+before: dict[str, tuple[object, ...]] = {}
 for step in session.steps(arguments.steps):
+    if arguments.groups:
+        now = insides()
+        if step.resumed and before:
+            kept = [name for name in now if now[name] == before[name]]
+            print(f"rank {session.rank} step {step.index} kept {' and '.join(kept) or 'none'}", flush=True)
+        before = now
     with step:
         tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
