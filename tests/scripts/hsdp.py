@@ -1,7 +1,9 @@
 """A small transformer under HSDP: fully sharded block by block over 2 ranks, and as many replicas as there are ranks.
 
-Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N]
+Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N] [--groups]
     [--checkpoint-dir DIR]
+
+With --groups each rank says after a recovery which of its groups are those of before, with the same connections.
 """
 
 import argparse
@@ -24,6 +26,7 @@ parser.add_argument("--snapshot-every", default="auto")
 parser.add_argument("--checkpoint-dir")
 parser.add_argument("--forever", action="store_true")
 parser.add_argument("--kill-at", type=int)
+parser.add_argument("--groups", action="store_true")
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -63,7 +66,25 @@ session.protect(
     checkpoint_dir=where,
     checkpoint_every=100 if arguments.forever else 3,
 )
+
+
+def insides() -> dict[str, tuple[object, ...]]:
+    """What is inside of each group of the mesh: its communicator, and the inodes of its connections."""
+    inner = {name: mesh.get_group(name)._inner for name in ("replicate", "shard")}
+    return {
+        name: (each, each._communicator, *(os.fstat(end.fileno()).st_ino for end in each._connections._sockets))
+        for name, each in inner.items()
+    }
+
+
+before: dict[str, tuple[object, ...]] = {}
 for step in session.steps(100_000 if arguments.forever else arguments.steps):
+    if arguments.groups:
+        now = insides()
+        if step.resumed and before:
+            kept = [name for name in now if now[name] == before[name]]
+            print(f"rank {session.rank} step {step.index} kept {' and '.join(kept) or 'none'}", flush=True)
+        before = now
     with step:
         assert session._recovery is not None
         if step.index == arguments.kill_at and session.rank == 1:

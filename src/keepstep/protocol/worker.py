@@ -98,6 +98,8 @@ class WorkerMachine:
         """The rank that this worker was given last, with its number on its node."""
         self.membership: msg.Membership | None = None
         """Of the generation that is being recovered to, or trained in."""
+        self.replaced: frozenset[int] = frozenset()
+        """Ranks that other workers hold than when the groups were last connected, as far as this rank was told."""
         self._stop_generation = 0
         """The newest generation that a `Stop` has begun; 0 before the first `Stop`."""
         self._failed_generation = -1
@@ -111,7 +113,6 @@ class WorkerMachine:
         self._snapshots: tuple[int, ...] = ()
         """The steps of the snapshots and checkpoints that this rank can load."""
         self._second_copies: msg.SnapshotsByRank = ()
-        """The snapshots of other ranks that this worker keeps."""
         self.inherited: list[msg.InheritSnapshots] = []
         """Where snapshots are in other memory of the node; the shell takes them out."""
         self._order: msg.Recover | None = None
@@ -152,6 +153,8 @@ class WorkerMachine:
             case msg.Recover() if order.generation >= self._stop_generation:
                 if not isinstance(order.membership, msg.Membership):
                     raise RemoteProtocolError("an agent passed on the change of a membership instead of the whole")
+                if self.membership is not None:
+                    self.replaced |= frozenset(self.membership.replaced(order.membership))
                 self._order, self.membership = order, order.membership
             case msg.Resume():
                 self._resumed = max(self._resumed, order.generation)
@@ -423,6 +426,7 @@ class WorkerMachine:
         self.generation = generation
         self.used_echo = False
         self.stopped_in = None
+        self.replaced = frozenset()
         if self.is_over(generation):
             self._fall_back(generation)
             return
@@ -477,12 +481,7 @@ class WorkerMachine:
         self.steps.advance(StepEvent.STEP_UNDONE)
 
     def holds(self, snapshots: tuple[int, ...], second_copies: msg.SnapshotsByRank) -> None:
-        """What there is at the safe point that this rank has come to.
-
-        Args:
-            snapshots: the steps of the snapshots and checkpoints that it can load.
-            second_copies: what it keeps of other ranks.
-        """
+        """What there is at the safe point: the steps that this rank can load, and what it keeps of other ranks."""
         self._snapshots, self._second_copies = snapshots, second_copies
 
     def saved(self, is_saved: bool) -> None:

@@ -64,6 +64,10 @@ class LinkAlone(Link):
             return ()
         return tuple(self._keys[key] for key in keys)
 
+    def post(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes) -> None:
+        """As `request`."""
+        self.request(generation, operation, keys, value, 0.0)
+
     def ask_once(self, operation: str, name: str, timeout_s: float) -> bool:
         """The only process is always the first; what it has given up it may hold again."""
         is_mine = operation in ("claim", "hold") and name not in self._once

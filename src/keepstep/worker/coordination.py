@@ -1,7 +1,7 @@
 """The shell around the worker's machine: its threads, its communicators, its tag page, its line to the agent.
 
 Two threads meet here. The link's listener (and gloo's threads, when a collective fails) call `on_order` and `failed`:
-they tell the machine, which raises a flag, and break the communicators. The training thread looks at the flag at its
+they tell the machine, which raises a flag, and close the groups. The training thread looks at the flag at its
 safe points and asks `next_move` what to do; no other thread touches parameters.
 """
 
@@ -425,7 +425,7 @@ class Coordination:
         self.observe("reset")
         self.page.set_waiting(True)
         try:
-            self.groups.connect(generation, self.machine.rank)
+            self.groups.connect(generation, self.machine.rank, self.machine.replaced)
         except (RuntimeError, PeerLost) as error:
             self.fell_out("connect", error)
             return

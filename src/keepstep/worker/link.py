@@ -1,7 +1,7 @@
 """The worker's line to its agent: one socket that was inherited, and one thread that listens on it.
 
 The training thread is often inside a collective or a kernel when an order comes, so the listener deals with what
-cannot wait (`Stop`: break the communicators) and leaves the rest to the training thread.
+cannot wait (`Stop`: close the groups) and leaves the rest to the training thread.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ class Link:
         if values is None:
             raise PeerLost(f"rendezvous of generation {generation}: the generation is over")
         return values
+
+    def post(self, generation: int, operation: str, keys: tuple[str, ...], value: bytes) -> None:
+        """As `request`, for what has no answer that anyone needs."""
+        self.send(StoreRequested(self.worker, generation, next(self._numbers), operation, keys, value))
 
     def ask_store(
         self, generation: int, operation: str, keys: tuple[str, ...], value: bytes

@@ -287,10 +287,10 @@ def test_take_down_frees_a_waiting_collective_and_fills_it_by_echo(tmp_path: Pat
 def breaking(rank: int, size: int, path: Path, echoes: bool) -> Any:
     """Rank 1 leaves; rank 0 is not told and sees its collective fail."""
     watcher = Watcher(echoes)
-    registry, _world = join(path, rank, size, watcher)
+    _registry, world = join(path, rank, size, watcher)
     meet(path, size, "connected")
     if rank == 1:
-        registry.take_down()
+        world.shutdown()
         return None
     outputs = [torch.zeros(3) for _ in range(size)]
     try:
@@ -435,7 +435,7 @@ def new_group_of_a_generation_that_ends(rank: int, size: int) -> str:
         registry.take_down()
         raise PeerLost("the generation is over")  # as the session's own store does
 
-    registry = GroupRegistry(lambda generation, name: Table((lambda: None) if name == "world" else end), Watcher())
+    registry = GroupRegistry(lambda generation, name: Table(end if name == "0.1" else lambda: None), Watcher())
     registry.join_world(rank, size, lambda: rank)
     registry.connect(1, rank)
     try:

@@ -101,7 +101,18 @@ def test_a_key_that_does_not_come_is_an_error_with_its_name(line: tuple[Link, Co
 
 def test_another_generation_is_over(line: tuple[Link, Controller]) -> None:
     with pytest.raises(PeerLost, match="generation 2: the generation is over"):
-        LinkStore(line[0], 2, "world", LONG).set("key", b"")
+        LinkStore(line[0], 2, "world", LONG).add("count", 1)
+
+
+def test_a_key_is_set_without_a_wait_and_read_with_others_at_once(line: tuple[Link, Controller]) -> None:
+    link, controller = line
+    LinkStore(link, 2, "world", LONG).set("key", b"of a generation that is over")
+    store = LinkStore(link, 1, "world", timedelta(0))
+    store.set("a", b"1")
+    store.set("b", b"2")
+    store.set_timeout(LONG)
+    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+    assert [request.operation for request in controller.seen] == ["set", "set", "set", "get"]
 
 
 def test_who_waits_is_freed_when_the_generation_ends(line: tuple[Link, Controller]) -> None:

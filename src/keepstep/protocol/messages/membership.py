@@ -89,8 +89,12 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
 
     def change_to(self, after: Membership) -> MembershipChange:
         """What makes this membership the other one, of as many ranks. A worker is always on the same node."""
+        return MembershipChange(tuple((rank, after.member(rank)) for rank in self.replaced(after)))
+
+    def replaced(self, after: Membership) -> list[int]:
+        """The ranks that another worker holds in the other membership, of as many ranks."""
         pairs = enumerate(zip(self.workers, after.workers, strict=True))
-        return MembershipChange(tuple((rank, after.member(rank)) for rank, (was, now) in pairs if was != now))
+        return [rank for rank, (was, now) in pairs if was != now]
 
     @property
     def world_size(self) -> int:

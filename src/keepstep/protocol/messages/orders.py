@@ -64,7 +64,7 @@ class ReleaseSnapshots(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Every generation before ``generation`` is over: break the communicators, drain to a safe point, report it.
+    """Every generation before ``generation`` is over: close the groups, drain to a safe point, report it.
 
     ``synced_step`` is the step whose gradients a lost rank had complete. A rank that is in the backward of that step
     has all it needs in its own sockets, and ends the backward before it breaks anything.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import Store
 
+from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
 from keepstep.weights.channels.group import Carrier
 
@@ -55,16 +56,19 @@ class OperationObserver(Protocol):
 
 
 class Communicator(Carrier, Protocol):
-    """One group in one generation. The training thread begins operations; the rest may come from any thread."""
+    """The connections of one group, for one generation or, where `reopen` is called, for more.
+
+    The training thread begins operations; the rest may come from any thread.
+    """
 
     @property
     def is_up(self) -> bool:
-        """Whether it is connected, and was not aborted."""
+        """Whether it is connected, and was neither closed nor aborted."""
         ...
 
     @property
     def num_begun(self) -> int:
-        """How many operations this rank has begun."""
+        """How many operations this rank has begun since it was connected."""
         ...
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
@@ -88,6 +92,25 @@ class Communicator(Carrier, Protocol):
 
         What waits in it is freed within milliseconds.
         """
+        ...
+
+    def close(self) -> None:
+        """Has no operation begin any more. Where one is under way it is aborted, else its connections stay.
+
+        At any moment and any number of times; it waits for nothing.
+        """
+        ...
+
+    def claim(self, generation: int) -> GroupClaim | None:
+        """What this rank can say of its connections, which were made in ``generation``.
+
+        None, where they cannot stay: it is not closed, something is under way or has failed, or a message was received
+        from any source, so that it is not known whose it was.
+        """
+        ...
+
+    def reopen(self) -> None:
+        """All members have claimed that the connections can stay: operations may begin again."""
         ...
 
     def leave(self) -> None:

@@ -1,8 +1,8 @@
 """A process group that outlives its members.
 
-`SurvivingGroup` is what DDP, FSDP2, a DeviceMesh and the user hold. Inside is an ordinary gloo group that is broken
-at a failure and replaced in the next generation, so the script does not notice. In between the group is *down* and
-echoes (`keepstep.worker.groups.echo`).
+`SurvivingGroup` is what DDP, FSDP2, a DeviceMesh and the user hold. Inside is an ordinary gloo group that is closed
+at a failure, and replaced or opened again in the next generation, so the script does not notice. In between the group
+is *down* and echoes (`keepstep.worker.groups.echo`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
 from keepstep.worker.backends.by_device import BACKENDS
 from keepstep.worker.backends.communicator import (
@@ -46,7 +47,6 @@ from keepstep.worker.groups.startup_operations import StartUpOperations
 from keepstep.worker.groups.work import EchoedWork, JoinedWork
 
 Tensors = list[Tensor]
-
 _CPU = torch.device("cpu")
 
 SHUTDOWN_S = 5.0
@@ -111,9 +111,17 @@ class SurvivingGroup(dist.ProcessGroup):
             self._inner.abort()
         self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
 
+    def claim(self, generation: int, rank: int) -> GroupClaim | None:
+        """What this rank claims of the inner group, connected in ``generation``. None: it has to be replaced."""
+        return self._inner.claim(generation) if rank == self._rank else None
+
+    def reopen(self) -> None:
+        """The inner group stays, on all members."""
+        self._inner.reopen()
+
     def take_down(self) -> None:
-        """Breaks the communicator: a thread that waits in it is freed at once. From any thread, any number of times."""
-        self._inner.abort()
+        """Closes the inner group: a thread that waits in it is freed at once. From any thread, any number of times."""
+        self._inner.close()
 
     def drain(self, deadline_s: float) -> bool:
         """Waits until no collective is under way any more; see `Communicator.wait_until_quiet`."""
@@ -242,10 +250,10 @@ class SurvivingGroup(dist.ProcessGroup):
         self._inner.set_timeout(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the numbers of all members begin at 0 when they are connected."""
+        """Nothing: the numbers of all members begin at 0 when their connections are made."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many operations this rank has begun in this generation."""
+        """How many operations this rank has begun since then."""
         return self._inner.num_begun
 
     # ---- collectives ------------------------------------------------------------------------------------------------

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world as torch_world
 
-from keepstep.errors import InternalError, PeerLost
+from keepstep.errors import InternalError, PeerLost, RemoteProtocolError
+from keepstep.protocol.kept_groups import GroupClaim, why_rebuilt
 from keepstep.worker.backends.communicator import LOOPBACK
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.observer import GroupObserver
@@ -34,7 +36,11 @@ UNTRACED = (
 )
 """What runs when a collective is called."""
 
+CLAIMS = "claims"
+"""The name of the store in which ranks claim which groups can stay; no group is called so."""
+
 StoreFactory = Callable[[int, str], Store]
+_claims_of_a_rank = msgspec.msgpack.Decoder(dict[str, GroupClaim])
 
 
 class GroupRegistry:
@@ -57,6 +63,10 @@ class GroupRegistry:
         self._made: Counter[tuple[int, ...]] = Counter()
         self._generation: int | None = None
         self._rank = 0
+        self._built: dict[str, int] = {}
+        """The generation in which the connections of each group were made."""
+        self.rebuilt: dict[str, str] = {}
+        """Which groups that seemed whole on this rank were rebuilt by the last `connect`, and why."""
         self._start_up: StartUpOperations | None = None
         self._default_store: Store | None = None
         """Torch has it in C++, which does not keep a Python object alive."""
@@ -129,20 +139,59 @@ class GroupRegistry:
                     raise
         return group
 
-    def connect(self, generation: int, rank: int) -> None:
-        """Brings every group up in ``generation``, together with the other ranks.
+    def connect(self, generation: int, rank: int, replaced: Set[int] = frozenset()) -> None:
+        """Brings every group up in ``generation``, together with the other ranks. Nothing is under way in any of them.
+
+        Args:
+            generation: the new one.
+            rank: this process's.
+            replaced: ranks that are known to be held by other processes than before: their groups cannot stay.
 
         Raises:
             RuntimeError: another rank did not come, or `take_down` was called meanwhile.
             PeerLost: the store says that the generation is over.
+            RemoteProtocolError: another rank's claims cannot be read.
         """
         self._rank = rank
+        kept = self._kept(generation, replaced)
         for group, members in self._groups:
-            self._connect(group, generation, members.index(rank), lambda: self._observer.is_over(generation))
+            if group.keepstep_name in kept:
+                group.reopen()
+            else:
+                self._connect(group, generation, members.index(rank), lambda: self._observer.is_over(generation))
         self._generation = generation
+
+    def _kept(self, generation: int, replaced: Set[int]) -> set[str]:
+        """The names of the groups that stay, as all their members agree.
+
+        Every rank makes its claims, since it cannot know who reads them. It reads those of others where it has a group
+        that can stay as far as it knows: in a job of which one rank was lost not for the world group, which is rebuilt.
+        """
+        mine: dict[str, GroupClaim] = {}
+        peers: set[int] = set()
+        for group, members in self._groups:
+            name = group.keepstep_name
+            if name in self._built and replaced.isdisjoint(members):
+                claim = group.claim(self._built[name], members.index(self._rank))
+                if claim is not None:
+                    mine[name] = claim
+                    peers.update(members)
+        store = self._store(generation, CLAIMS)
+        store.set_timeout(CONNECT_DEADLINE)
+        store.set(str(self._rank), msgspec.msgpack.encode(mine))  # type: ignore[arg-type]  # torch's takes bytes, too
+        values = store.multi_get([str(peer) for peer in sorted(peers)]) if peers else []
+        said = {peer: _decoded(value) for peer, value in zip(sorted(peers), values, strict=True)}
+        why = {
+            group.keepstep_name: why_rebuilt([said[member].get(group.keepstep_name) for member in members])
+            for group, members in self._groups
+            if group.keepstep_name in mine
+        }
+        self.rebuilt = {name: reason for name, reason in why.items() if reason is not None}
+        return why.keys() - self.rebuilt.keys()
 
     def _connect(self, group: SurvivingGroup, generation: int, rank: int, is_over: Callable[[], bool]) -> None:
         group.connect(self._store(generation, group.keepstep_name), rank, CONNECT_DEADLINE, is_over)
+        self._built[group.keepstep_name] = generation
 
     def drain(self) -> None:
         """Waits until no broken collective writes into a tensor any more.
@@ -155,10 +204,17 @@ class GroupRegistry:
                 raise InternalError(f"a collective of group {group.keepstep_name} did not end after it was broken")
 
     def take_down(self) -> None:
-        """Breaks every communicator. From any thread."""
+        """Has no operation begin any more, and breaks every communicator in which one is under way. From any thread."""
         self._generation = None
         for group, _members in list(self._groups):
             group.take_down()
+
+
+def _decoded(claims: bytes) -> dict[str, GroupClaim]:
+    try:
+        return _claims_of_a_rank.decode(claims)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"a rank's claims for its groups cannot be read: {error}") from error
 
 
 def _leave_out_of_compilation() -> None:

@@ -32,16 +32,28 @@ class LinkStore(Store):
     def _call(
         self, operation: str, keys: list[str], value: bytes = b"", timeout_s: float | None = None
     ) -> tuple[bytes, ...]:
-        names = tuple(f"{self._prefix}/{key}" for key in keys)
+        names = tuple(map(self._name, keys))
         return self._link.request(self._generation, operation, names, value, timeout_s or self._timeout_s)
 
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
     def set(self, key: str, value: bytes | str) -> None:
-        """Sets a key."""
-        self._call("set", [key], value.encode() if isinstance(value, str) else bytes(value))
+        """Sets a key, but does not wait for it: who reads it does, and is told where the generation is over."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._link.post(self._generation, "set", (self._name(key),), data)
 
     def get(self, key: str) -> bytes:
         """Waits for a key and returns its value."""
         return self._call("get", [key])[0]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long the calls to come wait."""
+        self._timeout_s = timeout.total_seconds()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Waits for several keys and returns their values."""
+        return list(self._call("get", keys))
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
 
-from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.protocol.kept_groups import GroupClaim
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
     CommunicatorAborted,
@@ -68,21 +70,29 @@ class GlooCommunicator:
         self._connections = Connections(host)
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
-        self._is_down = False
+        self._is_down = self._is_closed = self._has_failed = False
         self._timeout = timedelta(0)
-        self.num_begun = 0
+        self._begun: Counter[tuple[int, bool]] = Counter()
+        """Operations by peer, and whether it was a recv."""
         self._under_way: dict[GlooWork, None] = {}
         """In the order in which they were begun. `begin` looks at those that the script does not wait for."""
         self._in_background: dict[GlooWork, None] = {}
         """Those of `begin_unobserved`."""
+        self._has_background = False
+        """Whether there was one. What its thread does next cannot be known, so the communicator does not stay."""
         self._changed = threading.Condition()
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     @property
     def is_up(self) -> bool:
-        """Whether it is connected, and not taken down."""
-        return self._communicator is not None and not self._is_down
+        """Whether it is connected, and neither closed nor aborted."""
+        return self._communicator is not None and not (self._is_down or self._is_closed)
+
+    @property
+    def num_begun(self) -> int:
+        """How many operations this rank has begun."""
+        return self._begun.total()
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
         """Builds the communicator, together with all other members.
@@ -142,6 +152,35 @@ class GlooCommunicator:
         self._connections.cut()
         if first and communicator is not None:
             threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
+
+    def close(self) -> None:
+        """Has no operation begin any more, and aborts it where one is under way; else its connections stay.
+
+        Whether one is under way is asked, and told to nobody: what follows when it has ended may be code of the script,
+        which must not run in the thread that brings an order.
+        """
+        with self._changed:
+            self._is_closed = True
+            is_quiet = not self._has_background and all(work.is_through for work in self._under_way)
+            is_quiet &= self._communicator is not None
+        if not is_quiet:
+            self.abort()
+
+    def claim(self, generation: int) -> GroupClaim | None:
+        """What this rank can say of its connections. None, where they cannot stay; see `Communicator.claim`."""
+        with self._changed:
+            is_open = self._communicator is None or not self._is_closed
+            if is_open or self._is_down or self._has_failed or self._under_way or (ANY_MEMBER, True) in self._begun:
+                return None
+            begun = dict(self._begun)
+        collectives = begun.pop((ALL_MEMBERS, False), 0)
+        sent, received = ({peer: n for (peer, is_recv), n in begun.items() if is_recv is by} for by in (False, True))
+        return GroupClaim(generation, collectives, sent, received)
+
+    def reopen(self) -> None:
+        """Operations may begin again."""
+        with self._changed:
+            self._is_closed = False
 
     def _free_all(self, communicator: TorchBackend) -> None:
         """Ends what gloo does not end: operations under way when its connections are closed and its threads sleep.
@@ -207,7 +246,8 @@ class GlooCommunicator:
             self._timeout = timeout
 
     def release(self) -> None:
-        """Gives up the broken communicator, when nothing is under way."""
+        """Gives up the communicator, when nothing is under way."""
+        self._connections.cut()
         self._communicator = None
         self._connections.close()
 
@@ -257,10 +297,13 @@ class GlooCommunicator:
     def _enter(self, work: GlooWork, those: dict[GlooWork, None]) -> TorchBackend:
         with self._changed:
             communicator = self._communicator
-            if self._is_down or communicator is None:
+            if communicator is None or not self.is_up:
                 raise CommunicatorAborted(f"group {self._name} is down")
             those[work] = None
-            self.num_begun += those is self._under_way
+            if those is self._under_way:
+                self._begun[work.peer, work.operation is Operation.RECV] += 1
+            else:
+                self._has_background = True
         return communicator
 
     def _issue(
@@ -269,6 +312,7 @@ class GlooCommunicator:
         try:
             issued = call(communicator)
         except (RuntimeError, ValueError, TypeError):
+            work.has_failed = True
             on_end(work)
             raise
         work.follow(issued, communicator)
@@ -293,6 +337,7 @@ class GlooCommunicator:
 
     def _is_through(self, work: GlooWork) -> None:
         with self._changed:
+            self._has_failed |= work.has_failed
             self._under_way.pop(work, None)
             self._in_background.pop(work, None)
             self._changed.notify_all()

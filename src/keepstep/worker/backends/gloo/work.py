@@ -56,6 +56,8 @@ class GlooWork(dist.Work):
         self.operation, self.peer = operation, peer
         self.was_awaited = False
         """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
+        self.has_failed = False
+        """Whether it has ended in an error; it does not change any more from ``on_end`` on."""
         self._outputs = outputs
         self._timeout = timeout
         self._on_error = on_error
@@ -96,6 +98,12 @@ class GlooWork(dist.Work):
             self._conclude(issued.wait)
         return self._ended
 
+    @property
+    def is_through(self) -> bool:
+        """Whether gloo is through with it, well or not. Nobody is told by the look: it may come from any thread."""
+        issued = self._issued
+        return self._ended or (not self._is_silent and issued is not None and issued.is_completed())
+
     def _have_gloo_tell(self) -> None:
         """Has gloo's thread tell of the end, once: from here on something depends on it that does not wait in gloo."""
         if self._is_silent or self._issued is None:
@@ -135,6 +143,7 @@ class GlooWork(dist.Work):
     def _finish(self, error: Exception | None) -> None:
         if not self._claimed.acquire(blocking=False):
             return
+        self.has_failed = error is not None
         try:
             if error is None and isinstance(self._issued, CopyingWork):
                 self._issued.copy()
