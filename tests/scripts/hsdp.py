@@ -1,6 +1,6 @@
 """A small transformer under HSDP: fully sharded block by block over 2 ranks, and as many replicas as there are ranks.
 
-Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N]
+Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N] [--muon]
 """
 
 import argparse
@@ -17,6 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--replicas", type=int, default=2)
 parser.add_argument("--snapshot-every", default="auto")
+parser.add_argument("--muon", action="store_true", help="trains the blocks' matrices by Muon")
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -47,14 +48,21 @@ for block in model:
         fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 every = int(arguments.snapshot_every) if arguments.snapshot_every.isdecimal() else arguments.snapshot_every
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-session.protect(model=model, optimizer=optimizer, snapshot_every=every)
+matrices = [p for block in model[1:3] for p in block.parameters() if arguments.muon and p.ndim == 2]
+by_adam = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(by_adam, lr=0.01)]
+if matrices:
+    optimizers.append(torch.optim.Muon(matrices, lr=0.01))
+protected = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
+session.protect(model=model, snapshot_every=every, **protected)
 for step in session.steps(arguments.steps):
     with step:
         tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 if session.is_main:
     print("done", flush=True)

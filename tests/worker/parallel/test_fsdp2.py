@@ -119,7 +119,9 @@ class Rank:
         self.generation = 1
         torch.manual_seed(seed)
         self.model = sharded(variant, size)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        kind, options = variant.get("optimizer", ("AdamW", {}))
+        trained = [p for p in self.model.parameters() if kind != "Muon" or p.ndim == 2]
+        self.optimizer = getattr(torch.optim, kind)(trained, lr=0.05, **options)
         objects = {"model": self.model, "optimizer": self.optimizer}
         self.state = ProtectedState(objects, layout_of(objects))
         self.snapshot = StepSnapshot(self.state)
