@@ -274,8 +274,11 @@ def script(tmp_path: Path, body: str) -> Path:
         ("session.protect(optimizer=optimizer)", "no torch.nn.Module"),
         ("session.protect(model=model, o=torch.optim.LBFGS(model.parameters()))", "closure"),
         (
-            "session.protect(model=model, o=ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD))",
-            "communicates",
+            "o = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)\n"
+            "session.protect(model=model, o=o, snapshot_every='off')\n"
+            "for step in session.steps(3):\n"
+            "    with step: o.step()",
+            "ZeroRedundancyOptimizer.step() runs collectives",
         ),
         (
             "session.protect(model=model, optimizer=optimizer)\n"

@@ -1,7 +1,7 @@
 """A small transformer under HSDP: fully sharded block by block over 2 ranks, and as many replicas as there are ranks.
 
 Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N] [--groups]
-    [--checkpoint-dir DIR]
+    [--checkpoint-dir DIR] [--muon]
 
 With --groups each rank says after a recovery which of its groups are those of before, with the same connections.
 """
@@ -27,6 +27,7 @@ parser.add_argument("--checkpoint-dir")
 parser.add_argument("--forever", action="store_true")
 parser.add_argument("--kill-at", type=int)
 parser.add_argument("--groups", action="store_true")
+parser.add_argument("--muon", action="store_true", help="trains the blocks' matrices by Muon")
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -57,11 +58,15 @@ for block in model:
         fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 every = int(arguments.snapshot_every) if arguments.snapshot_every.isdecimal() else arguments.snapshot_every
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+matrices = [p for block in model[1:3] for p in block.parameters() if arguments.muon and p.ndim == 2]
+by_adam = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": torch.optim.Adam(by_adam, lr=0.01)}
+if matrices:
+    optimizers["muon"] = torch.optim.Muon(matrices, lr=0.01)
 where = arguments.checkpoint_dir
 session.protect(
     model=model,
-    optimizer=optimizer,
+    **optimizers,
     snapshot_every=every,
     checkpoint_dir=where,
     checkpoint_every=100 if arguments.forever else 3,
@@ -92,15 +97,17 @@ for step in session.steps(100_000 if arguments.forever else arguments.steps):
         session._recovery.after_last_step()  # waits for this rank's part of the checkpoint that is being written
         tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers.values():
+            optimizer.step()
     if arguments.forever and session.is_main and step.index == 10:
         print("trains", flush=True)
 if where is not None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        state = optimizer.state[parameter]
+        state = optimizers["optimizer"].state[parameter]
         for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
             digest.update(tensor.full_tensor().numpy().tobytes())
         digest.update(state["step"].numpy().tobytes())

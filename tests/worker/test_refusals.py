@@ -46,10 +46,24 @@ def strided() -> torch.nn.Module:
     return model
 
 
-def zero(_path: Path) -> Objects:
+def zero(**attributes: Any) -> Callable[[Path], Objects]:
+    """A ZeroRedundancyOptimizer with some attributes that are not its own."""
+
+    def make(_path: Path) -> Objects:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        model = small()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        vars(optimizer).update(attributes)
+        return {"model": model, "optimizer": optimizer}
+
+    return make
+
+
+def zero_of_shards(_path: Path) -> Objects:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = small()
+    model = sharded(torch.nn.Linear(2, 2))
     return {"model": model, "optimizer": ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)}
 
 
@@ -161,11 +175,13 @@ ROWS: dict[str, list[Make]] = {
     "an object without `state_dict()` and `load_state_dict()`": [lambda _path: {"model": small(), "thing": object()}],
     "a `state_dict()` with anything but": [lambda _path: {"model": small(), "thing": Keeps({"level": Level.LOW})}],
     "a tensor that does not fill one run of memory": [lambda _path: {"model": strided()}],
-    "`ZeroRedundancyOptimizer`": [zero],
     "FSDP1": [fsdp1, flat],
     SHARDED: [
         lambda _path: {"model": sharded(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))},
         lambda path: {"model": sharded(torch.nn.Linear(2, 2)), "checkpoint_dir": path},
+        zero(_overlap_with_ddp=True),
+        zero(process_group=object()),
+        zero_of_shards,
         other_fsdp2(),
         other_fsdp2(reset_iter_state=None),
         foreign_mesh,

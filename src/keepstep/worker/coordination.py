@@ -219,7 +219,10 @@ class Coordination:
     def missing(self, group: str, received: Sequence[object]) -> None:
         """The script is about to get what a collective that was cut off has left. From the thread that gets it."""
         if self.machine.in_doubt and self.is_training_thread:
-            self.missing_values.adopt(leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor))
+            tensors = [leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor)]
+            self.missing_values.adopt(tensors, in_update=self._update is not None)
+            if self._update is not None:
+                return  # it has many collectives, and `judge_copy` tells of them
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: a failure cut off a collective "
                 f"of group {group}; what it would have given is missing, at {line_of_script()}",

@@ -84,7 +84,7 @@ class Recovery:
         rank, membership = self._machine.rank, self._machine.membership
         if self._has_told_of_replicas or rank != 0 or membership is None or not self._state.is_sharded:
             return
-        if self._snapshots is not None and self._snapshots.every != 0:
+        if self.takes_snapshots:
             return
         self._has_told_of_replicas = True
         alone = sorted(ranks[0] for ranks in membership.replicas.values() if len(ranks) == 1)
@@ -133,6 +133,13 @@ class Recovery:
                 self._snapshots.inherit(kept.path, kept.rank, kept.steps)
             steps.update(self._snapshots.steps(self._machine.rank))
         return tuple(sorted(steps))
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether a copy that an update has left between two steps can go back: also where there is but one rank."""
+        membership = self._machine.membership
+        is_alone = membership is not None and membership.world_size == 1
+        return is_alone or (self._snapshots is not None and self._snapshots.every != 0)
 
     def hand_out(self, step: int) -> None:
         """A step is handed out, and what it may change is noted: its snapshot begins, if one is due."""

@@ -28,6 +28,7 @@ from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.parallel.zero import local_optimizer
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step.attempt import Attempt
@@ -261,7 +262,8 @@ class StepController:
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         """Stands behind every ``optimizer.step()`` of the process."""
         self._coordination.end_update(sys._getframe(1))
-        check_alone(optimizer, self._coordination)
+        if not self._recovery.takes_snapshots:
+            check_alone(optimizer, self._coordination)
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an update is part of the present step; an optimizer that is none of ours may do as it likes outside.
@@ -269,7 +271,7 @@ class StepController:
         Raises:
             UsageError: a protected optimizer outside of a step, or an unprotected one inside.
         """
-        protected = any(optimizer is known for known in self._state.optimizers.values())
+        protected = any(optimizer in (known, local_optimizer(known)) for known in self._state.optimizers.values())
         if not self._is_inside and protected:
             raise UsageError("optimizer.step() outside of a step: write it inside 'with step:' of session.steps()")
         if self._is_inside and not protected:

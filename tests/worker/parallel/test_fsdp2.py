@@ -5,6 +5,7 @@ or compute on in echo. Every k is tried in one run: a leak of one attempt shows 
 """
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.ranks import Watcher, join, meet, run_ranks
+from tests.worker.ranks import Watcher, file_store, join, meet, run_ranks
 from torch import nn
 
 from keepstep.protocol.waiting.operations import Operation
@@ -115,11 +116,13 @@ class Rank:
         self.rank, self.size, self.path, self.variant, self.seed = rank, size, path, variant, seed
         self.breaker = Breaker()
         self.registry, _world = join(path, rank, size, self.breaker)
-        self.breaker.take_down = self.registry.take_down
+        self.breaker.take_down = self._stop_all
         self.generation = 1
         torch.manual_seed(seed)
         self.model = sharded(variant, size)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        kind, options = variant.get("optimizer", ("AdamW", {}))
+        trained = [p for p in self.model.parameters() if kind != "Muon" or p.ndim == 2]
+        self.optimizer = getattr(torch.optim, kind)(trained, lr=0.05, **options)
         objects = {"model": self.model, "optimizer": self.optimizer}
         self.state = ProtectedState(objects, layout_of(objects))
         self.snapshot = StepSnapshot(self.state)
@@ -147,15 +150,27 @@ class Rank:
         """An attempt in which the groups break in the ``at``-th collective of rank 0, and its undoing."""
         self.breaker.num_entered, self.breaker.stops = 0, stops
         self.breaker.break_at = at if self.rank == 0 else None
+        told = threading.Thread(target=self._await_stop)
+        told.start()
         with contextlib.suppress(Interrupted):
             self.forward_backward(step)
         self.breaker.break_at = None
-        self.registry.take_down()  # others may wait for this rank, as they do until they are told of a failure
+        self._stop_all()
+        told.join()
         meet(self.path, self.size, f"end {self.generation}")
         self.undo()
         self.breaker.is_interrupted = False
         self.generation += 1
         self.registry.connect(self.generation, self.rank)
+
+    def _stop_all(self) -> None:
+        """All ranks are told of the failure, as the controller does: others may wait for this one until then."""
+        self.registry.take_down()
+        file_store(self.path, self.generation, "stop").set("all", b"")
+
+    def _await_stop(self) -> None:
+        file_store(self.path, self.generation, "stop").wait(["all"])
+        self.registry.take_down()
 
     def undo(self) -> None:
         self.registry.drain()

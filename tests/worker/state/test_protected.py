@@ -69,15 +69,6 @@ def test_a_refusal_names_the_object_and_what_to_do(name: str) -> None:
     assert str(caught.value).startswith(text)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, when it is imported
-def test_zero_redundancy_optimizer_is_refused() -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # needs no process group to be named
-
-    optimizer = ZeroRedundancyOptimizer.__new__(ZeroRedundancyOptimizer)
-    with pytest.raises(ConfigurationError, match=r"protect\(optimizer=ZeroRedundancyOptimizer\): its step\(\) communi"):
-        ProtectedState({"model": small(), "optimizer": optimizer})
-
-
 def flattened(rank: int, size: int, path: Path, how: str) -> str:
     warnings.simplefilter("ignore")  # torch's own, when it is imported
     from torch.distributed.fsdp import FullyShardedDataParallel

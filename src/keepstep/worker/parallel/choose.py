@@ -1,4 +1,4 @@
-"""Which adapters a model needs: the one place where a way to parallelise is recognised in the user's modules."""
+"""Which adapters a model needs: the one place where a way to parallelise is recognised in the user's objects."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from keepstep.worker.parallel.fsdp2 import FullySharded, find_fully_sharded
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated
 from keepstep.worker.parallel.pipeline import Pipelined, is_schedule, refuse_unprotected
 from keepstep.worker.parallel.tensor import TensorParallel, has_dtensors
+from keepstep.worker.parallel.zero import ZeroRedundancy, is_zero
 
 
 def layout_of(objects: dict[str, Any]) -> ParallelLayout:
@@ -21,7 +22,7 @@ def layout_of(objects: dict[str, Any]) -> ParallelLayout:
         objects: by the names that the user gave.
 
     Raises:
-        ConfigurationError: a module that cannot be protected.
+        ConfigurationError: an object that cannot be protected.
     """
     modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
     found: list[ParallelLayout] = []
@@ -35,6 +36,8 @@ def layout_of(objects: dict[str, Any]) -> ParallelLayout:
     refuse_unprotected(modules, schedules)
     if schedules:
         found.append(Pipelined(schedules))
+    if partitioned := {name: thing for name, thing in objects.items() if is_zero(thing)}:
+        found.append(ZeroRedundancy(partitioned))
     match found:
         case []:
             return Replicated()

@@ -14,6 +14,7 @@ from keepstep.weights.memory.blocks import NamedBlock, is_dtensor, local_of
 from keepstep.weights.memory.bytes_of import digest_of, is_dense
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
 from keepstep.worker.parallel.pipeline import is_schedule
+from keepstep.worker.parallel.zero import is_zero, local_optimizer
 from keepstep.worker.state import tree
 
 Named = list[tuple[str, torch.Tensor]]
@@ -67,13 +68,7 @@ class ProtectedState:
     def _sort(self, name: str, thing: Any) -> None:
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
-        elif is_named(thing, "ZeroRedundancyOptimizer"):
-            # By its name, for importing it compiles other parts of torch.distributed.optim with a DeprecationWarning.
-            raise ConfigurationError(
-                f"protect({name}=ZeroRedundancyOptimizer): its step() communicates, so an update could stop half-way; "
-                "sharded optimizer state is not supported yet: use a plain optimizer"
-            )
-        elif isinstance(thing, torch.optim.LBFGS):
+        elif isinstance(thing, torch.optim.Optimizer) and isinstance(local_optimizer(thing), torch.optim.LBFGS):
             raise ConfigurationError(
                 f"protect({name}=LBFGS): an optimizer that calls a closure computes gradients in mid-update, "
                 "so there is no point at which an update is whole; use an optimizer without a closure"
@@ -170,7 +165,7 @@ class ProtectedState:
         found: Named = []
         for name, optimizer in self.optimizers.items():
             for index, parameter in enumerate(parameters_of(optimizer)):
-                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                for key, value in sorted(local_optimizer(optimizer).state.get(parameter, {}).items()):
                     if isinstance(value, torch.Tensor):
                         found.append((f"{name}/{index}/{key}", value))
         return found
@@ -190,7 +185,13 @@ class ProtectedState:
 
     def shard(self) -> str:
         """The name of what this rank holds: ranks of equal shards are replicas of each other."""
-        return shard_of(self.layout.blocks(self.parameters()), self.label)
+        owned = [
+            (f"{name}/{index}", parameter)
+            for name, optimizer in self.optimizers.items()
+            if is_zero(optimizer)
+            for index, parameter in _parameters_here(optimizer)
+        ]
+        return shard_of(self.layout.blocks([*self.parameters(), *owned]), self.label)
 
     @staticmethod
     def _unique(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,12 +219,13 @@ class ProtectedState:
                 f"optimizer '{optimizer}' has {len(parameters)} parameters here, and '{name}' elsewhere"
             )
         parameter = parameters[int(index)]
-        self.optimizers[optimizer].state[parameter][key] = _placed_as(parameter, value, name) if as_dtensor else value
+        placed = _placed_as(parameter, value, name) if as_dtensor else value
+        local_optimizer(self.optimizers[optimizer]).state[parameter][key] = placed
 
     def drop_optimizer_state(self) -> None:
         """Forgets all optimizer state: a partially updated one is no base to restore on."""
         for optimizer in self.optimizers.values():
-            optimizer.state.clear()
+            local_optimizer(optimizer).state.clear()
 
     def scalers(self) -> list[torch.amp.GradScaler]:
         """The protected gradient scalers: they may skip an update."""
@@ -287,7 +289,7 @@ class ProtectedState:
         for name, scalars in state.get("scalars", {}).items():
             parameters = parameters_of(self.optimizers[name])
             for index, values in scalars.items():
-                self.optimizers[name].state[parameters[index]].update(values)
+                local_optimizer(self.optimizers[name]).state[parameters[index]].update(values)
         for name, value in state["others"].items():
             _load_other(self.others[name], tree.copied(value))
 
@@ -337,6 +339,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _parameters_here(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+    """The parameters of which this rank holds the optimizer state, with their index among all."""
+    here = {id(parameter) for parameter in parameters_of(local_optimizer(optimizer))}
+    return [(index, each) for index, each in enumerate(parameters_of(optimizer)) if id(each) in here]
+
+
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
         {key: tree.copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
@@ -346,7 +354,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _scalar_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     found = {}
     for index, parameter in enumerate(parameters_of(optimizer)):
-        values = optimizer.state.get(parameter, {})
+        values = local_optimizer(optimizer).state.get(parameter, {})
         scalars = {key: tree.copied(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
         if scalars:
             found[index] = scalars

@@ -47,10 +47,11 @@ def check_alone(optimizer: torch.optim.Optimizer, coordination: Coordination) ->
     """Looks back at an update.
 
     Raises:
-        UsageError: it has communicated.
+        UsageError: it has communicated, and there is no snapshot to go back to.
     """
     if not coordination.updates_alone:
         raise UsageError(
-            f"{type(optimizer).__name__}.step() runs collectives: a rank that is lost in one would leave every "
-            "other rank's parameters between two steps. Protect an optimizer whose update needs no other rank"
+            f"{type(optimizer).__name__}.step() runs collectives: a rank that is lost in one leaves every other rank's "
+            "parameters between two steps, and no snapshot is taken that they could go back to. Let them be taken, "
+            "protect(snapshot_every=1), or use an optimizer whose update needs no other rank, such as torch.optim.AdamW"
         )

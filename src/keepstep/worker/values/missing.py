@@ -4,7 +4,8 @@ In front of the gradient barrier such a value does no harm: the step is undone. 
 value may get into the state for good. Scripts reduce a loss for a log line there, which is harmless. Scripts also give
 a reduced metric to a scheduler there, which is not. `MissingValues` tells the two apart by following the values:
 
-* Tensors, by their storages: every operation that reads a missing one leaves missing ones (a ``TorchDispatchMode``).
+* Tensors, by their storages: every operation that reads a missing one leaves missing ones (a ``TorchDispatchMode``),
+  and so does one that has a collective inside it which is cut off, as those of DTensors have.
 * Python numbers: ``.item()`` gives a `Missing`, which calculates, and prints as ``missing`` (a ``TorchFunctionMode``).
 
 A copy is whole if no missing value was written into a protected tensor or host value, and none was *decided by*: turned
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch_modes
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 TEXT = "missing"
@@ -63,14 +64,20 @@ class MissingValues:
         """A collective was cut off, and its value is missing. From any thread; `adopt` must follow."""
         self._num_announced += 1
 
-    def adopt(self, received: Iterable[torch.Tensor]) -> None:
+    def adopt(self, received: Iterable[torch.Tensor], *, in_update: bool = False) -> None:
         """The script is about to get the tensors that a collective which was announced would have written.
 
         Numbers in them that have a NaN become one, so that what is printed or saved unseen is no plausible value.
+
+        Args:
+            received: the tensors.
+            in_update: the collective is a part of a protected optimizer's ``step()``, so the update is not whole.
         """
         if self._num_adopted == self._num_announced:
             return  # it was announced before the last conclusion, which has counted it
         self._num_adopted += 1
+        if in_update:
+            self._harmed("an update")
         if torch._C._current_graph_task_id() != -1:
             self._harmed("a backward")
         if self._modes is None:
@@ -108,9 +115,21 @@ class MissingValues:
         """Whether a tensor holds a missing value."""
         return isinstance(value, torch.Tensor) and not self._is_looking_away and _identity(value) in self._storages
 
-    def flowed(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        """An operation has run: what it has made or written out of missing values is missing."""
-        if not any(self.is_missing(leaf) for leaf in tree_leaves((arguments, keywords))):
+    @property
+    def num_adopted(self) -> int:
+        """How many collectives `adopt` was told of since the last conclusion."""
+        return self._num_adopted
+
+    def flowed(
+        self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any, *, adopted: bool
+    ) -> None:
+        """An operation has run: what it has made or written out of missing values is missing.
+
+        Args:
+            operation, arguments, keywords, result: of the call.
+            adopted: whether a collective was cut off inside it.
+        """
+        if not adopted and not any(self.is_missing(leaf) for leaf in tree_leaves((arguments, keywords))):
             return
         for leaf in (*tree_leaves(result), *_written(operation, arguments, keywords)):
             if isinstance(leaf, torch.Tensor):
@@ -273,8 +292,9 @@ class _Flow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        num_adopted = self._values.num_adopted
         result = func(*args, **(kwargs or {}))
-        self._values.flowed(func, args, kwargs or {}, result)
+        self._values.flowed(func, args, kwargs or {}, result, adopted=self._values.num_adopted > num_adopted)
         return result
 
 
@@ -288,8 +308,13 @@ def line_of_script() -> str:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Its memory: of a tensor around another one, such as a DTensor, the inner one's."""
+    inner: Any = tensor
+    while is_traceable_wrapper_subclass(inner):
+        inner = getattr(inner, inner.__tensor_flatten__()[0][0])
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()
+        storage: torch.UntypedStorage = inner.untyped_storage()
+    return storage
 
 
 def _identity(tensor: torch.Tensor) -> int:

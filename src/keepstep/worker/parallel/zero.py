@@ -1,0 +1,74 @@
+"""ZeRO-1 (`torch.distributed.optim.ZeroRedundancyOptimizer`): all ranks hold the parameters, each its optimizer state.
+
+Its ``step()`` has a plain optimizer inside update the parameters that this rank owns, and then broadcasts those of each
+rank to the others. So a rank is the only holder of the optimizer state of its own parameters.
+
+A copy in which a broadcast was cut off counts as partially updated, and goes back to its snapshot. The broadcasts could
+be repeated after the reset instead, for every owner's part is whole. That would help only where no rank was lost: a
+lost one's optimizer state is in its snapshot alone, so all have to go back then. And what the script does behind
+``step()`` would meet parameters of two steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepstep.errors import ConfigurationError
+from keepstep.typenames import is_named
+from keepstep.weights.memory.blocks import is_dtensor
+from keepstep.worker.groups.group import SurvivingGroup
+from keepstep.worker.parallel.layout import Replicated
+
+
+def is_zero(thing: object) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`. By its name, for importing it takes long and warns."""
+    return is_named(thing, "ZeroRedundancyOptimizer")
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds this rank's state: the one inside a `ZeroRedundancyOptimizer`, else itself."""
+    if not is_zero(optimizer):
+        return optimizer
+    zero: Any = optimizer
+    inner: torch.optim.Optimizer = zero.optim
+    return inner
+
+
+class ZeroRedundancy(Replicated):
+    """The adapter of ZeRO-1."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        """Args:
+            found: the optimizers, by the names that the user gave.
+
+        Raises:
+            ConfigurationError: one of them cannot be protected.
+        """
+        for name, optimizer in found.items():
+            _check(name, optimizer)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Yes: optimizer state."""
+        return True
+
+
+def _check(name: str, optimizer: Any) -> None:
+    who = f"protect({name}=ZeroRedundancyOptimizer)"
+    if optimizer._overlap_with_ddp:
+        raise ConfigurationError(
+            f"{who}: overlap_with_ddp=True updates parameters inside of backward(), before all gradients are complete, "
+            "so a step could not be undone; leave overlap_with_ddp off"
+        )
+    if not isinstance(optimizer.process_group, SurvivingGroup):
+        raise ConfigurationError(
+            f"{who}: its process group was not made by keepstep; call keepstep.init() before it, in place of "
+            "torch.distributed.init_process_group()"
+        )
+    if any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigurationError(
+            f"{who}: its parameters are sharded already, and their optimizer state with them; use the optimizer that "
+            "it wraps, without ZeroRedundancyOptimizer"
+        )
