@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import SCRIPTS, drill
+from tests.support.jobs import SCRIPTS, drill, run
 
 from keepstep.drill.faults import IN_A_STEP
 
@@ -39,6 +39,34 @@ def test_other_layouts_take_as_many_as_cost_little(tmp_path: Path, script: str) 
     code, result, output = drill(tmp_path, *ranks, "--faults", faults, SCRIPTS / script, "--steps", num_steps)
     assert code == 0, output
     assert result["identical"]
+
+
+ZERO = SCRIPTS / "zero.py"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [(ZERO,), (ZERO, "--buckets"), (ZERO, "--group", 2), (*FSDP2, "--muon"), (SCRIPTS / "hsdp.py", "--muon")],
+    ids=["ZeRO", "ZeRO in buckets", "ZeRO with replicas", "Muon with FSDP2", "Muon with HSDP"],
+)
+def test_updates_that_communicate(tmp_path: Path, script: tuple[object, ...]) -> None:
+    """A rank is killed in each phase, and one hangs in its update; others stand in the collectives of theirs."""
+    faults, num_steps = in_every_phase(4)
+    faults += f";hang@step={num_steps},phase=optimizer,rank=1"
+    arguments = ("--nproc-per-node", 4, "--spares", 1, "--faults", faults, *script, "--snapshot-every", 2)
+    code, result, output = drill(tmp_path, *arguments, "--steps", num_steps + SPACING)
+    assert code == 0, output
+    assert result["identical"]
+    for row in result["faults"]:
+        assert row["steps_recomputed"] <= 3, row
+
+
+def test_an_update_that_communicates_is_refused_where_no_snapshots_are_taken(tmp_path: Path) -> None:
+    script = (SCRIPTS / "hsdp.py", "--muon", "--steps", 3)  # all shards have a replica
+    code, _out, err = run("run", "--nproc-per-node", 4, *script)
+    assert code == 1
+    assert "UsageError: Muon.step() runs collectives" in err
+    assert "protect(snapshot_every=1), or use" in err
 
 
 def test_no_spare(tmp_path: Path) -> None:

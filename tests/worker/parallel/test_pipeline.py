@@ -58,7 +58,8 @@ class Pipeline:
         self.modules, stages = [], []
         for number in stage_numbers(rank, per_rank, num_ranks, kind):
             torch.manual_seed(number)
-            module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+            first, last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+            module = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Dropout(0.2), last)
             self.modules.append(module)
             stages.append(PipelineStage(module, number, num_ranks * per_rank, torch.device("cpu")))
         self.schedule = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=loss_of)
@@ -66,6 +67,7 @@ class Pipeline:
         self.is_last = any(stage.is_last for stage in stages)
 
     def step(self, seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         batch, target = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
         losses: list[torch.Tensor] = []

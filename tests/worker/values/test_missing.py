@@ -7,10 +7,12 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.worker.ranks import Watcher, join, run_ranks
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -286,6 +288,58 @@ def test_a_collective_inside_a_backward() -> None:
     weight.register_hook(lambda gradient: job.lose(torch.ones(1)) and None)
     weight.sum().backward()
     assert str(job.conclude()).startswith("a backward")
+
+
+def test_a_collective_inside_an_update() -> None:
+    job = Job()
+    job.values.announce()
+    job.values.adopt([loss()], in_update=True)
+    assert str(job.conclude()).startswith("an update")
+
+
+class Follower(Watcher):
+    """A group's observer that tells what a session would tell."""
+
+    def __init__(self, values: MissingValues) -> None:
+        super().__init__()
+        self.values = values
+
+    def echoed(self, group: str) -> None:
+        self.values.announce()
+
+    def missing(self, group: str, received: Any) -> None:
+        self.values.adopt(received)
+
+
+def decided_by_a_dtensor(rank: int, size: int, path: Path, is_first: bool) -> str | None:
+    """The collective is one that an operation on DTensors has inside it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    values = MissingValues()
+    registry, _world = join(path, rank, size, Follower(values))
+    summands = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (size,)), [Partial()])
+    assert not values.is_missing(summands.exp())
+    registry.take_down()
+    registry.drain()
+    if not is_first:
+        values.announce()
+        values.adopt([loss()])
+    result = summands.exp() + 1.0
+    assert values.is_missing(result)
+    assert not values.is_missing(summands)
+    assert f"{result.sum().to_local().item()}" == "missing"
+    assert values.conclude(lambda: None) is None
+    if summands.exp().sum() > 1.0:
+        pass
+    return values.conclude(lambda: None)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_collective_of_a_dtensor(is_first: bool, tmp_path: Path) -> None:
+    for harm in run_ranks(2, decided_by_a_dtensor, tmp_path, is_first):
+        assert harm is not None
+        assert harm.startswith("what the script has decided by it, at ")
 
 
 def test_whatever_a_script_calculates_stays_missing(seed: int) -> None:
