@@ -292,4 +292,4 @@ def disturb(lab: Lab, folder: Path, seed: int, *, num_crashes: int, num_losses: 
                 num_lost += 1
         assert set(cluster.wait().values()) == {0}, cluster.logs()
         assert sum(len(record.failures) for record in cluster.job.records) == num_losses
-        assert cluster.digests() == run_undisturbed(folder / "reference", num_steps)
+        assert cluster.digests() == run_undisturbed(folder / "reference", 2, SCRIPT, num_steps, 0)
