@@ -139,7 +139,7 @@ def slot_to_replace(held: Mapping[int, tuple[int, int]], rank: int, kept_step: i
     Args:
         held: the rank and step of each whole snapshot, by the number of its slot.
         rank: whose snapshot is to be written; it is newer than all of this rank that are held.
-        kept_step: that must stay, whatever comes.
+        kept_step: of the snapshot that is not written over, however old it is.
     """
     own = {slot: step for slot, (whose, step) in held.items() if whose == rank}
     if len(own) < NUM_KEPT:

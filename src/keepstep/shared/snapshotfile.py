@@ -98,6 +98,11 @@ class SnapshotFile:
         """All whole snapshots."""
         return whole_snapshots(self._descriptor)
 
+    @property
+    def held(self) -> dict[int, tuple[int, int]]:
+        """The rank and step of each of them, by its slot: as `keepstep.protocol.snapshots` asks for them."""
+        return {each.slot: (each.rank, each.step) for each in self.whole}
+
     def find(self, rank: int, step: int) -> WholeSnapshot | None:
         """The whole snapshot of a rank and step."""
         return next((each for each in self.whole if (each.rank, each.step) == (rank, step)), None)
@@ -119,10 +124,10 @@ class SnapshotFile:
 
         Args:
             rank: whose.
-            kept_step: the snapshot that must stay, whatever comes; see `keepstep.protocol.snapshots`.
+            kept_step: of the snapshot that is not written over; see `keepstep.protocol.snapshots`.
         """
         with self._lock:
-            held = {each.slot: (each.rank, each.step) for each in self.whole}
+            held = self.held
             slot = slot_to_replace(held, rank, kept_step)
             taken = {*held, *self._being_written}
             slot = next(number for number in range(len(taken) + 1) if number not in taken) if slot is None else slot

@@ -96,10 +96,11 @@ class Recover(Message, frozen=True):
     """Of this generation. To an agent the controller sends what has changed since the last membership that it told it;
     a worker gets the whole."""
     from_buddies: tuple[Transfer, ...]
-    """Of state that its one source does not hold itself: it sends from the second copy that it keeps of a snapshot."""
+    """Of state that no rank holds any more. The one source sends it from a snapshot in memory of its node: one that it
+    keeps itself, or of which `PassSnapshots` has told it."""
     kept_step: int | None
-    """The newest step to which all ranks can go back whatever is lost next. Its snapshots stay until all ranks have
-    those of the resume step."""
+    """The newest step to which all ranks can go back after the loss of any one node. No rank writes over its snapshots
+    of that step before all have left a gradient barrier."""
 
 
 class MembershipTold(Message, frozen=True):

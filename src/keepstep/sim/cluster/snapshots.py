@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 from keepstep.protocol.messages import Membership, SnapshotsByRank
@@ -52,7 +53,7 @@ class SimulatedMemory:
     def open(self, rank: int, kept_step: int | None) -> int:
         """The slot for a new snapshot of a rank."""
         slot = slot_to_replace(self.held, rank, kept_step)
-        slot = next(number for number in range(99) if number not in self._slots) if slot is None else slot
+        slot = next(number for number in itertools.count() if number not in self._slots) if slot is None else slot
         self._slots[slot] = None
         return slot
 

@@ -336,7 +336,7 @@ def _verify(state: ProtectedState, path: Path) -> None:
     try:
         StateReader(state, saved, str(path)).verify()
     except StateMismatch:
-        saved.verify()  # whoever loads it is told
+        saved.verify()  # `load` raises it
 
 
 def _check_folder(directory: Path) -> None:

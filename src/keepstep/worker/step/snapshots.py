@@ -29,7 +29,7 @@ import xxhash
 from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.freememory import free_bytes
 from keepstep.protocol.messages import Membership, SnapshotsByRank
-from keepstep.protocol.snapshots import NUM_KEPT, SnapshotSchedule, fewest_steps
+from keepstep.protocol.snapshots import NUM_KEPT, SnapshotSchedule, fewest_steps, outdated
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
 from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
@@ -113,7 +113,7 @@ class _Copy:
 
 
 def _ignore(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
-    """Nobody looks."""
+    """Where no observer was given."""
 
 
 class _Cost:
@@ -388,8 +388,8 @@ class Snapshots:
         Raises:
             RemoteProtocolError: there is none, or its checksum is wrong.
         """
-        found = ((rank, file) for rank in ranks if (file := self._where(rank, step)) is not None)
-        rank, file = next(found, (min(ranks), self._file))
+        rank = next((rank for rank in ranks if self._where(rank, step) is not None), min(ranks))
+        file = self._where(rank, step) or self._file
         view = file.read(rank, step)  # closed with the last tensor that is made of it
         header, offsets = _read_header(view, step)
         memory = torch.frombuffer(view, dtype=torch.uint8)
@@ -418,9 +418,8 @@ class Snapshots:
         """
         self._cancel()
         self._rank = rank
-        for each in self._file.whole:
-            if each.step > step:
-                self._file.discard(each.slot)
+        for slot in outdated(self._file.held, step):
+            self._file.discard(slot)
         self._inherited = {key: file for key, file in self._inherited.items() if key[1] <= step}
         self._schedule.resumed(step, membership)
         self._copies.resumed(rank, membership if self._schedule.every != 0 else None, kept_step)

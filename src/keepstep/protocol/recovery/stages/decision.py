@@ -115,7 +115,7 @@ def tied_ranks(
 def kept_step(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int, step: int
 ) -> int | None:
-    """The newest step, ``step`` at the most, to which all ranks can go back whatever is lost next.
+    """The newest step, ``step`` at the most, to which all ranks can go back after the loss of any one node.
 
     So each lone shard has a snapshot of it on two nodes. If there is no such step, it is the newest of which each shard
     has one at all. None where no rank keeps second copies: snapshots are complete on all ranks at once then.

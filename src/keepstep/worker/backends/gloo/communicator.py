@@ -156,8 +156,8 @@ class GlooCommunicator:
     def close(self) -> None:
         """Has no operation begin any more, and aborts it where one is under way; else its connections stay.
 
-        Whether one is under way is asked, and told to nobody: what follows when it has ended may be code of the script,
-        which must not run in the thread that brings an order.
+        It looks whether one is under way, and calls no callback: what follows when it has ended may be code of the
+        script, which must not run in the thread that brings an order.
         """
         with self._changed:
             self._is_closed = True

@@ -100,7 +100,7 @@ class GlooWork(dist.Work):
 
     @property
     def is_through(self) -> bool:
-        """Whether gloo is through with it, well or not. Nobody is told by the look: it may come from any thread."""
+        """Whether gloo is through with it, well or not. The look calls no callback: it may come from any thread."""
         issued = self._issued
         return self._ended or (not self._is_silent and issued is not None and issued.is_completed())
 

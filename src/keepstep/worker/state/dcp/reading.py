@@ -1,4 +1,4 @@
-"""Reading a checkpoint: each rank the blocks that it holds, whatever the blocks were of those that wrote it.
+"""Reading a checkpoint: each rank the blocks that it holds, also where other blocks were written.
 
 Every file that is read is compared with its checksum first: torch unpickles the metadata.
 """

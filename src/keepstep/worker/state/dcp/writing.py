@@ -1,4 +1,4 @@
-"""Writing a checkpoint: each shard by one rank, and the whole of it by whoever comes to the end last.
+"""Writing a checkpoint: each shard by one rank, and the rank that ends last completes it.
 
 Every rank puts torch's files for its part into one folder, and then, by a rename, the file that describes them. After
 that it looks whether all parts are there. So one rank at least finds them all, without a message, a clock or a wait; of
