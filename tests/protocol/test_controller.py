@@ -144,12 +144,15 @@ def test_a_controller_that_was_held_up_cannot_tell_who_was_silent_meanwhile() ->
         assert where(cluster) == (Stage.TRAINING, 2)
 
 
-def watching(*names: str) -> ControllerMachine:
-    """A controller that heard of these nodes at second 100, and never again."""
+def watching(*names: str, restarted_s: float | None = None) -> ControllerMachine:
+    """A controller that heard of these nodes at second 100, and never again; restarted later, where that is said."""
     controller = ControllerMachine(RecoverySettings(1, 0))
     for name in names:
         controller.receive(Packet(name, 1, 0, 0, (msg.NodeJoined(name, 1, "x", 0, 0),), misses=False), 100.0)
-    controller.take_entries()
+    journal = controller.take_entries()
+    if restarted_s is not None:
+        controller = ControllerMachine.from_journal(controller.job.settings, journal, restarted_s)
+        controller.take_entries()
     return controller
 
 
@@ -195,6 +198,20 @@ def test_a_controller_that_hears_no_node_waits_longer_before_it_gives_nodes_up()
     assert given_up_s(watching("node-0", "node-1")) == pytest.approx(
         100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE
     )
+
+
+def test_the_loss_of_a_relay_is_no_sign_that_its_nodes_are_heard() -> None:
+    """The lease of one node begins anew, and yet the controller has heard none for one lease: it may be cut off."""
+    controller = watching("node-0", "node-1")
+    controller.relay_lost(["node-0"], 102.0)
+    assert given_up_s(controller) == pytest.approx(100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE)
+
+
+def test_a_node_that_has_not_come_back_after_a_restart_is_not_heard() -> None:
+    """One came back and fell silent again, the other is still awaited: there is no node that the controller hears."""
+    controller = watching("node-0", "node-1", restarted_s=200.0)
+    controller.receive(Packet("node-0", 1, 1, 0, (), misses=False), 201.0)
+    assert given_up_s(controller) == pytest.approx(201.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE)
 
 
 def test_a_deadline_that_has_come_is_not_the_next_one_again() -> None:

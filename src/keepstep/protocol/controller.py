@@ -152,6 +152,8 @@ class _NodeConnection:
     heard_s: float
     is_silent: bool = False
     """Not heard of since the controller was restarted, so it is not known which orders have arrived there."""
+    relay_lost_s: float = 0.0
+    """When it last could not be heard because its relay had ended: its lease began anew, and yet it was not heard."""
 
     def patience_s(self, lease_s: float) -> float:
         """How long the node may be silent."""
@@ -159,7 +161,11 @@ class _NodeConnection:
 
     def end_s(self, lease_s: float) -> float:
         """When the lease runs out."""
-        return self.heard_s + self.patience_s(lease_s)
+        return max(self.heard_s, self.relay_lost_s) + self.patience_s(lease_s)
+
+    def is_heard(self, lease_s: float, now_s: float) -> bool:
+        """Whether something of the node has come within one lease: then the controller is not cut off."""
+        return not self.is_silent and now_s < self.heard_s + lease_s
 
 
 class ControllerMachine:
@@ -269,7 +275,7 @@ class ControllerMachine:
         """The relay that held the connections to these nodes has ended: their leases begin anew, for they connect again
         and could not be heard meanwhile."""
         for connection in filter(None, map(self.connections.get, nodes)):
-            connection.heard_s = now_s
+            connection.relay_lost_s = now_s
 
     def left(self, message: msg.NodeLeft, now_s: float) -> None:
         """A node takes its leave; it is told that this was heard."""
@@ -318,11 +324,14 @@ class ControllerMachine:
         if self._lease_s is not None and gap_s > self._lease_s * 2 * LEASE_CHECK_SHARE:
             for connection in self.connections.values():
                 connection.heard_s += gap_s
+                connection.relay_lost_s += gap_s
 
     def _check_leases(self, lease_s: float, now_s: float) -> None:
         silent = [node for node, connection in self.connections.items() if now_s >= connection.end_s(lease_s)]
-        last_heard_s = max((connection.heard_s for connection in self.connections.values()), default=now_s)
-        is_isolated = len(silent) == len(self.connections) and now_s < last_heard_s + ISOLATED_S
+        connections = self.connections.values()
+        last_heard_s = max((connection.heard_s for connection in connections), default=now_s)
+        hears_none = not any(connection.is_heard(lease_s, now_s) for connection in connections)
+        is_isolated = hears_none and now_s < last_heard_s + ISOLATED_S
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
             why = f"not heard of for {connection.patience_s(lease_s):g} s"

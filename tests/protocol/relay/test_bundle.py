@@ -155,7 +155,8 @@ def test_a_bundle_of_heartbeats_renews_leases_and_is_no_event() -> None:
 def test_the_leases_of_nodes_whose_relay_is_lost_begin_anew() -> None:
     controller = two_nodes()
     controller.relay_lost(["node-0", "node-9"], 102.0)
-    assert {node: each.heard_s for node, each in controller.connections.items()} == {"node-0": 102.0, "node-1": 100.0}
+    ends_s = {node: each.end_s(LEASE_S) for node, each in controller.connections.items()}
+    assert ends_s == {"node-0": 102.0 + LEASE_S, "node-1": 100.0 + LEASE_S}
 
 
 def test_to_a_node_without_a_connection_nothing_is_transmitted() -> None:
