@@ -20,3 +20,13 @@ def test_recoveries(tmp_path: Path) -> None:
         "keepstep_hurried": 1,
     }
     assert "Where keepstep's time goes" in page
+
+
+def test_layouts(tmp_path: Path) -> None:
+    result, page = measured("layouts", tmp_path)
+    assert [(each["layout"], each["spares"]) for each in result["in_every_phase"]] == [
+        ("HSDP 2 × 2", 1),
+        ("HSDP 2 × 2", 0),
+    ]
+    assert [each["num_faults"] for each in result["at_random"]] == [2]
+    assert "A kill in every phase" in page

@@ -1,32 +1,34 @@
-"""Ranks that hold parts of a model: a lost one gets its part from another replica, and every bit of it is right."""
+"""Ranks that hold parts of a model: a lost one gets its part back, and every bit of it is right.
+
+Where a replica holds the same part it comes from there, else from the snapshot in memory.
+"""
 
 import re
 from pathlib import Path
 
 import pytest
+from tests.support import layouts
 from tests.support.jobs import SCRIPTS, drill
 
-from keepstep.drill.faults import IN_A_STEP
 
-SPACING = 4
-
-
-def check(tmp_path: Path, faults: str, num_steps: int, *script: object) -> str:
-    """Runs a drill of four ranks, and returns what it wrote."""
-    ranks = ("--nproc-per-node", 4, "--spares", 1)
-    code, result, output = drill(tmp_path, *ranks, "--faults", faults, *script, "--steps", num_steps)
+def check(tmp_path: Path, layout: str, spares: int, faults: tuple[str, int]) -> None:
+    """Runs a drill of a layout on four ranks."""
+    code, result, output = drill(tmp_path, *layouts.arguments(layout, spares, faults))
     assert code == 0, output
     assert result["identical"]
     for row in result["faults"]:
-        assert row["steps_recomputed"] <= 1, row
-    return output
+        assert row["steps_recomputed"] <= layouts.most_again(layout), row
 
 
-@pytest.mark.parametrize("script", ["hsdp.py", "pipeline.py", "tensor_parallel.py"])
-def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, script: str) -> None:
-    faults = [f"kill@step={3 + n * SPACING},phase={phase},rank={n % 4}" for n, phase in enumerate(IN_A_STEP)]
-    faults.append(f"hang@step={3 + len(faults) * SPACING},phase=backward,rank=2")
-    check(tmp_path, ";".join(faults), 3 + len(faults) * SPACING, SCRIPTS / script)
+@pytest.mark.parametrize("spares", [1, 0])
+@pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.short)
+def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, layout: str, spares: int) -> None:
+    check(tmp_path, layout, spares, layouts.in_every_phase())
+
+
+@pytest.mark.parametrize("layout", layouts.AT_RANDOM, ids=layouts.short)
+def test_random_instants(tmp_path: Path, seed: int, layout: str) -> None:
+    check(tmp_path, layout, 1, layouts.at_random(30, seed))
 
 
 def test_groups_without_the_lost_rank_stay_as_they_are(tmp_path: Path) -> None:
@@ -34,7 +36,10 @@ def test_groups_without_the_lost_rank_stay_as_they_are(tmp_path: Path) -> None:
     members = {"replicate": [{0, 2}, {1, 3}], "shard": [{0, 1}, {2, 3}]}
     lost = {4: 1, 8: 2, 12: 3}
     faults = [f"kill@step={step - 1},phase=barrier,rank={rank}" for step, rank in lost.items()]
-    output = check(tmp_path, ";".join(faults), 14, SCRIPTS / "hsdp.py", "--groups")
+    arguments = ("--nproc-per-node", 4, "--spares", 1, "--faults", ";".join(faults))
+    code, result, output = drill(tmp_path, *arguments, SCRIPTS / "hsdp.py", "--groups", "--steps", 14)
+    assert code == 0, output
+    assert result["identical"]
     told = re.findall(r"^rank (\d) step (\d+) kept (.*)$", output, re.MULTILINE)
     kept = {(int(step), int(rank)): set(names.split(" and ")) - {"none"} for rank, step, names in told}
     assert len(kept) == 3 * len(lost), output
@@ -46,14 +51,3 @@ def test_groups_without_the_lost_rank_stay_as_they_are(tmp_path: Path) -> None:
             assert said == {False} or rank not in pair
             num_kept += True in said
     assert num_kept > 0, output
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B"])
-def test_other_schedules(tmp_path: Path, schedule: str) -> None:
-    faults = "kill@step=3,phase=backward,rank=1;kill@step=7,phase=forward,rank=2"
-    check(tmp_path, faults, 11, SCRIPTS / "pipeline.py", "--schedule", schedule)
-
-
-@pytest.mark.parametrize("script", ["hsdp.py", "pipeline.py", "tensor_parallel.py"])
-def test_random_instants(tmp_path: Path, seed: int, script: str) -> None:
-    check(tmp_path, f"kill@phase=random,count=30,seed={seed}", 300, SCRIPTS / script)

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.jobs import SCRIPTS, drill, run
-
-from keepstep.drill.faults import IN_A_STEP
+from tests.support.layouts import SPACING, in_every_phase
 
 FSDP2 = (SCRIPTS / "hsdp.py", "--replicas", 1)
-SPACING = 4
 
 
 def check(tmp_path: Path, faults: str, num_steps: int, every: int, *options: object) -> None:
@@ -19,17 +17,6 @@ def check(tmp_path: Path, faults: str, num_steps: int, every: int, *options: obj
     assert result["identical"]
     for row in result["faults"]:
         assert row["steps_recomputed"] <= every + 1, row  # those since the snapshot, and the broken one
-
-
-def in_every_phase(num_ranks: int) -> tuple[str, int]:
-    """A kill in each, and a hang; and how many steps that takes."""
-    faults = [f"kill@step={3 + n * SPACING},phase={phase},rank={n % num_ranks}" for n, phase in enumerate(IN_A_STEP)]
-    faults.append(f"hang@step={3 + len(faults) * SPACING},phase=backward,rank={num_ranks // 2}")
-    return ";".join(faults), 3 + len(faults) * SPACING
-
-
-def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path) -> None:
-    check(tmp_path, *in_every_phase(4), 1, "--spares", 1)
 
 
 @pytest.mark.parametrize("script", ["pipeline.py", "tensor_parallel.py"])
@@ -51,7 +38,7 @@ ZERO = SCRIPTS / "zero.py"
 )
 def test_updates_that_communicate(tmp_path: Path, script: tuple[object, ...]) -> None:
     """A rank is killed in each phase, and one hangs in its update; others stand in the collectives of theirs."""
-    faults, num_steps = in_every_phase(4)
+    faults, num_steps = in_every_phase()
     faults += f";hang@step={num_steps},phase=optimizer,rank=1"
     arguments = ("--nproc-per-node", 4, "--spares", 1, "--faults", faults, *script, "--snapshot-every", 2)
     code, result, output = drill(tmp_path, *arguments, "--steps", num_steps + SPACING)
@@ -78,7 +65,3 @@ def test_all_ranks_at_once(tmp_path: Path) -> None:
     """No process is left of the job but its agent."""
     faults = ";".join(f"kill@step=5,phase=backward,rank={rank}" for rank in range(4))
     check(tmp_path, faults, 9, 2, "--spares", 4)
-
-
-def test_random_instants(tmp_path: Path, seed: int) -> None:
-    check(tmp_path, f"kill@phase=random,count=30,seed={seed}", 330, 1 + seed % 3, "--spares", 1)

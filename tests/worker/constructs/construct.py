@@ -1,5 +1,7 @@
 """A construct: a small deterministic program on four ranks whose tensors are compared between two systems."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepstep.worker.parallel.pipeline import Pipelined
+
 SIZE, STEPS, WIDTH = 4, 3, 8
+Result = dict[str, torch.Tensor]
+"""By a name, what must be the same."""
 
 
 @dataclass(frozen=True)
@@ -24,35 +30,46 @@ class Ranks:
         number = self.rank if data_rank is None else data_rank
         return torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(100 * step + number))
 
+    def trained(
+        self,
+        modules: nn.Module,
+        forward_backward: Callable[[int], Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        schedule: Any = None,
+        shard: str = "",
+    ) -> Result:
+        """What a rank holds after some steps: parameters, gradients, buffers, and the state of its optimizer.
 
-Result = dict[str, torch.Tensor]
-"""By a name, what must be the same."""
-Constructs = dict[str, Callable[[Ranks], Result]]
-"""By the name that docs/upstream.md has."""
+        Args:
+            modules: what is trained.
+            forward_backward: of one step, by its number.
+            optimizer: None: AdamW.
+            schedule: of a pipeline.
+            shard: the name that `protect()` gets, where the job is protected.
+        """
+        optimizer = optimizer or default_optimizer(modules)
+        if schedule is not None:
+            Pipelined({"schedule": schedule}).new_generation()  # else DDP reduces in torch's metadata inference
+        before = [local(parameter).clone() for parameter in modules.parameters()]
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            forward_backward(number)
+            optimizer.step()
+        after = [local(parameter) for parameter in modules.parameters()]
+        assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True) if old.numel()), (
+            "a comparison of what was not trained shows nothing"
+        )
+        return held(modules, optimizer)
 
 
-def adds_to(constructs: Constructs) -> Callable[[str], Callable[[Callable[[Ranks], Result]], None]]:
-    """A decorator that puts a function there under a name."""
-    return lambda name: lambda function: constructs.update({name: function})
+def default_optimizer(modules: nn.Module) -> torch.optim.Optimizer:
+    """AdamW for all parameters."""
+    return torch.optim.AdamW(modules.parameters(), lr=0.05)
 
 
-def trained(
-    modules: nn.Module,
-    forward_backward: Callable[[int], Any],
-    optimizer: torch.optim.Optimizer | None = None,
-    num_steps: int = STEPS,
-) -> Result:
-    """What a rank holds after some steps: parameters, gradients, buffers, and the state of its optimizer."""
-    optimizer = optimizer or torch.optim.AdamW(modules.parameters(), lr=0.05)
-    before = [local(parameter).clone() for parameter in modules.parameters()]
-    for number in range(num_steps):
-        optimizer.zero_grad()
-        forward_backward(number)
-        optimizer.step()
-    after = [local(parameter) for parameter in modules.parameters()]
-    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True) if old.numel()), (
-        "a comparison of what was not trained shows nothing"
-    )
+def held(modules: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
+    """What a rank holds of a model and its optimizer."""
     found = {f"parameter {name}": local(parameter) for name, parameter in modules.named_parameters()}
     found |= {f"buffer {name}": local(buffer) for name, buffer in modules.named_buffers()}
     found |= {
@@ -61,6 +78,15 @@ def trained(
     for number, state in enumerate(optimizer.state.values()):
         found |= {f"{name} {number}": local(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
     return found
+
+
+Constructs = dict[str, Callable[[Ranks], Result]]
+"""By the name that docs/upstream.md has."""
+
+
+def adds_to(constructs: Constructs) -> Callable[[str], Callable[[Callable[[Ranks], Result]], None]]:
+    """A decorator that puts a function there under a name."""
+    return lambda name: lambda function: constructs.update({name: function})
 
 
 def local(tensor: Any) -> torch.Tensor:

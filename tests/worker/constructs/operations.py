@@ -1,10 +1,13 @@
-"""Collectives as scripts and torch's own layers call them."""
+"""Collectives and checkpoints as scripts and torch's own layers call them."""
 
 import torch
-from tests.worker.constructs.construct import SIZE, Constructs, Ranks, Result, adds_to
+from tests.worker.constructs.construct import SIZE, Constructs, Ranks, Result, adds_to, local
+from tests.worker.constructs.training import Block, blocks, sharded, squares, train_sharded
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 CONSTRUCTS: Constructs = {}
 construct = adds_to(CONSTRUCTS)
@@ -117,3 +120,30 @@ def functional_coalesced(ranks: Ranks) -> Result:
     scattered = functional.reduce_scatter_tensor_coalesced(parts_of(ranks)[:2], "sum", [0, 0], everybody)
     found = [functional.wait_tensor(tensor) for tensor in (*reduced, *gathered, *scattered)]
     return {str(number): tensor.clone() for number, tensor in enumerate(found)}
+
+
+@construct("a DTensor that is redistributed")
+def redistributed(ranks: Ranks) -> Result:
+    mesh = squares("outer", "inner")
+    whole = ranks.batch(0, 0).flatten(0, 1)
+    placed = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
+    columns = (placed.square() @ placed.t()).redistribute(placements=[Shard(1), Shard(0)])
+    return {"columns": local(columns), "whole": columns.full_tensor()}
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@construct("DCP: `save()`, and `load()` into another sharding")
+def distributed_checkpoint(ranks: Ranks) -> Result:
+    model = sharded(blocks())
+    saved = train_sharded(ranks, model)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=ranks.path / "checkpoint")
+    torch.manual_seed(1)
+    other = sharded([Block(), Block(), Block()], squares("replicate", "shard"))
+    state = {"model": other.state_dict()}
+    checkpoint.load(state, checkpoint_id=ranks.path / "checkpoint")
+    loaded = {name: local(value) for name, value in state["model"].items()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), state["model"][name].full_tensor())
+    return saved | loaded

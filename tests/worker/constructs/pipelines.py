@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.worker.constructs.construct import SIZE, WIDTH, Constructs, Ranks, Result, adds_to, trained
+from tests.worker.constructs.construct import SIZE, WIDTH, Constructs, Ranks, Result, adds_to
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-from keepstep.worker.parallel.pipeline import Pipelined
 
 CONSTRUCTS: Constructs = {}
 construct = adds_to(CONSTRUCTS)
@@ -35,12 +33,18 @@ def stage_numbers(position: int, num_positions: int, name: str) -> list[int]:
     return [position, 2 * num_positions - 1 - position if "ZBV" in name else position + num_positions]
 
 
-def layers(number: int) -> nn.Module:
+def layers(number: int, norm: Callable[[int], nn.Module]) -> nn.Module:
     torch.manual_seed(number)
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), norm(12), nn.GELU(), nn.Linear(12, WIDTH))
 
 
-def train_pipeline(ranks: Ranks, name: str, mesh: DeviceMesh, wrap: Callable[[nn.Module], nn.Module]) -> Result:
+def train_pipeline(
+    ranks: Ranks,
+    name: str,
+    mesh: DeviceMesh,
+    wrap: Callable[[nn.Module], nn.Module],
+    norm: Callable[[int], nn.Module] = nn.BatchNorm1d,
+) -> Result:
     """Trains a pipeline along the mesh's last dimension; the first one, if there are two, is data-parallel."""
     kind, per_rank = SCHEDULES[name]
     group, position = mesh.get_group("pipeline"), mesh.get_local_rank("pipeline")
@@ -48,13 +52,12 @@ def train_pipeline(ranks: Ranks, name: str, mesh: DeviceMesh, wrap: Callable[[nn
     modules, stages = nn.ModuleDict(), []
     num_positions = mesh.size(mesh.ndim - 1)
     for number in stage_numbers(position, num_positions, name):
-        modules[str(number)] = wrap(layers(number))
+        modules[str(number)] = wrap(layers(number, norm))
         stage = pipelining.PipelineStage(
             modules[str(number)], number, num_positions * per_rank, torch.device("cpu"), group=group
         )
         stages.append(stage)
     schedule = kind(stages[0] if per_rank == 1 else stages, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
-    Pipelined({"schedule": schedule}).new_generation()  # else DDP reduces in torch's metadata inference
 
     def step_of(number: int) -> None:
         batch = ranks.batch(number, data_rank).flatten(
@@ -63,7 +66,7 @@ def train_pipeline(ranks: Ranks, name: str, mesh: DeviceMesh, wrap: Callable[[nn
         outcome: dict[str, Any] = {"target": batch.flip(0)} if any(stage.is_last for stage in stages) else {}
         schedule.step(*([batch] if any(stage.is_first for stage in stages) else []), **outcome)
 
-    return trained(modules, step_of)
+    return ranks.trained(modules, step_of, schedule=schedule)
 
 
 def add(name: str) -> None:
@@ -95,7 +98,7 @@ def add_shards(name: str) -> None:
     @construct(f"PP × FSDP2 2 × 2, {name}")
     def sharded(ranks: Ranks) -> Result:
         mesh = squares()
-        return train_pipeline(ranks, name, mesh, lambda module: fully_shard(module, mesh=mesh["data"]))
+        return train_pipeline(ranks, name, mesh, lambda module: fully_shard(module, mesh=mesh["data"]), nn.LayerNorm)
 
 
 for each in SCHEDULES:

@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-from tests.worker.constructs.construct import SIZE, STEPS, WIDTH, Constructs, Ranks, Result, adds_to, local, trained
+from tests.worker.constructs.construct import SIZE, STEPS, WIDTH, Constructs, Ranks, Result, adds_to, local
 from torch import distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -60,14 +60,14 @@ def ddp(**options: Any) -> DistributedDataParallel:
 @construct("DDP")
 def plain_ddp(ranks: Ranks) -> Result:
     model = ddp()
-    return trained(model, lambda step: loss_of(model, ranks.batch(step)).backward())
+    return ranks.trained(model, lambda step: loss_of(model, ranks.batch(step)).backward())
 
 
 @construct("DDP, gradients as views of buckets of 1 KB, SGD")
 def ddp_views(ranks: Ranks) -> Result:
     model = ddp(gradient_as_bucket_view=True, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-    return trained(model, lambda step: loss_of(model, ranks.batch(step)).backward(), optimizer)
+    return ranks.trained(model, lambda step: loss_of(model, ranks.batch(step)).backward(), optimizer)
 
 
 @construct("DDP, accumulation with `no_sync()`")
@@ -79,19 +79,28 @@ def ddp_accumulation(ranks: Ranks) -> Result:
             loss_of(model, ranks.batch(number)).backward()
         loss_of(model, ranks.batch(number + STEPS)).backward()
 
-    return trained(model, step_of)
+    return ranks.trained(model, step_of)
+
+
+def train_by_zero(ranks: Ranks, **options: Any) -> Result:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
+    model = ddp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.05, **options)
+    found = ranks.trained(model, lambda step: loss_of(model, ranks.batch(step)).backward(), optimizer)
+    for number, state in enumerate(optimizer.optim.state.values()):
+        found |= {f"own {name} {number}": value for name, value in state.items()}
+    return found
 
 
 @construct("`ZeroRedundancyOptimizer`")
 def zero(ranks: Ranks) -> Result:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+    return train_by_zero(ranks)
 
-    model = ddp()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.05)
-    found = trained(model, lambda step: loss_of(model, ranks.batch(step)).backward(), optimizer)
-    for number, state in enumerate(optimizer.optim.state.values()):
-        found |= {f"own {name} {number}": value for name, value in state.items()}
-    return found
+
+@construct("`ZeroRedundancyOptimizer`, parameters as views of buckets")
+def zero_buckets(ranks: Ranks) -> Result:
+    return train_by_zero(ranks, parameters_as_bucket_view=True)
 
 
 # ---- FSDP2 ----------------------------------------------------------------------------------------------------------
@@ -105,7 +114,7 @@ def sharded(layers: list[nn.Module], mesh: DeviceMesh | None = None, **how: Any)
 
 
 def train_sharded(ranks: Ranks, model: nn.Module) -> Result:
-    return trained(model, lambda step: loss_of(model, ranks.batch(step)).backward())
+    return ranks.trained(model, lambda step: loss_of(model, ranks.batch(step)).backward())
 
 
 @construct("FSDP2")
@@ -116,7 +125,7 @@ def fsdp2(ranks: Ranks) -> Result:
         loss_of(model, ranks.batch(number)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
-    return trained(model, step_of)
+    return ranks.trained(model, step_of)
 
 
 @construct("FSDP2, `reshard_after_forward=False`")
@@ -144,7 +153,7 @@ def fsdp2_accumulation(ranks: Ranks) -> Result:
             model.set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
             loss_of(model, ranks.batch(number * MICRO_BATCHES + micro_batch)).backward()
 
-    return trained(model, step_of)
+    return ranks.trained(model, step_of)
 
 
 @construct("FSDP2, activation checkpointing")
@@ -188,13 +197,13 @@ def tensor_parallel(mesh: DeviceMesh, plan: dict[str, Any]) -> list[nn.Module]:
 @construct("TP, columns and rows")
 def tensor(ranks: Ranks) -> Result:
     model = nn.Sequential(*tensor_parallel(init_device_mesh("cpu", (SIZE,)), TENSOR_PLAN))
-    return trained(model, lambda step: loss_of(model, ranks.batch(step, 0)).backward())
+    return ranks.trained(model, lambda step: loss_of(model, ranks.batch(step, 0)).backward())
 
 
 @construct("TP, sequence parallel")
 def sequence(ranks: Ranks) -> Result:
     model = nn.Sequential(*tensor_parallel(init_device_mesh("cpu", (SIZE,)), SEQUENCE_PLAN))
-    return trained(model, lambda step: loss_of(model, ranks.batch(step, 0).chunk(SIZE, 1)[ranks.rank]).backward())
+    return ranks.trained(model, lambda step: loss_of(model, ranks.batch(step, 0).chunk(SIZE, 1)[ranks.rank]).backward())
 
 
 @construct("TP, loss parallel")
@@ -214,7 +223,7 @@ def parallel_loss(ranks: Ranks) -> Result:
             loss.backward()
         losses.append(loss.full_tensor().detach())
 
-    return trained(model, step_of) | {"losses": torch.stack(losses)}
+    return ranks.trained(model, step_of) | {"losses": torch.stack(losses)}
 
 
 @construct("FSDP2 × TP 2 × 2")
@@ -225,7 +234,7 @@ def fsdp2_tensor(ranks: Ranks) -> Result:
     for layer in layers:
         fully_shard(layer, mesh=mesh["data"])
     model = fully_shard(nn.Sequential(*layers), mesh=mesh["data"])
-    return trained(model, lambda step: loss_of(model, ranks.batch(step, data_rank)).backward())
+    return ranks.trained(model, lambda step: loss_of(model, ranks.batch(step, data_rank)).backward())
 
 
 @construct("TP × DP 2 × 2, gradients averaged by the script")
@@ -239,31 +248,31 @@ def tensor_data(ranks: Ranks) -> Result:
         for parameter in model.parameters():
             dist.all_reduce(local(parameter.grad), group=group)
 
-    return trained(model, step_of)
+    return ranks.trained(model, step_of)
 
 
-@construct("a DTensor that is redistributed")
-def redistributed(ranks: Ranks) -> Result:
-    mesh = squares("outer", "inner")
-    whole = ranks.batch(0, 0).flatten(0, 1)
-    placed = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
-    columns = (placed.square() @ placed.t()).redistribute(placements=[Shard(1), Shard(0)])
-    return {"columns": local(columns), "whole": columns.full_tensor()}
+# ---- expert parallelism ---------------------------------------------------------------------------------------------
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+@construct("EP × DP 2 × 2: pairs of experts, tokens exchanged by `all_to_all()`")
+def experts(ranks: Ranks) -> Result:
+    mesh = squares("data", "expert")
+    exchange, number = mesh.get_group("expert"), mesh.get_local_rank("expert")
+    torch.manual_seed(0)
+    shared = Block()
+    torch.manual_seed(1 + number)
+    expert = nn.Linear(WIDTH, WIDTH)
+    model = nn.ModuleDict({"shared": shared, "expert": expert})
 
+    def step_of(step: int) -> None:
+        tokens = shared(ranks.batch(step)).flatten(0, 1)  # the first half of them goes to the first expert
+        half = [len(tokens) // 2] * 2
+        there = all_to_all_single_autograd(tokens, half, half, exchange)
+        back = all_to_all_single_autograd(expert(there).relu(), half, half, exchange)
+        (tokens + back).square().mean().backward()
+        for parameter in shared.parameters():
+            dist.all_reduce(parameter.grad)
+        for parameter in expert.parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("data"))
 
-@construct("DCP: `save()`, and `load()` into another sharding")
-def distributed_checkpoint(ranks: Ranks) -> Result:
-    model = sharded(blocks())
-    saved = train_sharded(ranks, model)
-    checkpoint.save({"model": model.state_dict()}, checkpoint_id=ranks.path / "checkpoint")
-    torch.manual_seed(1)
-    other = sharded([Block(), Block(), Block()], squares("replicate", "shard"))
-    state = {"model": other.state_dict()}
-    checkpoint.load(state, checkpoint_id=ranks.path / "checkpoint")
-    loaded = {name: local(value) for name, value in state["model"].items()}
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), state["model"][name].full_tensor())
-    return saved | loaded
+    return ranks.trained(model, step_of, shard=f"expert {number}")

@@ -106,9 +106,8 @@ def test_the_first_step_of_a_pipeline_changes_statistics(tmp_path: Path) -> None
 def second_step_with_ddp(rank: int, num_ranks: int, path: Path) -> str:
     """What DDP in a stage says in the second step."""
     with plain_torch(path, rank, num_ranks):
-        group = dist.new_group([rank], use_local_synchronization=True)
         ddp = DistributedDataParallel(nn.Linear(4, 4))
-        stage = PipelineStage(ddp, 0, 1, torch.device("cpu"), group=group)
+        stage = PipelineStage(ddp, 0, 1, torch.device("cpu"))
         schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
         batch = torch.randn(4, 4)
         schedule.step(batch, target=batch)
@@ -121,5 +120,5 @@ def second_step_with_ddp(rank: int, num_ranks: int, path: Path) -> str:
 
 def test_the_first_step_of_a_pipeline_reduces_its_first_micro_batch_by_itself(tmp_path: Path) -> None:
     """So DDP has noted the order of its gradients twice, and refuses to go on."""
-    said = run_ranks(2, second_step_with_ddp, tmp_path)
-    assert all("rebuilt parameter indices" in each for each in said), said
+    [said] = run_ranks(1, second_step_with_ddp, tmp_path)  # of two, one may wait for what the other does not begin
+    assert "rebuilt parameter indices" in said

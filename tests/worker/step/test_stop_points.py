@@ -55,6 +55,17 @@ def test_each_direction_has_as_many_as_there_are_parts_up_to_a_bound(num_layers:
     assert set(watched.phases[1:]) == {Phase.BACKWARD}
 
 
+def test_of_modules_that_are_only_held_each_pass_is_marked() -> None:
+    """As a pipeline's schedule runs its stages, which may not even accumulate gradients in the backward."""
+    stages = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "more": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    phases: list[Phase] = []
+    StopPoints({"stages": stages}, lambda: None, phases.append)
+    for stage in (stages["first"], stages["more"][0]):
+        output = stage(torch.ones(1, 2))
+        torch.autograd.grad(output.sum(), list(stage.parameters()))
+    assert phases == [Phase.FORWARD, Phase.BACKWARD] * 2
+
+
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 def test_a_pass_is_left_where_a_check_raises(phase: Phase) -> None:
     watched = Watched(3)

@@ -48,7 +48,8 @@ class StopPoints:
         Args:
             modules: the modules as protected.
             check: raises `StepInterrupted` where the step is to be left.
-            on_phase: called at the start of each forward of a protected module, and of each backward.
+            on_phase: called at the start of each forward of a protected module, and of each backward. Of a module that
+                only holds others, such as the ``ModuleDict`` of a pipeline's stages, these are the protected ones.
         """
         self._check, self._on_phase = check, on_phase
         self._removable: list[list[RemovableHandle]] = []
@@ -58,8 +59,9 @@ class StopPoints:
             parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
             if not parameters:
                 continue
-            root.register_forward_pre_hook(self._before_root)
-            root.register_forward_hook(self._after_root)
+            for called in _called(root):
+                called.register_forward_pre_hook(self._before_called)
+                called.register_forward_hook(self._after_called)
             parts = spread([part for part in root.modules() if part is not root], NUM_STOP_POINTS)
             self._removable.append([part.register_forward_pre_hook(self._before_forward) for part in parts])
             if any(is_dtensor(parameter) for parameter in parameters):
@@ -86,12 +88,12 @@ class StopPoints:
         if not torch.compiler.is_compiling():
             self._check()
 
-    def _before_root(self, _module: torch.nn.Module, _arguments: Any) -> None:
+    def _before_called(self, _module: torch.nn.Module, _arguments: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._on_phase(Phase.FORWARD)
             self._check()
 
-    def _after_root(self, _module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+    def _after_called(self, _module: torch.nn.Module, _arguments: Any, output: Any) -> None:
         _on_gradient_of(output, self._output_gradient)
 
     def _after_forward(self, _module: torch.nn.Module, _arguments: Any, output: Any) -> None:
@@ -103,6 +105,13 @@ class StopPoints:
     def _after_gradient(self, _tensor: torch.Tensor) -> None:
         self._on_phase(Phase.BACKWARD)
         self._check()
+
+
+def _called(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules of it that have a forward: itself, or where it only holds others, what it holds."""
+    if type(module).forward is not torch.nn.Module.forward:
+        return [module]
+    return [called for part in module.children() for called in _called(part)]
 
 
 def _on_gradient_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:

@@ -1,0 +1,139 @@
+"""Every sharded layout under the drill, with a spare and without: what comes out, and how long a recovery takes.
+
+    python benchmarks/layouts.py                  about half an hour on two idle cores
+    python benchmarks/layouts.py --quick          a smoke test with one layout; nothing is written
+
+Each layout is a small model on four ranks, and loses a rank in each phase of a step and one that hangs. Three of them
+lose ranks at random instants as well. A layout whose weights differ from those of a run without failures ends the
+benchmark with an error. The programs are those of tests/worker/constructs, of which docs/upstream.md has the list.
+
+Prints a table, and writes ``benchmarks/results/DATE-layouts.md`` with the raw figures in a .json beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import page
+from jobs import JobFailed, RunningJob
+from page import RESULTS, Section
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support import layouts
+
+QUICK = {"only": "HSDP 2 × 2", "random_kills": 2}
+DEADLINE_S = 300.0
+"""For one drill."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=layouts.LAYOUTS, help="one layout")
+    parser.add_argument("--random-kills", type=int, default=30, help="of three layouts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--results", type=Path, help=f"where the page goes (default: {RESULTS.parent.name}/{RESULTS.name})"
+    )
+    return page.parsed(parser, QUICK)
+
+
+def drill(layout: str, spares: int, faults: tuple[str, int]) -> dict[str, Any]:
+    """What came of one drill.
+
+    Raises:
+        JobFailed: the weights are not the same, or there was no end.
+    """
+    with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
+        found = Path(folder) / "drill.json"
+        arguments = ["drill", "--json", str(found), *layouts.arguments(layout, spares, faults)]
+        with RunningJob([sys.executable, "-m", "keepstep.cli.main", *arguments], Path(folder)) as job:
+            job.wait(DEADLINE_S)
+        result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+    struck = result["faults"]
+    if not result["identical"] or result["missed"]:
+        raise JobFailed(f"{layout}: identical: {result['identical']}, never came about: {result['missed']}")
+    return {
+        "layout": layout,
+        "spares": spares,
+        "faults": faults[0],
+        "num_faults": len(struck),
+        "again": [each["steps_recomputed"] for each in struck],
+        "state_from": sorted({each["state_from"] for each in struck}),
+        "recovery_ms": [each["gap_ms"] - each["first_step_ms"] for each in struck if each["fault"] != "hang"],
+        "step_ms": result["step_ms"],
+    }
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All drills, one after the other."""
+    named = [args.only] if args.only else layouts.LAYOUTS
+    found: dict[str, Any] = {"in_every_phase": [], "at_random": []}
+    for layout in named:
+        console.print(f"{layout} ...", highlight=False)
+        found["in_every_phase"] += [drill(layout, spares, layouts.in_every_phase()) for spares in (1, 0)]
+    for layout in layouts.AT_RANDOM:
+        if layout in named:
+            console.print(f"{layout}, at random instants ...", highlight=False)
+            found["at_random"].append(drill(layout, 1, layouts.at_random(args.random_kills, args.seed)))
+    return found
+
+
+def sections(result: dict[str, Any]) -> list[Section]:
+    """The two tables."""
+    spare, none = ([each for each in result["in_every_phase"] if each["spares"] == spares] for spares in (1, 0))
+    rows = [
+        [with_spare["layout"], ", ".join(with_spare["state_from"]), *_figures(with_spare), *_figures(without)]
+        for with_spare, without in zip(spare, none, strict=True)
+    ]
+    columns = ("layout", "state from", "again", "recovery, ms", "no spare: again", "recovery, ms")
+    notes = [
+        f"{spare[0]['num_faults']} faults in each run: a kill in each phase of a step, and a rank that hangs in its "
+        "backward. The weights of all runs are those of a run without failures, bit for bit.",
+        f"again: steps computed again after one fault, at the most. Snapshots are taken every {layouts.SNAPSHOT_EVERY} "
+        "steps where a rank's shard has no replica.",
+        "recovery: median of the kills, from the kill to the first completed step, without that step's own time. "
+        "A spare of DDP has built its model before; one of a sharded script builds it when it has a rank. Without a "
+        "spare a process has to be started first.",
+    ]
+    found = [Section("A kill in every phase, and a hang", columns, rows, notes)]
+    if result["at_random"]:
+        rows = [
+            [each["layout"], str(each["num_faults"]), ", ".join(each["state_from"]), *_figures(each)]
+            for each in result["at_random"]
+        ]
+        columns = ("layout", "kills", "state from", "again", "recovery, ms")
+        found.append(Section("Kills at random instants, with a spare", columns, rows, ["The same weights, too."]))
+    return found
+
+
+def _figures(result: dict[str, Any]) -> list[str]:
+    """How many steps came again at the most, and the median recovery."""
+    return [f"≤ {max(result['again'])}", f"{statistics.median(result['recovery_ms']):,.0f}"]
+
+
+def markdown(result: dict[str, Any], raw: str) -> str:
+    """The page."""
+    job = "* Jobs: four ranks on one node, each layout a model of some hundred parameters.\n"
+    head = page.heading("Layouts", result) + job + page.measured_in(result, raw) + "\n"
+    return head + "\n".join(section.markdown() for section in sections(result))
+
+
+def main() -> int:
+    """Runs, shows, writes."""
+    args = parse_arguments()
+    console = Console()
+    folder = args.results or (None if args.quick else RESULTS)
+    known = {**page.provenance("layouts.py"), "settings": {"seed": args.seed}}
+    return page.carry_out("layouts", known, lambda: measure(args, console), sections, markdown, console, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
