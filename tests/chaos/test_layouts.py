@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import SCRIPTS, drill
+from tests.support.jobs import EXAMPLES, SCRIPTS, drill
 
 from keepstep.drill.faults import IN_A_STEP
 
 SPACING = 4
+SMALL = ("--width", 32, "--context", 32, "--batch-size", 4)
+"""A shape of the GPT with short steps."""
 
 
 def check(tmp_path: Path, faults: str, num_steps: int, *script: object) -> str:
@@ -52,6 +54,12 @@ def test_groups_without_the_lost_rank_stay_as_they_are(tmp_path: Path) -> None:
 def test_other_schedules(tmp_path: Path, schedule: str) -> None:
     faults = "kill@step=3,phase=backward,rank=1;kill@step=7,phase=forward,rank=2"
     check(tmp_path, faults, 11, SCRIPTS / "pipeline.py", "--schedule", schedule)
+
+
+@pytest.mark.parametrize("how", ["hsdp", "tp", "pp"])
+def test_a_gpt(tmp_path: Path, how: str) -> None:
+    faults = "kill@step=3,phase=backward,rank=1;kill@step=6,phase=optimizer,rank=2"
+    check(tmp_path, faults, 9, EXAMPLES / "train_gpt.py", "--parallel", how, *SMALL)
 
 
 @pytest.mark.parametrize("script", ["hsdp.py", "pipeline.py", "tensor_parallel.py"])
