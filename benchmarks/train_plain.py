@@ -20,7 +20,7 @@ processor time of the process so far, both in seconds.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import sys
 import time
@@ -40,13 +40,8 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 
 def load_example() -> ModuleType:
     """`examples/train_gpt.py` as a module."""
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(EXAMPLE.parent))
+    return importlib.import_module(EXAMPLE.stem)
 
 
 class Events:

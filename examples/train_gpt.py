@@ -9,9 +9,12 @@ Kill ranks in every phase of a step, and compare the final weights with those of
 
     keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
 
-The same with FSDP2 on four ranks, none of which holds what another does:
+The same with FSDP2 on four ranks, none of which holds what another does; with tensor parallelism; with a pipeline of
+two stages. parallel_gpt.py has what these take:
 
     keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel fsdp2
+    keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel tp
+    keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel pp
 
 The same script by itself, without a launcher:
 
@@ -40,10 +43,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from parallel_gpt import WAYS, parallelize
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
 from keepstep.data import StepSampler
@@ -107,7 +108,7 @@ class GPT(nn.Module):
         self.dropout = config.dropout
         self.embedding = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
@@ -119,15 +120,25 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy per byte, in nats."""
-        return F.cross_entropy(self.logits(tokens_BT).flatten(0, 1), targets_BT.flatten())
+        return self.loss(self.logits(tokens_BT), targets_BT)
 
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """For each position, of the byte that follows: shape (B, T, V)."""
+        return self.read_out(self.blocks(self.embed(tokens_BT)))
+
+    def embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """What goes into the first block: shape (B, T, W)."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTW = F.dropout(self.embedding(tokens_BT) + self.position(positions_T), self.dropout, self.training)
-        for block in self.blocks:
-            x_BTW = block(x_BTW)
+        return F.dropout(self.embedding(tokens_BT) + self.position(positions_T), self.dropout, self.training)
+
+    def read_out(self, x_BTW: torch.Tensor) -> torch.Tensor:
+        """The logits, of what comes out of the last block."""
         return self.head(self.norm(x_BTW))
+
+    @staticmethod
+    def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy per byte, in nats."""
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def initialise(module: nn.Module) -> None:
@@ -142,25 +153,6 @@ def build_model(size: str | GPTConfig = "small", seed: int = 0) -> GPT:
     """A model of one of `SIZES`, or of any shape, with the same weights on every rank."""
     torch.manual_seed(seed)
     return GPT(SIZES[size] if isinstance(size, str) else size)
-
-
-def parallelize(gpt: GPT, how: str, world_size: int) -> nn.Module:
-    """The model as a rank trains it: a replica, or its shard.
-
-    Args:
-        gpt: with the same weights on every rank.
-        how: "ddp"; "fsdp2", every rank holds a part; "hsdp", the ranks of two halves do.
-        world_size: number of ranks.
-    """
-    if how == "ddp":
-        return DistributedDataParallel(gpt)
-    if how == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (world_size,))
-    for block in gpt.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(gpt, mesh=mesh)
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
@@ -215,8 +207,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="small", help="a shape; the next flags change it")
     for name, kind in (("layers", int), ("width", int), ("heads", int), ("context", int), ("dropout", float)):
         parser.add_argument(f"--{name}", type=kind)
-    parser.add_argument("--batch-size", type=int, default=8, help="windows per rank")
-    parser.add_argument("--parallel", choices=("ddp", "fsdp2", "hsdp"), default="ddp")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows per data-parallel rank")
+    parser.add_argument("--parallel", choices=WAYS, default="ddp", help="see parallel_gpt.py")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=10, help="steps")
@@ -227,6 +219,8 @@ def parse_arguments() -> argparse.Namespace:
     args.config = replace(SIZES[args.size], **shape)
     if args.config.width % args.config.heads:
         parser.error(f"--width {args.config.width} must be a multiple of --heads {args.config.heads}")
+    if args.publish and args.parallel in ("tp", "pp"):
+        parser.error("--publish: serve_gpt.py cannot use the qkv of --parallel tp and the head of --parallel pp")
     return args
 
 
@@ -235,22 +229,19 @@ def main() -> None:
     session = keepstep.init(seed=args.seed)
 
     gpt = build_model(args.config, args.seed)
-    model: nn.Module = gpt
-    if torch.distributed.is_initialized():
-        model = parallelize(gpt, args.parallel, session.world_size)
-    optimizer = build_optimizer(model, args.lr)
+    part = parallelize(gpt, args.parallel, session.world_size, args.batch_size)
+    optimizer = build_optimizer(part.model, args.lr)
     scheduler = build_scheduler(optimizer, args.steps)
-    session.protect(model=model, optimizer=optimizer, scheduler=scheduler)
+    session.protect(model=part.model, optimizer=optimizer, scheduler=scheduler, **part.protect)
     if args.publish:
         session.publish_weights(args.publish, gpt, every=args.publish_every)
-    data = Windows(read_text(), args.config.context, args.batch_size, session.world_size, args.seed)
+    data = Windows(read_text(), args.config.context, args.batch_size, session.data_world_size, args.seed)
 
     for step in session.steps(args.steps):
         with step:
-            # A spare waits in the loop until it is needed: from here on, and not before, it has a rank.
-            loss = model(*data.batch(step.index, session.rank))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            # A spare waits here until it gets a rank; where the ranks share a model, it has waited at the mesh before.
+            loss = part.forward_backward(*data.batch(step.index, session.data_rank))
+            nn.utils.clip_grad_norm_(part.model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

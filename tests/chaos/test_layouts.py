@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 from tests.support import layouts
-from tests.support.jobs import SCRIPTS, drill
+from tests.support.jobs import EXAMPLES, SCRIPTS, drill
+
+
+SMALL = ("--width", 32, "--context", 32, "--batch-size", 4)
+"""A shape of the GPT with short steps."""
 
 
 def check(tmp_path: Path, layout: str, spares: int, faults: tuple[str, int]) -> None:
@@ -51,3 +55,14 @@ def test_groups_without_the_lost_rank_stay_as_they_are(tmp_path: Path) -> None:
             assert said == {False} or rank not in pair
             num_kept += True in said
     assert num_kept > 0, output
+
+
+@pytest.mark.parametrize("how", ["hsdp", "tp", "pp"])
+def test_a_gpt(tmp_path: Path, how: str) -> None:
+    faults = "kill@step=3,phase=backward,rank=1;kill@step=6,phase=optimizer,rank=2"
+    script = (EXAMPLES / "train_gpt.py", "--parallel", how, *SMALL, "--steps", 9)
+    code, result, output = drill(tmp_path, "--nproc-per-node", 4, "--spares", 1, "--faults", faults, *script)
+    assert code == 0, output
+    assert result["identical"]
+    for row in result["faults"]:
+        assert row["steps_recomputed"] <= 1, row

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import SCRIPTS, drill, run
+from tests.support.jobs import EXAMPLES, SCRIPTS, drill, run
 from tests.support.layouts import SPACING, in_every_phase
 
 FSDP2 = (SCRIPTS / "hsdp.py", "--replicas", 1)
@@ -26,6 +26,15 @@ def test_other_layouts_take_as_many_as_cost_little(tmp_path: Path, script: str) 
     code, result, output = drill(tmp_path, *ranks, "--faults", faults, SCRIPTS / script, "--steps", num_steps)
     assert code == 0, output
     assert result["identical"]
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "tp", "pp"])
+def test_a_gpt(tmp_path: Path, how: str) -> None:
+    faults = "kill@step=3,phase=backward,rank=1;kill@step=6,phase=optimizer,rank=0"
+    gpt = (EXAMPLES / "train_gpt.py", "--width", 32, "--context", 32, "--batch-size", 4, "--parallel", how)
+    code, _result, output = drill(tmp_path, "--nproc-per-node", 2, "--faults", faults, *gpt, "--steps", 9)
+    assert code == 0, output
+    assert "snapshot" in output
 
 
 ZERO = SCRIPTS / "zero.py"
