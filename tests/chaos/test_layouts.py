@@ -10,7 +10,6 @@ import pytest
 from tests.support import layouts
 from tests.support.jobs import EXAMPLES, SCRIPTS, drill
 
-
 SMALL = ("--width", 32, "--context", 32, "--batch-size", 4)
 """A shape of the GPT with short steps."""
 
