@@ -81,20 +81,20 @@ class Shape:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, *worker]
 
 
-def calibrated(step_ms: int) -> Shape:
+def calibrated(step_ms: float, width: int, depth: int) -> Shape:
     """A shape whose step takes about so long on one idle core, without DDP."""
     torch.set_num_threads(1)
-    width, depth = SHAPES[step_ms]
     batch, taken_ms = 1, 0.0
     while True:
-        taken_ms = _step_ms(Training(build_model(width, depth), width, batch))
+        taken_ms = alone_ms(Training(build_model(width, depth), width, batch))
         if taken_ms >= step_ms / 2 or batch > 1 << 16:
             break
         batch *= 2
     return Shape(width, depth, max(1, round(batch * min(2.0, step_ms / taken_ms))))
 
 
-def _step_ms(training: Training, repeats: int = 9) -> float:
+def alone_ms(training: Training, repeats: int = 9) -> float:
+    """How long a step takes in this process."""
     times = []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -247,7 +247,7 @@ def _module(path: str) -> str:
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All sizes on all numbers of ranks, and the profile of the shortest step."""
     sizes, profiles = [], {}
-    shapes = {step_ms: calibrated(step_ms) for step_ms in args.step_ms}
+    shapes = {step_ms: calibrated(step_ms, *SHAPES[step_ms]) for step_ms in args.step_ms}
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as name:
         for num_ranks in args.ranks:
             for step_ms, shape in shapes.items():

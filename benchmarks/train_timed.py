@@ -1,6 +1,8 @@
-"""The worker of `benchmarks/overhead.py`: a small model in a loop, under torchrun or, with --keepstep, under keepstep.
+"""The worker of `overhead.py` and `snapshots.py`: a model in a loop, under torchrun or, with --keepstep, keepstep.
 
 Between the two only the lines differ that a user's script would differ in: `keepstep.init`, `protect` and the loop.
+With --snapshots each rank has a model of its own, the part of a larger one: a rank waits for others in the gradient
+barrier only.
 Each rank appends to ``steps-RANK`` in --folder, after each block of steps, a record of two int64 for each step: when it
 ended (monotonic clock) and the processor time of the process so far, in nanoseconds.
 """
@@ -15,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -93,8 +96,13 @@ def train_kept(args: argparse.Namespace) -> None:
     import keepstep
 
     session = keepstep.init(seed=0)
-    training = Training(DistributedDataParallel(build_model(args.width, args.depth)), args.width, args.batch)
-    session.protect(model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
+    model = build_model(args.width, args.depth)
+    training = Training(model if args.snapshots else DistributedDataParallel(model), args.width, args.batch)
+    how: dict[str, Any] = {}
+    if args.snapshots:
+        every = int(args.snapshots) if args.snapshots.isdecimal() else args.snapshots
+        how = {"shard": f"part {session.rank}", "snapshot_every": every}
+    session.protect(model=training.model, optimizer=training.optimizer, scheduler=training.scheduler, **how)
     times = None
     for step in session.steps(args.steps):
         times = times or Times(args.folder, session.rank, args.block)
@@ -137,6 +145,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, required=True, help="steps in a turn")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--snapshots", help="with --keepstep: what protect() gets as snapshot_every")
     args = parser.parse_args()
     train = train_kept if args.keepstep else train_plain
     if args.profile:

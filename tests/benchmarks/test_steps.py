@@ -30,3 +30,13 @@ def test_layouts(tmp_path: Path) -> None:
     ]
     assert [each["num_faults"] for each in result["at_random"]] == [2]
     assert "A kill in every phase" in page
+
+
+def test_snapshots(tmp_path: Path) -> None:
+    result, page = measured("snapshots", tmp_path)
+    (start,) = result["cost"]["sizes"][0]["starts"]
+    assert set(start["mean_ms"]) == {"none", "each step", "each tenth step"}
+    assert start["auto_every"] >= 1
+    assert [len(series["kills"]) for series in result["kills"].values()] == [1, 1]
+    assert all(kill["again"] >= 1 for series in result["kills"].values() for kill in series["kills"])
+    assert "What snapshots cost" in page
