@@ -20,6 +20,7 @@ from keepstep.protocol.snapshots import (
 )
 
 LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
+LONE_ON_TWO_NODES = Membership.of(Member(rank, f"n{rank}", str(rank)) for rank in range(2))
 REPLICAS = Membership.of(Member(rank, "n", "0") for rank in range(2))
 
 
@@ -51,16 +52,40 @@ def test_auto_takes_none_where_every_shard_has_a_replica() -> None:
     assert not any(schedule.is_agreed_in(step) for step in range(9))
 
 
-def test_auto_measures_in_the_first_steps_of_each_generation() -> None:
+def agreed_in(schedule: SnapshotSchedule, steps: range) -> list[int]:
+    return [step for step in steps if schedule.is_agreed_in(step)]
+
+
+def test_auto_measures_in_the_first_steps_of_a_job() -> None:
     schedule = SnapshotSchedule(None)
-    for first in (0, 41):
-        schedule.resumed(first, LONE)
-        trials = range(first, first + NUM_TRIALS)
-        assert due(schedule, trials) == list(trials)
-        assert [step for step in range(first, first + 20) if schedule.is_agreed_in(step)] == [trials[-1]]
-        schedule.agreed(5)
-        assert not any(schedule.is_agreed_in(step) for step in range(first, first + 20))
-        assert due(schedule, range(first + NUM_TRIALS, first + 12)) == [first + 5, first + 10]
+    schedule.resumed(0, LONE)
+    trials = range(NUM_TRIALS)
+    assert due(schedule, trials) == list(trials)
+    assert agreed_in(schedule, range(20)) == [0, trials[-1]]
+    assert schedule.known == 0
+    schedule.agreed(5)
+    assert agreed_in(schedule, range(20)) == []
+    assert due(schedule, range(NUM_TRIALS, 12)) == [5, 10]
+
+
+def test_auto_knows_from_the_first_step_on_what_was_agreed_before() -> None:
+    schedule = SnapshotSchedule(None)
+    schedule.resumed(0, LONE)
+    schedule.agreed(5)
+    schedule.resumed(41, LONE)
+    assert schedule.known == 5
+    assert agreed_in(schedule, range(41, 60)) == [41, 41 + NUM_TRIALS - 1], "a new process may not know it"
+    schedule.agreed(7)  # another rank knew that
+    assert agreed_in(schedule, range(41, 60)) == []
+    assert due(schedule, range(42, 57)) == [48, 55]
+
+
+def test_auto_measures_anew_where_second_copies_begin_or_end() -> None:
+    schedule = SnapshotSchedule(None)
+    schedule.resumed(0, LONE)
+    schedule.agreed(5)
+    schedule.resumed(9, LONE_ON_TWO_NODES)
+    assert schedule.known == 0
 
 
 @given(st.floats(0.0, 100.0), st.floats(1e-6, 100.0))

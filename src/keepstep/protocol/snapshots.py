@@ -25,8 +25,8 @@ from keepstep.protocol.messages import Membership
 NUM_KEPT = 2
 """Snapshots of one rank in one place: the newest, and the one that is written meanwhile."""
 NUM_TRIALS = 5
-"""Steps of each generation that have a snapshot each, to measure what one costs. Of a new job's first one there is no
-optimizer state yet, and the next two touch the memory for the first time, each another part of it."""
+"""Steps that have a snapshot each, to measure what one costs. Of a new job's first one there is no optimizer state yet,
+and the next two touch the memory for the first time, each another part of it."""
 SHARE = 0.01
 """What snapshots may cost by themselves, of the time of all steps."""
 
@@ -42,6 +42,9 @@ class SnapshotSchedule:
         self._wanted = wanted
         self._first = 0
         self._every: int | None = 0
+        self.known = 0
+        """What was agreed in an earlier generation, and can be again; 0: nothing."""
+        self._is_on_several_nodes = False
 
     @property
     def every(self) -> int | None:
@@ -59,6 +62,9 @@ class SnapshotSchedule:
         self._every = self._wanted
         if self._wanted is None and not (membership and lone_shards(membership)):
             self._every = 0
+        is_on_several_nodes = membership is not None and len(membership.nodes) > 1
+        if is_on_several_nodes is not self._is_on_several_nodes:  # a second copy is a cost of its own
+            self._is_on_several_nodes, self.known = is_on_several_nodes, 0
 
     def is_due(self, step: int) -> bool:
         """Whether a snapshot of this step is to be taken, or held already."""
@@ -74,12 +80,19 @@ class SnapshotSchedule:
         return self._every != 0 and (step == self._first or self.is_due(step + 1))
 
     def is_agreed_in(self, step: int) -> bool:
-        """Whether the ranks agree in this step's gradient barrier how often snapshots are taken from then on."""
-        return self._every is None and step == self._first + NUM_TRIALS - 1
+        """Whether the ranks may agree in this step's gradient barrier how often snapshots are taken from then on.
+
+        In the first step they do if one of them knows what was agreed before; a replacement does not know it.
+        """
+        return self._every is None and step in (self._first, self._first + NUM_TRIALS - 1)
+
+    def is_first(self, step: int) -> bool:
+        """Whether it is the step at which all resumed."""
+        return step == self._first
 
     def agreed(self, every: int) -> None:
         """They have: none takes them more often than the one that asked for the fewest."""
-        self._every = every
+        self._every = self.known = every
 
 
 def lone_shards(membership: Membership) -> frozenset[str]:

@@ -316,9 +316,11 @@ class Snapshots:
     def proposal(self, step: int) -> int | None:
         """What this rank says in the gradient barrier of ``step`` on how many steps are to lie between two snapshots.
 
-        None: it is not asked in this step.
+        None: it is not asked in this step. 0: it cannot tell.
         """
-        return self._cost.fewest_steps() if self._schedule.is_agreed_in(step) else None
+        if not self._schedule.is_agreed_in(step):
+            return None
+        return self._schedule.known if self._schedule.is_first(step) else self._cost.fewest_steps()
 
     def agreed(self, every: int) -> None:
         """The most that any rank has said."""
