@@ -17,6 +17,14 @@ def test_two_ranks_and_a_spare() -> None:
     assert numbers == (2_665, 6_961, 70), "docs/SIMULATION.md cites these, and must change with them"
 
 
+@pytest.mark.parametrize(("snapshot_every", "numbers"), [(2, (2_724, 7_407, 81)), (1, (17_044, 49_347, 466))])
+def test_two_ranks_with_a_shard_each(snapshot_every: int, numbers: tuple[int, int, int]) -> None:
+    """One that is lost comes back from its snapshot: the newest one is of the step before, or is being taken."""
+    found = Explorer(small_job(2, snapshot_every)).explore()
+    assert found.violation is None, "\n".join((found.violation, *found.path))
+    assert (found.num_states, found.num_transitions, found.num_ends) == numbers, "docs/SIMULATION.md cites these"
+
+
 def test_three_ranks_and_a_spare() -> None:
     found = Explorer(small_job(3)).explore()
     assert found.violation is None, "\n".join((found.violation, *found.path))

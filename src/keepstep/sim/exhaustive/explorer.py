@@ -127,14 +127,22 @@ class Explored:
     path: tuple[str, ...] = ()
 
 
-def small_job(world_size: int) -> ClusterLayout:
-    """So many ranks and one spare, two steps. No quarantine, for which it takes two failures of one place."""
+def small_job(world_size: int, snapshot_every: int = 0) -> ClusterLayout:
+    """So many ranks and one spare, two steps. No quarantine, for which it takes two failures of one place.
+
+    Args:
+        world_size: number of ranks.
+        snapshot_every: 0: the ranks are replicas; else each has a shard of its own, and a snapshot every so many steps.
+    """
     settings = dataclasses.replace(
         SETTINGS, world_size=world_size, num_spares=1, ranks_per_node=world_size, quarantine_failures=0
     )
     node = NodeLayout("node-0", world_size + 1, "rack-0")
     network = NetworkLayout(0.001, 0.001)
-    return ClusterLayout((node,), ("0",) * world_size, settings, LIVENESS, network, _INSTANT, num_steps=2)
+    shards = tuple(str(rank) if snapshot_every else "0" for rank in range(world_size))
+    return ClusterLayout(
+        (node,), shards, settings, LIVENESS, network, _INSTANT, num_steps=2, snapshot_every=snapshot_every
+    )
 
 
 class _UntimedWorld(World):

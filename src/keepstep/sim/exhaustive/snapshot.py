@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -114,7 +114,7 @@ class Copier:
     def _copy_dict(self, value: Any, memo: dict[int, Any]) -> Any:
         known = memo.get(id(value))
         if known is None:
-            known = memo[id(value)] = {}
+            known = memo[id(value)] = defaultdict(value.default_factory) if type(value) is defaultdict else {}
             for key, part in value.items():
                 known[key] = self._copy(part, memo)
         return known
