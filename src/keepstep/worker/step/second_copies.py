@@ -87,7 +87,7 @@ class SecondCopies:
     def resumed(self, rank: int, membership: Membership | None, kept_step: int | None) -> None:
         """All ranks of a generation stand at one step. What was under way has ended with the last one's group."""
         if self._threads is not None:
-            self._threads.shutdown(wait=True)
+            self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
         found = buddies(membership) if membership is not None else {}
         self._rank, self._buddy, self.kept_step = rank, found.get(rank), kept_step
