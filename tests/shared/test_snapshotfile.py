@@ -46,7 +46,7 @@ def test_a_new_one_holds_nothing_and_takes_no_memory(descriptor: int, file: Snap
     assert os.fstat(descriptor).st_blocks == 0
 
 
-def test_all_slots_are_read_by_whoever_has_the_file_open(descriptor: int, file: SnapshotFile) -> None:
+def test_all_slots_are_read_by_each_process_that_has_the_file_open(descriptor: int, file: SnapshotFile) -> None:
     write(file, 7, b"seven" * 3000)
     write(file, 8, b"eight" * 1000)
     write(file, 5, b"five", rank=3)
@@ -74,7 +74,7 @@ def test_it_counts_no_more_from_when_its_slot_is_chosen(descriptor: int, file: S
     assert held(descriptor) == ()
 
 
-def test_a_slot_that_is_being_written_is_given_to_no_one_else(file: SnapshotFile) -> None:
+def test_a_slot_that_is_being_written_is_given_to_no_other_rank(file: SnapshotFile) -> None:
     chosen = [file.choose(rank, None) for rank in range(3)]
     assert sorted(chosen) == [0, 1, 2]
     file.leave(chosen[1])

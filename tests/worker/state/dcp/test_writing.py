@@ -28,7 +28,7 @@ def written(part: Any, rank: int, shards: tuple[str, ...], folder: Path, step: i
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_it_counts_when_the_last_part_is_there_whoever_that_is(order: tuple[int, ...], tmp_path: Path) -> None:
+def test_it_counts_when_the_last_part_is_there_of_whichever_rank(order: tuple[int, ...], tmp_path: Path) -> None:
     parts = cut(0, 2, 3, 7)
     shards = tuple(part.state.shard() for part in parts)
     for number, rank in enumerate(order):
