@@ -336,7 +336,7 @@ def test_an_error_of_the_dataset_comes_through_and_the_loader_goes_on(num_worker
 def test_a_loader_worker_that_hangs_is_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # how long closing waits for it
     with StepLoader(Faulty(9), 1, 1, shuffle=False, num_workers=1, timeout_s=0.5, prefetch_factor=1) as loader:
-        with pytest.raises(PeerLost, match=r"rank 0 did not answer within 0\.5 s at step 8"):
+        with pytest.raises(PeerLost, match=r"rank 0 did not answer within 0\.5 s at batch 8"):
             loader.batch(8, 0)
         assert loader.batch(3, 0)["index"].tolist() == [3]
 
@@ -344,7 +344,7 @@ def test_a_loader_worker_that_hangs_is_reported_in_time(monkeypatch: pytest.Monk
 @forks
 def test_a_loader_worker_that_dies_is_reported() -> None:
     loader = StepLoader(Faulty(10), 1, 1, shuffle=False, num_workers=1, prefetch_factor=1)
-    with loader, pytest.raises(PeerLost, match=r"rank 0 died .* at step 9"):
+    with loader, pytest.raises(PeerLost, match=r"rank 0 died .* at batch 9"):
         loader.batch(9, 0)
 
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from keepstep.weights.memory.blocks import Block
     from keepstep.weights.publisher import Buffers, Publisher
     from keepstep.weights.subscriber import Subscriber
-    from keepstep.worker.session import Session, Step, init
+    from keepstep.worker.loop import Step
+    from keepstep.worker.session import Session, init
 
 __version__ = "0.1.0"
 
@@ -61,7 +62,7 @@ _MODULES = {
     "Buffers": "keepstep.weights.publisher",
     "Publisher": "keepstep.weights.publisher",
     "Session": "keepstep.worker.session",
-    "Step": "keepstep.worker.session",
+    "Step": "keepstep.worker.loop",
     "Subscriber": "keepstep.weights.subscriber",
     "init": "keepstep.worker.session",
 }

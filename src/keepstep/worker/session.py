@@ -1,4 +1,4 @@
-"""The user's handles: `init`, `Session.protect`, `Session.steps`, and each `Step`."""
+"""The user's handles: `init`, `Session.protect`, `Session.steps` and `Session.batches`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +24,15 @@ from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.communicator import LOOPBACK
-from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.batches import Batches, have_samplers_wait
+from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import WORLD, GroupRegistry
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.jobstore.default import DefaultStore
 from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
+from keepstep.worker.loop import Step
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
@@ -52,6 +53,7 @@ from keepstep.worker.values.declared import DeclaredState
 
 if TYPE_CHECKING:  # its import takes long
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DataLoader
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _session: Session | None = None
@@ -140,6 +142,8 @@ class Session:
             for order in parked.orders:
                 coordination.on_order(order)  # type: ignore[arg-type]  # the agent sends orders only
         link.listen(coordination.on_order)
+        if rank is None:
+            have_samplers_wait(coordination.await_rank)
         groups.join_world(rank or 0, world_size, coordination.await_rank, store)
         if parked is None:
             coordination.join()
@@ -404,6 +408,28 @@ class Session:
             )
         return self._loop(num_steps, start, self._controller)
 
+    def batches(self, loader: DataLoader[Any], *, epochs: int = 1, accumulate: int = 1) -> Batches:
+        """Hands out the steps of so many epochs of a loader, each with its batch, as pairs ``step, batch``.
+
+        The order is the loader's own, epoch by epoch (``set_epoch()`` is called). Augmentation draws random numbers of
+        the batch's own, so a batch that is read again is the same. Nothing is read to come to the first step of a
+        replacement or a restarted job. `Step.epoch` and `Step.is_epoch_end` say where the training stands.
+
+        Args:
+            loader: of a map-style dataset, with any sampler. Its workers, ``collate_fn`` and the like are used, but it
+                is not iterated itself.
+            epochs: the length of the training, not of this run.
+            accumulate: batches of a step. If more than 1, a step has a list of them, the last of an epoch maybe fewer.
+
+        Raises:
+            ConfigurationError: no batch of the loader could be found again, or a number is below 1.
+            UsageError: as for `steps`.
+        """
+        return Batches(loader, epochs, accumulate, self._seed, self.steps, self._reads_as)
+
+    def _reads_as(self) -> int:
+        return self.data_rank if self._data_ranks is not None else self.rank
+
     def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:
             assert self._state is not None
@@ -442,43 +468,3 @@ class Session:
         if self._settings is None or not self._settings.digest or self._state is None:
             return None
         return self._state.digest()
-
-
-class Step:
-    """One attempt at one optimizer step. Use it once, as ``with step:``.
-
-    Attributes:
-        index: the number of the step, from 0; parameters *at step i* are those that step i's forward reads.
-        attempt: how often this step was begun before on this rank.
-        resumed: True for the first step after a recovery or a checkpoint: iterators must be made anew.
-        committed: after the ``with``: whether the step counts. An interrupted attempt is undone and comes again.
-    """
-
-    def __init__(self, controller: StepController, index: int, attempt: int, resumed: bool) -> None:
-        self.index = index
-        self.attempt = attempt
-        self.resumed = resumed
-        self.committed = False
-        self._controller = controller
-
-    def __enter__(self) -> Step:
-        self._controller.begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None:
-            try:
-                self._controller.commit()
-                self.committed = True
-                return False
-            except StepInterrupted:
-                pass
-        elif not self._controller.is_interruption(error):
-            return False
-        self._controller.undo()
-        return True
-
-    def __repr__(self) -> str:
-        return f"<Step {self.index}, attempt {self.attempt}, {'committed' if self.committed else 'not committed'}>"

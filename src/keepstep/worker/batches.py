@@ -1,0 +1,137 @@
+"""The steps of a training that reads a torch ``DataLoader`` epoch by epoch, each with its batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from keepstep.data.loaderorder import LoaderOrder, reader_of
+from keepstep.data.numbers import whole
+from keepstep.worker.loop import Step
+
+
+class Batches:
+    """What `Session.batches` gives. Iterate it once."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        epochs: int,
+        accumulate: int,
+        seed: int,
+        steps: Callable[[int], Iterator[Step]],
+        rank: Callable[[], int],
+    ) -> None:
+        """Args:
+        loader: see `Session.batches`.
+        epochs: see there.
+        accumulate: see there.
+        seed: of the session.
+        steps: hands out so many steps.
+        rank: whose samples this process reads; asked when the first batch is read.
+
+        Raises:
+            ConfigurationError: the loader's order cannot be found again, or a number is below 1.
+        """
+        self._accumulate = whole("accumulate", accumulate, 1)
+        self._order = LoaderOrder(loader, epochs, seed)
+        self._reader = reader_of(loader, seed)
+        self._steps, self._rank = steps, rank
+        self._kept: _Kept | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of each epoch. With ``accumulate`` the last one may have fewer batches."""
+        return -(-self._order.num_batches // self._accumulate)
+
+    def __len__(self) -> int:
+        """Steps of the whole training."""
+        return self._order.epochs * self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[Step, Any]]:
+        try:
+            for step in self._steps(len(self)):
+                step.epoch, position = divmod(step.index, self.steps_per_epoch)
+                step.is_epoch_end = position == self.steps_per_epoch - 1
+                yield step, self._batch_of(step.index)
+        finally:
+            self._reader.close()
+
+    def _batch_of(self, index: int) -> Any:
+        """The batch of a step, or its list of batches: the same objects where the step comes again and they can be used
+        again; else they are read again, which gives the same values."""
+        if self._kept is None or self._kept.index != index or not self._kept.is_unchanged():
+            self._kept = None
+            self._kept = _Kept(index, self._read(index))
+        return self._kept.content
+
+    def _read(self, index: int) -> Any:
+        epoch, position = divmod(index, self.steps_per_epoch)
+        first = position * self._accumulate
+        last = min(first + self._accumulate, self._order.num_batches)
+        begin, rank = epoch * self._order.num_batches, self._rank()
+        found = [
+            self._reader.read(number, rank, functools.partial(self._order.requests, number, rank))
+            for number in range(begin + first, begin + last)
+        ]
+        return found[0] if self._accumulate == 1 else found
+
+
+class _Kept:
+    """The batch of the step that was handed out last."""
+
+    def __init__(self, index: int, content: Any) -> None:
+        self.index, self.content = index, content
+        self._leaves = torch.utils._pytree.tree_leaves(content)
+        self._versions = self._versions_now()
+
+    def is_unchanged(self) -> bool:
+        """Whether the script cannot have changed it in place: of other things than tensors it cannot be told."""
+        return self._versions is not None and self._versions == self._versions_now()
+
+    def _versions_now(self) -> list[int] | None:
+        if not all(isinstance(leaf, torch.Tensor | int | float | str | bytes | None) for leaf in self._leaves):
+            return None
+        return [leaf._version for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+
+
+def have_samplers_wait(rank: Callable[[], int]) -> None:
+    """Has every ``DistributedSampler`` that is made from now on ask for its rank when it is used, and not before.
+
+    On a spare: the rank is not known yet, and asking for it where the sampler is made would hold up the script there.
+
+    Args:
+        rank: gives this process's rank, and waits for it.
+    """
+    make = DistributedSampler.__init__
+
+    def made(
+        self: Any, dataset: Any, num_replicas: int | None = None, rank: int | None = None, *more: Any, **options: Any
+    ) -> None:
+        make(self, dataset, num_replicas, 0 if rank is None else rank, *more, **options)
+        if rank is None:
+            self.rank = None
+
+    setattr(DistributedSampler, "__init__", made)  # noqa: B010  # what mypy takes for an error otherwise
+    setattr(DistributedSampler, "rank", _LateRank(rank))  # noqa: B010
+
+
+class _LateRank:
+    """The attribute ``rank``: where it is None, the one that this process gets."""
+
+    def __init__(self, wait: Callable[[], int]) -> None:
+        self._wait = wait
+
+    def __get__(self, sampler: Any, owner: type) -> int:
+        held: int | None = vars(sampler)["rank"]
+        if held is None:
+            held = vars(sampler)["rank"] = self._wait()
+        return held
+
+    def __set__(self, sampler: Any, value: int | None) -> None:
+        vars(sampler)["rank"] = value

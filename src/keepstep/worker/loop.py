@@ -1,0 +1,52 @@
+"""What a training loop is handed: `Step`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from keepstep.worker.coordination import StepInterrupted
+from keepstep.worker.step_controller import StepController
+
+
+class Step:
+    """One attempt at one optimizer step. Use it once, as ``with step:``.
+
+    Attributes:
+        index: the number of the step, from 0; parameters *at step i* are those that step i's forward reads.
+        attempt: how often this step was begun before on this rank.
+        resumed: True for the first step after a recovery or a checkpoint: iterators must be made anew.
+        committed: after the ``with``: whether the step counts. An interrupted attempt is undone and comes again.
+        epoch: the epoch that it belongs to, from 0; None where no loader says so (`Session.batches`).
+        is_epoch_end: whether it is the last step of its epoch.
+    """
+
+    def __init__(self, controller: StepController, index: int, attempt: int, resumed: bool) -> None:
+        self.index = index
+        self.attempt = attempt
+        self.resumed = resumed
+        self.committed = False
+        self.epoch: int | None = None
+        self.is_epoch_end = False
+        self._controller = controller
+
+    def __enter__(self) -> Step:
+        self._controller.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            try:
+                self._controller.commit()
+                self.committed = True
+                return False
+            except StepInterrupted:
+                pass
+        elif not self._controller.is_interruption(error):
+            return False
+        self._controller.undo()
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Step {self.index}, attempt {self.attempt}, {'committed' if self.committed else 'not committed'}>"
