@@ -6,7 +6,6 @@ an update whose gradients were not complete, or of another step, leaves a mark t
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, assert_never
 
 from keepstep.errors import InternalError
@@ -22,6 +21,7 @@ from keepstep.protocol.worker import WorkerState as State
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.process import SimulatedProcess, held_while_stopped
+from keepstep.sim.cluster.scripts.activity import Activity
 from keepstep.sim.cluster.values import INCOMPLETE, History, Rows
 
 if TYPE_CHECKING:
@@ -31,24 +31,6 @@ SETTLE_S = 0.25
 MAX_MOVES = 50
 """In one go, without any time passing: more is a circle."""
 CONNECT_DEADLINE_S = 12.0
-
-
-class Activity(enum.StrEnum):
-    """What the training thread does when it has been busy for a while; `SimulatedWorker.perform` says how."""
-
-    BUILD = "build"
-    WAIT_FOR_RANK = "wait for a rank"
-    BUILD_IN_ECHO = "build in echo"
-    FALL_OUT = "fall out"
-    LOADED = "loaded"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REACH_STOP_POINT = "reach a stop point"
-    CUT_OFF = "cut off"
-    REDUCE = "reduce"
-    COMPLETE = "complete"
-    SAVE = "save"
-    END = "end"
 
 
 class SimulatedWorker(SimulatedProcess):
