@@ -142,9 +142,9 @@ class Collectives:
                 return
             collective.rows = collective.rows or tuple(collective.parts[rank] for rank in operation.needs)
             sources = {collective.given[rank] for rank in operation.needs}
-        for other, node in collective.inside.items():
-            is_meant = process in (None, other) and other not in collective.deaf
-            if is_meant and self._world.network.all_reach(sources, node):
+        inside = collective.inside
+        for other in inside if process is None else (process,):
+            if other not in collective.deaf and self._world.network.all_reach(sources, inside[other]):
                 delay_s = self._world.draw(self._world.layout.durations.collective_s)
                 event = Event("collectives", "arrived", (collective.key, other))
                 self._world.schedule.after(delay_s, event)
