@@ -30,6 +30,7 @@ from keepstep.protocol.recovery import GRACE_S, RecoverySettings
 from keepstep.protocol.recovery.scripts import startup as record
 from keepstep.protocol.recovery.settings import QUARANTINE_FAILURES, QUARANTINE_WINDOW_S
 from keepstep.shared import tagpage
+from keepstep.sim.oracle import Check
 from keepstep.trace.record import phaselog, runfolder
 from keepstep.trace.timeline import events, stragglers
 from keepstep.transports import codec
@@ -150,8 +151,10 @@ def test_numbers_in_words_are_those_of_the_code() -> None:
 
 def test_mutants_are_counted() -> None:
     assert f"has fired for one of the {len(test_mutants.MUTANTS)}." in flat(SIMULATION)
-    assert len(test_mutants.CASES) == 9
-    assert "Nine mutants need what hardly any seed has" in flat(SIMULATION)
+    assert len(test_mutants.CASES) == 10
+    assert "Ten mutants need what hardly any seed has" in flat(SIMULATION)
+    assert [*test_mutants.MUTANTS.values()].count(Check.GROUPS) == 8
+    assert "Eight mutants are found: among them claims that are compared without the generation" in flat(PROTOCOL)
     drains = [plant for plant in test_mutants.MUTANTS if "drain" in plant.__name__]
     assert len(drains) == 6
     assert "that a warm spare could have taken. Six mutants are found." in flat(PROTOCOL)

@@ -242,6 +242,26 @@ def test_a_lost_nodes_ranks_are_sent_from_second_copies() -> None:
     assert decision.actions[2] is decision.actions[3] is Action.REWIND
 
 
+def test_a_replacement_that_was_sent_nothing_yet_can_still_be_sent_a_second_copy() -> None:
+    """Two were to be restored, and one of them was lost: the other one stands still, and reaches nothing."""
+    roster, register, membership = two_nodes({0: (3, 4), 1: (4, 5)})
+    roster.add("b", 1).safe = safe(-1, Phase.STARTING, ())
+    assert roster.missing_ranks() == [0]
+    assert reachable_step(roster, register, membership, GENERATION) == 4
+    roster.add("b", 0)
+    decision = decide(roster, register, membership, 4, GENERATION)
+    assert {transfer for transfer, _kept in decision.copies} == {Transfer((2,), (0,)), Transfer((3,), (1,))}
+
+
+def test_what_no_rank_could_send_to_a_live_one_is_not_reached() -> None:
+    """Its copies are on a node where no other rank stands."""
+    roster, register, membership = two_nodes({0: (4,), 1: (4,)})
+    roster.add("b", 1).safe = safe(-1, Phase.STARTING, ())
+    register.forget(worker_of(roster, 3))
+    register.left(Worker(20, "c", 0, 3, 1), ((1, (4,)),))
+    assert reachable_step(roster, register, membership, GENERATION) is None
+
+
 def test_a_keeper_that_is_lost_as_well_has_a_neighbour_send() -> None:
     roster, register, membership = two_nodes({0: (4,), 1: (4,)})
     keeper = worker_of(roster, 2)

@@ -13,6 +13,7 @@ import pytest
 from keepstep.protocol import controller, reliable_channel, resume
 from keepstep.protocol import messages as msg
 from keepstep.protocol.controller import AnswersReceived, ControllerMachine, DrainAsked, JournalEntry
+from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.messages import Membership
 from keepstep.protocol.moves import Load, Move, Update
 from keepstep.protocol.node.agent import AgentMachine
@@ -45,6 +46,8 @@ from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
 from keepstep.sim.cluster import transfers
+from keepstep.sim.cluster.groups import registry
+from keepstep.sim.cluster.groups.registry import SimulatedGroup, SimulatedGroups
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots, Snapshot
@@ -778,7 +781,70 @@ def second_copies_are_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedProcess, "second_copies", lambda self: ())
 
 
+# ---- Groups that stay -----------------------------------------------------------------------------------------------
+
+
+def decide_by(patch: pytest.MonkeyPatch, wrong: Callable[[GroupClaim], GroupClaim]) -> None:
+    """Claims are read wrongly."""
+    right = registry.why_rebuilt
+    patch.setattr(
+        registry, "why_rebuilt", lambda claims: right([None if claim is None else wrong(claim) for claim in claims])
+    )
+
+
+def what_is_under_way_at_a_stop_is_claimed(patch: pytest.MonkeyPatch) -> None:
+    def close(self: SimulatedGroup) -> None:
+        self.is_open, self.under_way = False, None
+
+    patch.setattr(SimulatedGroup, "close", close)
+
+
+def collectives_of_a_group_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    decide_by(patch, lambda claim: msgspec.structs.replace(claim, collectives=0))
+
+
+def messages_of_a_group_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    decide_by(patch, lambda claim: msgspec.structs.replace(claim, sent={}, received={}))
+
+
+def generations_of_a_group_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    decide_by(patch, lambda claim: msgspec.structs.replace(claim, generation=0))
+
+
+def a_group_stays_though_a_member_was_replaced(patch: pytest.MonkeyPatch) -> None:
+    right = registry.why_rebuilt
+    patch.setattr(registry, "why_rebuilt", lambda claims: right([claim for claim in claims if claim is not None]))
+    nobody = property(lambda self: frozenset(), lambda self, ranks: None)
+    patch.setattr(WorkerMachine, "replaced", nobody, raising=False)
+
+
+def a_rank_keeps_what_it_claims_itself(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(registry, "why_rebuilt", lambda claims: None)
+
+
+def one_rank_rebuilds_what_the_others_keep(patch: pytest.MonkeyPatch) -> None:
+    right = SimulatedGroups.connect
+
+    def connect(self: SimulatedGroups, generation: int, cohort: int, said: Mapping[int, Mapping[int, Any]]) -> None:
+        heard = {0: {}} if self._member.rank == 0 else {}
+        right(self, generation, cohort, {cohort: {**said.get(cohort, {}), **heard}})
+
+    patch.setattr(SimulatedGroups, "connect", connect)
+
+
+def no_group_ever_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(registry, "why_rebuilt", lambda claims: "it is new")
+
+
 MUTANTS: dict[Plant, Check] = {
+    what_is_under_way_at_a_stop_is_claimed: Check.GROUPS,
+    collectives_of_a_group_are_not_compared: Check.GROUPS,
+    messages_of_a_group_are_not_compared: Check.GROUPS,
+    generations_of_a_group_are_not_compared: Check.GROUPS,
+    a_group_stays_though_a_member_was_replaced: Check.GROUPS,
+    a_rank_keeps_what_it_claims_itself: Check.GROUPS,
+    one_rank_rebuilds_what_the_others_keep: Check.GROUPS,
+    no_group_ever_stays: Check.GROUPS,
     a_rank_does_not_wait_for_its_second_copy: Check.SNAPSHOT,
     a_second_copy_counts_before_all_is_in_it: Check.WRONG_SOURCE,
     a_buddy_is_on_the_same_node: Check.SNAPSHOT,
@@ -959,7 +1025,21 @@ def a_node_is_lost_while_second_copies_are_under_way(seed: int) -> Case:
     return Case(seed, layout, (SimulatedFault("node loss", 3.0 + seed % 40 / 10, pick=seed % 2),))
 
 
+def a_rank_falls_out_while_others_connect(seed: int) -> Case:
+    """In the first step, where some ranks have not entered an operation of their groups that others wait in."""
+    settings = dataclasses.replace(SETTINGS, world_size=6, num_spares=2, ranks_per_node=6)
+    durations = SimulatedDurations(connect_s=0.3)
+    nodes = (NodeLayout("node-0", 8, "rack"),)
+    layout = ClusterLayout(nodes, ("0", "1") * 3, settings, LIVENESS, durations=durations, has_mesh=True)
+    kills = (
+        SimulatedFault("kill", 0.0, phase=Phase.BACKWARD, pick=seed),
+        SimulatedFault("kill", 0.2 + seed % 20 / 100, recovery=1, pick=seed),
+    )
+    return Case(seed, layout, kills)
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    generations_of_a_group_are_not_compared: a_rank_falls_out_while_others_connect,
     a_second_copy_counts_before_all_is_in_it: a_node_is_lost_while_second_copies_are_under_way,
     the_snapshot_that_must_stay_is_written_over: all_are_interrupted_while_second_copies_are_under_way,
     loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
@@ -974,13 +1054,16 @@ CASES: dict[Plant, Callable[[int], Case]] = {
 
 
 QUICKEST_SEED: dict[Plant, int] = {
+    collectives_of_a_group_are_not_compared: 922,
+    a_missing_value_does_no_harm: 1067,
+    a_restarted_controller_forgets_what_came_in_bundles: 183,
     a_rank_is_synced_before_its_snapshot_is_complete: 107,
     a_copy_goes_on_while_the_state_is_restored: 556,
     snapshots_of_a_past_that_is_computed_again_count: 178,
     a_lost_node_still_has_its_snapshots: 420,
     reports_of_old_generations_are_heard: 762,
     a_synced_rank_takes_the_barrier_for_passed: 172,
-    a_synced_rank_cannot_advance: 935,
+    a_synced_rank_cannot_advance: 793,
     a_barrier_that_was_cut_off_was_passed: 172,
     a_recovered_rank_does_not_wait_for_the_others: 163,
     an_agent_that_was_held_up_blames_its_workers: 1926,

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 from keepstep.errors import KeepstepError
-from keepstep.sim.cluster.layout import ClusterLayout, draw_layout, draw_snapshots
+from keepstep.sim.cluster.layout import ClusterLayout, draw_layout, draw_mesh, draw_snapshots
 from keepstep.sim.faults import Injector, SimulatedFault, draw_plan, draw_relays
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
@@ -39,6 +39,8 @@ class Outcome:
     num_failures: int
     num_recoveries: int
     num_events: int
+    num_kept_groups: int
+    """How many times a group stayed in a recovery."""
     virtual_s: float
     story: tuple[str, ...] = ()
 
@@ -48,8 +50,9 @@ def case_of(seed: int) -> Case:
     rng = random.Random(seed)
     layout = draw_layout(rng)
     num_relays, plan = draw_relays(rng, draw_plan(rng, layout))
-    # From a generator of its own: the seeds of jobs without snapshots stand for what they did.
+    # From generators of their own: the seeds of jobs without snapshots or a mesh stand for what they did.
     layout = draw_snapshots(random.Random(f"snapshots of {seed}"), layout)
+    layout = draw_mesh(random.Random(f"mesh of {seed}"), layout)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 
 
@@ -83,6 +86,7 @@ def run(case: Case, *, tell: bool = False, record: Path | None = None) -> Outcom
         world.oracle.num_failures,
         world.num_recoveries,
         world.schedule.num_events,
+        world.oracle.groups.num_kept,
         world.schedule.now_s,
         tuple(story.lines) if story is not None else (),
     )

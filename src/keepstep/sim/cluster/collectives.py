@@ -10,20 +10,35 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 Key = tuple[int, int, str]
-"""(number of the cohort, step, what for)."""
+"""(number of the cohort, step, what for); in a group beside the world's (the cohort that connected it, how many such
+operations there were since, and what names them)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupOperation:
+    """What an operation in a group beside the world's is."""
+
+    group: str
+    needs: tuple[int, ...]
+    """The ranks whose parts a member waits for."""
+    num_members: int
+    """How many take part."""
 
 
 @dataclasses.dataclass(slots=True)
 class Collective:
-    """One collective of all ranks."""
+    """One collective of all ranks, or one operation of a group."""
 
     key: Key
+    operation: GroupOperation | None = None
+    """None: it is one of all ranks."""
     inside: dict[int, str] = dataclasses.field(default_factory=dict)
     """process -> node, of all that have entered and not left."""
     given: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -45,13 +60,34 @@ class Collectives:
         self._world = world
         self._open: dict[Key, Collective] = {}
 
-    def enter(self, key: Key, process: int, rank: int, node: str, part: int) -> None:
-        """A rank gives its part and waits; `SimulatedWorker.collective_ended` is called when it has got all others."""
-        collective = self._open.setdefault(key, Collective(key))
-        collective.inside[process] = node
+    def enter(
+        self, key: Key, process: int, rank: int, node: str, part: int, operation: GroupOperation | None = None
+    ) -> None:
+        """A rank gives its part and waits; `SimulatedWorker.collective_ended` is called when it has got all others.
+
+        Where it is the only one in a group whose part is needed, it leaves at once.
+        """
+        if (collective := self._open.get(key)) is None:
+            collective = self._open[key] = Collective(key, operation)
         collective.given[rank] = node
         collective.parts[rank] = part
+        if operation is not None:
+            self._enter_group(collective, process, rank, operation)
+            return
+        collective.inside[process] = node
         self._look(collective)
+
+    def _enter_group(self, collective: Collective, process: int, rank: int, operation: GroupOperation) -> None:
+        watch = self._world.oracle.groups
+        watch.began(operation.group, collective.key, operation.num_members)
+        if operation.needs == (rank,):
+            watch.ended(operation.group, collective.key)
+            self._look(collective)
+            self._close_if_empty(collective)
+            return
+        collective.inside[process] = collective.given[rank]
+        # Where one part is needed it may be there already, and the others are told when they come.
+        self._look(collective, None if len(operation.needs) > 1 else process)
 
     def leave(self, process: int) -> None:
         """A process ends, or breaks its connections: who has not heard its part may never do."""
@@ -61,6 +97,8 @@ class Collectives:
             del collective.inside[process]
             collective.deaf.discard(process)
             collective.was_left = True
+            if collective.operation is not None:
+                self._world.oracle.groups.cut(collective.operation.group, collective.key[0], process)
             for other in collective.inside:
                 if self._world.coin():
                     delay_s = self._world.rng.uniform(0.0, 0.02)
@@ -76,6 +114,8 @@ class Collectives:
             collective.deaf.add(process)
             return
         del collective.inside[process]
+        if collective.operation is not None:
+            self._world.oracle.groups.ended(collective.operation.group, key)
         self._close_if_empty(collective)
         self._world.workers[process].collective_ended(key, collective.rows)
 
@@ -89,19 +129,30 @@ class Collectives:
         for collective in list(self._open.values()):
             self._look(collective)
 
-    def _look(self, collective: Collective) -> None:
-        if len(collective.given) < self._world.layout.world_size:
-            return
-        collective.rows = collective.rows or tuple(collective.parts[rank] for rank in sorted(collective.parts))
-        sources = set(collective.given.values())
-        for process, node in collective.inside.items():
-            if process not in collective.deaf and self._world.network.all_reach(sources, node):
+    def _look(self, collective: Collective, process: int | None = None) -> None:
+        """Whether the parts are all given: then they get to those inside, or to one that has just come."""
+        operation = collective.operation
+        if operation is None:
+            if len(collective.given) < self._world.layout.world_size:
+                return
+            collective.rows = collective.rows or tuple(collective.parts[rank] for rank in sorted(collective.parts))
+            sources = set(collective.given.values())
+        else:
+            if any(rank not in collective.given for rank in operation.needs):
+                return
+            collective.rows = collective.rows or tuple(collective.parts[rank] for rank in operation.needs)
+            sources = {collective.given[rank] for rank in operation.needs}
+        inside = collective.inside
+        for other in inside if process is None else (process,):
+            if other not in collective.deaf and self._world.network.all_reach(sources, inside[other]):
                 delay_s = self._world.draw(self._world.layout.durations.collective_s)
-                event = Event("collectives", "arrived", (collective.key, process))
+                event = Event("collectives", "arrived", (collective.key, other))
                 self._world.schedule.after(delay_s, event)
 
     def _close_if_empty(self, collective: Collective) -> None:
-        if not collective.inside and len(collective.given) == self._world.layout.world_size:
+        operation = collective.operation
+        size = self._world.layout.world_size if operation is None else operation.num_members
+        if not collective.inside and len(collective.given) == size:
             del self._open[collective.key]
 
 
@@ -112,9 +163,20 @@ class SimulatedRendezvous:
         self._world = world
         self._waiting: dict[int, dict[int, int]] = {}
         """generation -> rank -> process."""
+        self._claims: dict[int, dict[int, dict[str, GroupClaim]]] = {}
+        """generation -> rank -> what it claims of its groups beside the world's."""
+        self.said: dict[int, dict[int, dict[str, GroupClaim]]] = {}
+        """cohort -> rank -> the same."""
 
-    def come(self, generation: int, rank: int, process: int) -> None:
-        """A rank comes to connect; `SimulatedWorker.groups_connected` is called when all have."""
+    def come(self, generation: int, rank: int, process: int, claims: dict[str, GroupClaim]) -> None:
+        """A rank comes to connect; `SimulatedWorker.groups_connected` is called when all have.
+
+        Args:
+            generation: the one to connect in.
+            rank: the one that comes.
+            process: that holds it.
+            claims: see `SimulatedGroups.claims`.
+        """
         controller = self._world.controller
         if not controller.is_up or generation < controller.machine.job.generation:
             return  # no controller is there to answer, or the generation is over
@@ -122,9 +184,13 @@ class SimulatedRendezvous:
         if (other := waiting.get(rank, process)) != process:
             self._world.oracle.came_twice(rank, process, other)
         waiting[rank] = process
+        if self._world.layout.has_mesh:
+            self._claims.setdefault(generation, {})[rank] = claims
         if len(waiting) == self._world.layout.world_size:
             members = self._waiting.pop(generation)
             cohort = self._world.oracle.connected({rank: self._world.workers[p] for rank, p in members.items()})
+            if self._world.layout.has_mesh:
+                self.said[cohort.number] = self._claims.pop(generation)
             for member in members.values():
                 delay_s = self._world.draw(self._world.layout.durations.connect_s)
                 event = Event(f"worker {member}", "groups_connected", (generation, cohort.number))
@@ -139,3 +205,4 @@ class SimulatedRendezvous:
     def forget(self) -> None:
         """The controller has crashed."""
         self._waiting.clear()
+        self._claims.clear()

@@ -89,6 +89,10 @@ class ClusterLayout:
     """Processes beside the controller that hold its connections; 0: it holds them itself."""
     exchanges: bool = False
     """Whether ranks exchange something in their start-up, which a replacement is to get."""
+    has_mesh: bool = False
+    """Whether ranks have groups beside the world's, for each copy of the model and for each shard, as HSDP has them."""
+    sends_in_mesh: bool = False
+    """Whether members of a copy's group send messages to each other, as in a pipeline."""
 
     @property
     def world_size(self) -> int:
@@ -166,6 +170,13 @@ def draw_snapshots(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
     checkpoint_every = layout.checkpoint_every if rng.random() < 0.3 else None
     every = rng.choice((1, 1, 2, 3))
     return dataclasses.replace(layout, snapshot_every=every, durations=durations, checkpoint_every=checkpoint_every)
+
+
+def draw_mesh(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
+    """The same job, with the groups that HSDP has where there are several shards, with several replicas each."""
+    if len(set(layout.shards)) in (1, layout.world_size):
+        return layout
+    return dataclasses.replace(layout, has_mesh=True, sends_in_mesh=rng.random() < 0.5)
 
 
 def _draw_nodes(

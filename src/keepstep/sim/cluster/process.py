@@ -15,6 +15,7 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
 from keepstep.protocol.worker import WorkerMachine, WorkerState
 from keepstep.sim.cluster.collectives import Key
+from keepstep.sim.cluster.groups.registry import SimulatedGroups
 from keepstep.sim.cluster.layout import SimulatedDurations
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.snapshots import SimulatedMemory, SimulatedSnapshots, Snapshot
@@ -94,6 +95,8 @@ class SimulatedProcess(ABC):
         self.tag = Tag(0, -1, Phase.STARTING)
         self._tag_since_s = 0.0
         self._passed: list[tuple[Phase, float, float]] = []
+        self.groups = SimulatedGroups(world, self)
+        """Those beside the world's."""
         self.in_collective: Key | None = None
         self.entered_s = 0.0
         """When it had last begun a collective; 0: never."""
@@ -103,6 +106,22 @@ class SimulatedProcess(ABC):
     def __str__(self) -> str:
         rank = "spare" if self.machine.rank is None else f"rank {self.machine.rank}"
         return f"{rank} (worker {self.number})"
+
+    @property
+    def rank(self) -> int:
+        """The rank that it holds."""
+        assert self.machine.rank is not None
+        return self.machine.rank
+
+    @property
+    def place(self) -> str:
+        """The name of its node."""
+        return self.node.name
+
+    @property
+    def step(self) -> int:
+        """The step that it is in."""
+        return self.machine.steps.step
 
     @property
     def where(self) -> str:
@@ -123,9 +142,11 @@ class SimulatedProcess(ABC):
         return passed
 
     def counts(self) -> tuple[OperationCount, ...]:
-        """What its page shows of its only group, of which the barriers of its steps are counted."""
+        """What its page shows of the group that it waits in; of the world's the barriers of its steps are counted."""
         if self.in_collective is None:
             return ()
+        if (count := self.groups.count()) is not None:
+            return (count,)
         step = max(0, self.in_collective[1])
         return (OperationCount("world", Operation.BARRIER, ALL_MEMBERS, step + 1, step),)
 
@@ -160,6 +181,7 @@ class SimulatedProcess(ABC):
         self.is_alive = False
         self.exit = (cause, detail)
         self._leave_groups()
+        self.world.oracle.groups.died(self.process)
         self.world.process_ended(self)
 
     def raise_error(self, error: str, *, fatal: bool = False) -> None:
@@ -234,6 +256,10 @@ class SimulatedProcess(ABC):
         """It has exchanged with the other ranks what a start-up exchanges."""
 
     @abstractmethod
+    def wait_in(self, key: Key) -> None:
+        """Its training thread waits in a collective from now on."""
+
+    @abstractmethod
     def collective_ended(self, key: Key, rows: Rows) -> None:
         """Every rank's part of a collective has arrived."""
 
@@ -253,6 +279,7 @@ class SimulatedProcess(ABC):
 
     def _leave_groups(self) -> None:
         """Ends all connections to other ranks."""
+        self.groups.take_down()
         self.world.collectives.leave(self.process)
         self.world.rendezvous.leave(self.process)
         self.world.transfers.leave(self.process)

@@ -6,7 +6,6 @@ an update whose gradients were not complete, or of another step, leaves a mark t
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, assert_never
 
 from keepstep.errors import InternalError
@@ -22,6 +21,7 @@ from keepstep.protocol.worker import WorkerState as State
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.node import SimulatedNode
 from keepstep.sim.cluster.process import SimulatedProcess, held_while_stopped
+from keepstep.sim.cluster.scripts.activity import Activity
 from keepstep.sim.cluster.values import INCOMPLETE, History, Rows
 
 if TYPE_CHECKING:
@@ -31,24 +31,6 @@ SETTLE_S = 0.25
 MAX_MOVES = 50
 """In one go, without any time passing: more is a circle."""
 CONNECT_DEADLINE_S = 12.0
-
-
-class Activity(enum.StrEnum):
-    """What the training thread does when it has been busy for a while; `SimulatedWorker.perform` says how."""
-
-    BUILD = "build"
-    WAIT_FOR_RANK = "wait for a rank"
-    BUILD_IN_ECHO = "build in echo"
-    FALL_OUT = "fall out"
-    LOADED = "loaded"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REACH_STOP_POINT = "reach a stop point"
-    CUT_OFF = "cut off"
-    REDUCE = "reduce"
-    COMPLETE = "complete"
-    SAVE = "save"
-    END = "end"
 
 
 class SimulatedWorker(SimulatedProcess):
@@ -178,10 +160,8 @@ class SimulatedWorker(SimulatedProcess):
                 self._fall_out(why)
             case Activity.LOADED:
                 self._loaded(0)
-            case Activity.FORWARD:
-                self._forward()
-            case Activity.BACKWARD:
-                self._backward()
+            case Activity.FORWARD | Activity.BACKWARD:
+                self._work()
             case Activity.REACH_STOP_POINT:
                 self.go()
             case Activity.CUT_OFF:
@@ -261,7 +241,8 @@ class SimulatedWorker(SimulatedProcess):
         self._is_waiting = True
         self._connecting = generation
         self._begin(CONNECT_DEADLINE_S, Activity.FALL_OUT, "another rank did not come")
-        self.world.rendezvous.come(generation, self.machine.rank, self.process)
+        claims = self.groups.claims(self.machine.replaced)
+        self.world.rendezvous.come(generation, self.machine.rank, self.process, claims)
 
     @held_while_stopped
     def groups_connected(self, generation: int, cohort: int) -> None:
@@ -271,7 +252,10 @@ class SimulatedWorker(SimulatedProcess):
         if self.machine.state is State.CONNECTING and generation == self._connecting and not self.is_idle:
             self._activity += 1
             self.cohort = cohort
+            self.groups.connect(generation, cohort, self.world.rendezvous.said)
             self.machine.connected()
+            if self.machine.is_over(generation):
+                self.groups.take_down()  # the order came when there was nothing to close
             self.go()
 
     def _fall_out(self, why: str) -> None:
@@ -366,6 +350,7 @@ class SimulatedWorker(SimulatedProcess):
         self._gradients = None
         self.take_snapshot(step)
         self.local.begin_step()
+        self.groups.begin_step()
         machine.steps.advance(StepEvent.STEP_ENTERED)
         self._show()
         self._begin(self.world.draw(self._durations.forward_s), Activity.FORWARD)
@@ -378,29 +363,35 @@ class SimulatedWorker(SimulatedProcess):
             self._is_waiting = False
             self._synced(step)
 
-    def _forward(self) -> None:
-        if self.machine.interrupted:
+    def _work(self) -> None:
+        """Forward or backward have computed, or go on: what the script then does in its groups is a part of them."""
+        machine = self.machine
+        if machine.interrupted:
             self.go()
             return
-        self.machine.steps.advance(StepEvent.BACKWARD_BEGUN)
-        self._show()
-        self._begin(self.world.draw(self._durations.backward_s), Activity.BACKWARD)
-
-    def _backward(self) -> None:
-        if self.machine.interrupted:
-            self.go()
+        if self.groups.waits():
+            return
+        if machine.steps.phase is Phase.FORWARD:
+            machine.steps.advance(StepEvent.BACKWARD_BEGUN)
+            self._show()
+            self.groups.begin_backward()
+            self._begin(self.world.draw(self._durations.backward_s), Activity.BACKWARD)
         else:
-            self._enter(self.machine.steps.step, "gradients")
+            self._enter(machine.steps.step, "gradients")
 
     def _enter(self, step: int, what: str) -> None:
         assert self.cohort is not None
-        self.in_collective = key = (self.cohort, step, what)
+        key = (self.cohort, step, what)
+        self.wait_in(key)
+        self.world.collectives.enter(key, self.process, self.rank, self.place, self.local.value)
+
+    def wait_in(self, key: Key) -> None:
+        """The training thread waits in a collective from now on."""
+        self.in_collective = key
         self.entered_s = self.world.schedule.now_s
         self._activity += 1
         self._progress += 1
         self.is_idle = False
-        assert self.machine.rank is not None
-        self.world.collectives.enter(key, self.process, self.machine.rank, self.node.name, self.local.value)
 
     @held_while_stopped
     def collective_ended(self, key: Key, rows: Rows) -> None:
@@ -410,7 +401,9 @@ class SimulatedWorker(SimulatedProcess):
         machine, (_, step, what) = self.machine, key
         self.in_collective = None
         self._progress += 1
-        if what == "build":
+        if self.groups.ended(key, rows):
+            self._work()
+        elif what == "build":
             self.local.gathered(rows)
             self._built()
         elif what == "barrier":
@@ -445,7 +438,7 @@ class SimulatedWorker(SimulatedProcess):
             machine.echoed()
             self._built()
             return
-        if machine.steps.phase in (Phase.BACKWARD, Phase.OPTIMIZER):
+        if machine.steps.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
             machine.echoed()
         if machine.steps.phase is Phase.OPTIMIZER:
             machine.lost_value()
@@ -458,8 +451,9 @@ class SimulatedWorker(SimulatedProcess):
         """The connection to a peer ends in the middle of a collective."""
         if self.in_collective != key:
             return
+        count = self.groups.count()
         self._heed(self.machine.settled(), 0)
-        report = self.machine.collective_failed("world", "connection reset by peer")
+        report = self.machine.collective_failed(count.group if count else "world", "connection reset by peer")
         if report is not None:
             self._say(report)
         self._leave_groups()

@@ -25,6 +25,7 @@ class Check(enum.StrEnum):
     LOCAL_RANKS = "local ranks doubled or out of range"
     ONCE = "done twice, or by two at a time"
     START_UP = "another start-up's or rank's value, or too early"
+    GROUPS = "a group that stays and may not, or only for some"
     DRAIN = "drained wrongly, or not at all"
     RAISED = "a machine raised"
 

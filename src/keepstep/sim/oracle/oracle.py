@@ -11,17 +11,13 @@ import math
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.controller import JournalEntry, LeaseExpired
-from keepstep.protocol.messages import (
-    EndJob,
-    Packet,
-    Stop,
-    WorkerJoined,
-)
+from keepstep.protocol.messages import EndJob, Packet, Stop, WorkerJoined
 from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS
 from keepstep.sim.cluster.values import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries, tells_of_step
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.drain import DrainWatch
+from keepstep.sim.oracle.groups import GroupWatch
 from keepstep.sim.oracle.placement import Loss, MembershipWatch, SpareChoice, check_local_ranks
 from keepstep.sim.oracle.snapshots import SnapshotWatch
 from keepstep.sim.oracle.startup import StartUpWatch
@@ -64,6 +60,7 @@ class Oracle:
         self.cohorts: list[Cohort] = []
         self.causes = Causes()
         self.drain = DrainWatch(world)
+        self.groups = GroupWatch(world)
         self.members = MembershipWatch(world)
         self.snapshots = SnapshotWatch(world)
         self.start_up = StartUpWatch(world)
@@ -119,6 +116,7 @@ class Oracle:
         check_local_ranks(members)
         cohort = Cohort(len(self.cohorts) + 1, members)
         self.cohorts.append(cohort)
+        self.groups.met(cohort.number, members)
         return cohort
 
     def came_twice(self, rank: int, process: int, other: int) -> None:

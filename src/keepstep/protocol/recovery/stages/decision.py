@@ -72,6 +72,9 @@ def reachable_step(
     for rank in roster.missing_ranks():
         if steps := snapshots.steps(rank):
             shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
+    if not all(_reaches(_last_word(worker, generation)) for worker in spoken.values()):
+        for rank, steps in _sendable(roster, snapshots, membership, generation).items():
+            shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
     greatest = resume.resume_step({shard: map(_reaches, said) for shard, said in shards.items()})
     live = {shard: [frozenset(word[0]) for word in said if word and word[0]] for shard, said in shards.items()}
     if greatest is None or greatest != resume.resume_step(live):
@@ -80,6 +83,27 @@ def reachable_step(
     reaches = (reach for of_shard in live.values() for reach in of_shard)
     common = resume.common_step(reaches, would_communicate=would_communicate)
     return greatest if common is None else common
+
+
+def _sendable(
+    roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int
+) -> dict[int, frozenset[int]]:
+    """The steps that ranks can be sent which reach nothing by themselves, though a live worker holds them.
+
+    A recovery that was to restore them has been broken off. What others keep of them is there as it was before it.
+    """
+    numbers = membership.shard_numbers
+    on_node: dict[str, set[int]] = defaultdict(set)
+    for worker in roster.holders():
+        on_node[worker.node].add(numbers[worker.rank or 0])
+    empty = [each.rank or 0 for each in roster.holders() if not _reaches(_last_word(each, generation))]
+    return {
+        rank: frozenset().union(
+            *(kept.steps for kept in snapshots.all_of(rank) if on_node[kept.node] - {numbers[rank]})
+        )
+        for rank in empty
+        if snapshots.all_of(rank)
+    }
 
 
 def tied_ranks(

@@ -1,0 +1,235 @@
+"""The mesh groups of one simulated process: what it does in them, and which of them stay in a recovery.
+
+As `keepstep.worker.groups.registry` does it: closed at a stop, claimed where they are whole, decided with the same
+`why_rebuilt`. Only how an operation ends is modelled (`keepstep.sim.cluster.collectives`).
+
+A step has up to four operations. At the end of its forward each copy of the model has a broadcast, each time from
+another member, which does not wait for the others. When it begins its backward a member may send a message to the next
+one in its copy, which receives it at the end of its own backward. Then the replicas of each shard reduce their
+gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, Protocol
+
+from keepstep.errors import InternalError
+from keepstep.protocol.kept_groups import GroupClaim, why_rebuilt
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
+from keepstep.sim.cluster.collectives import GroupOperation, Key
+from keepstep.sim.cluster.groups.mesh import MeshGroup, mesh_groups
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+Claims = dict[str, GroupClaim]
+"""By the names of groups: those of one rank."""
+
+
+class GroupMember(Protocol):
+    """The process, as its groups know it."""
+
+    process: int
+    cohort: int | None
+
+    @property
+    def rank(self) -> int:
+        """In the job."""
+
+    @property
+    def place(self) -> str:
+        """The name of its node."""
+
+    @property
+    def step(self) -> int:
+        """That it is in."""
+
+    def wait_in(self, key: Key) -> None:
+        """Its training thread waits in an operation from now on, until `SimulatedGroups.ended`."""
+
+
+@dataclasses.dataclass(slots=True)
+class SimulatedGroup:
+    """What one process has of a group. Operations are counted since the connections were made."""
+
+    group: MeshGroup
+    rank: int
+    """Of this process in the group."""
+    cohort: int
+    """That it was connected in; with the group's name that names the connections."""
+    generation: int
+    is_open: bool = True
+    is_whole: bool = True
+    """Whether nothing has failed or was broken off on these connections."""
+    collectives: int = 0
+    sent: dict[int, int] = dataclasses.field(default_factory=dict)
+    received: dict[int, int] = dataclasses.field(default_factory=dict)
+    under_way: Key | None = None
+    """The operation that this process waits in."""
+
+    def close(self) -> None:
+        """No operation begins any more. One that is under way is broken off, with all connections."""
+        self.is_open = False
+        if self.under_way is not None:
+            self.is_whole, self.under_way = False, None
+
+    def claim(self) -> GroupClaim | None:
+        """What this process can say of the connections; see `Communicator.claim`."""
+        if self.is_open or not self.is_whole or self.under_way is not None:
+            return None
+        return GroupClaim(self.generation, self.collectives, dict(self.sent), dict(self.received))
+
+
+class SimulatedGroups:
+    """Those of one process. It has none until it is connected, and in a job without a mesh none at all."""
+
+    def __init__(self, world: World, member: GroupMember) -> None:
+        self._world = world
+        self._member = member
+        self._groups: dict[str, SimulatedGroup] = {}
+        self._to_do: list[Operation] = []
+        """What the script has still to do in them before its phase is over."""
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The script begins a step, and with it the forward."""
+        self._to_do = [Operation.BROADCAST] if self._groups else []
+
+    def begin_backward(self) -> None:
+        """The forward is over."""
+        self._to_do = [Operation.ALL_REDUCE] if self._groups else []
+        if self._groups and self._world.layout.sends_in_mesh:
+            self._send(self._of_kind(holds_one_shard=False))
+            self._to_do.insert(0, Operation.RECV)
+
+    def waits(self) -> bool:
+        """Goes on with what is to be done before the phase is over; whether the process waits in an operation now."""
+        while self._to_do:
+            match self._to_do.pop(0):
+                case Operation.BROADCAST:
+                    waits = self._broadcast(self._of_kind(holds_one_shard=False))
+                case Operation.RECV:
+                    waits = self._receive(self._of_kind(holds_one_shard=False))
+                case _:
+                    waits = self._reduce(self._of_kind(holds_one_shard=True))
+            if waits:
+                return True
+        return False
+
+    def _of_kind(self, *, holds_one_shard: bool) -> SimulatedGroup:
+        return next(each for each in self._groups.values() if each.group.holds_one_shard is holds_one_shard)
+
+    def _broadcast(self, group: SimulatedGroup) -> bool:
+        """Each time another member gives something to the others; it leaves before they have it, or have come."""
+        members = group.group.members
+        group.collectives += 1
+        root = members[group.collectives % len(members)]
+        key = (group.cohort, group.collectives, group.group.name)
+        operation = GroupOperation(group.group.name, (root,), len(members))
+        return self._begin(group, key, operation, waits=root != self._member.rank)
+
+    def _reduce(self, group: SimulatedGroup) -> bool:
+        """Each member gets what all members give."""
+        group.collectives += 1
+        key = (group.cohort, group.collectives, group.group.name)
+        members = group.group.members
+        return self._begin(group, key, GroupOperation(group.group.name, members, len(members)), waits=True)
+
+    def _send(self, group: SimulatedGroup) -> None:
+        """A message to the next member is under way, which does not wait for it yet."""
+        to = group.rank + 1
+        if to < len(group.group.members):
+            number = group.sent[to] = group.sent.get(to, 0) + 1
+            self._begin(group, *self._message(group, number, group.rank), waits=False)
+
+    def _receive(self, group: SimulatedGroup) -> bool:
+        """Waits for the message of the member before this one."""
+        source = group.rank - 1
+        if source < 0:
+            return False
+        number = group.received[source] = group.received.get(source, 0) + 1
+        return self._begin(group, *self._message(group, number, source), waits=True)
+
+    def _message(self, group: SimulatedGroup, number: int, source: int) -> tuple[Key, GroupOperation]:
+        name = group.group.name
+        return (group.cohort, number, f"{name} {source}"), GroupOperation(name, (group.group.members[source],), 2)
+
+    def _begin(self, group: SimulatedGroup, key: Key, operation: GroupOperation, *, waits: bool) -> bool:
+        member = self._member
+        if not group.is_open:
+            raise InternalError(f"rank {member.rank} begins {key}, and its groups are closed")
+        if waits:
+            group.under_way = key
+            member.wait_in(key)
+        self._world.collectives.enter(key, member.process, member.rank, member.place, self._attempt(), operation)
+        return waits
+
+    def _attempt(self) -> int:
+        """Names the attempt at the step: what is begun in one must never be received in another."""
+        return (self._member.cohort or 0) << 32 | self._member.step
+
+    def ended(self, key: Key, rows: tuple[int, ...]) -> bool:
+        """An operation that this process waited in has ended; False: it is none of these groups'."""
+        for group in self._groups.values():
+            if group.under_way == key:
+                group.under_way = None
+                self._world.oracle.groups.received(self._member.process, key, rows, self._attempt())
+                return True
+        return False
+
+    def count(self) -> OperationCount | None:
+        """What the process's page shows of the operation that it waits in; None: it waits in none of these groups."""
+        group = next((each for each in self._groups.values() if each.under_way is not None), None)
+        if group is None or group.under_way is None:
+            return None
+        _cohort, number, of = group.under_way
+        name = group.group.name
+        if of != name:
+            return OperationCount(name, Operation.RECV, group.rank - 1, number, number - 1)
+        operation = Operation.ALL_REDUCE if group.group.holds_one_shard else Operation.BROADCAST
+        return OperationCount(name, operation, ALL_MEMBERS, number, number - 1)
+
+    # ---- a recovery -------------------------------------------------------------------------------------------------
+
+    def take_down(self) -> None:
+        """No operation begins any more, and groups with one under way are broken."""
+        for group in self._groups.values():
+            group.close()
+
+    def claims(self, replaced: Set[int]) -> Claims:
+        """What this process claims when it comes to connect.
+
+        Args:
+            replaced: ranks that are known to be held by other processes than before.
+        """
+        possible = {
+            name: each.claim() for name, each in self._groups.items() if replaced.isdisjoint(each.group.members)
+        }
+        return {name: claim for name, claim in possible.items() if claim is not None}
+
+    def connect(self, generation: int, cohort: int, said: Mapping[int, Mapping[int, Claims]]) -> None:
+        """Opens the groups that stay, and connects the others.
+
+        Args:
+            generation: the new one.
+            cohort: the one that the process is connected in.
+            said: what each rank has claimed when it came to connect in a cohort.
+        """
+        if not self._world.layout.has_mesh:
+            return
+        claimed = said[cohort]
+        mine = claimed[self._member.rank]
+        for group in mesh_groups(self._world.layout.shards):
+            if self._member.rank not in group.members:
+                continue
+            claims = [claimed[member].get(group.name) for member in group.members]
+            stays = group.name in mine and why_rebuilt(claims) is None
+            self._world.oracle.groups.connects(self._member.process, group.name, cohort, stays=stays)
+            if stays:
+                self._groups[group.name].is_open = True
+            else:
+                rank = group.members.index(self._member.rank)
+                self._groups[group.name] = SimulatedGroup(group, rank, cohort, generation)
