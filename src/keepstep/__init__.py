@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from keepstep.weights.memory.blocks import Block
     from keepstep.weights.publisher import Buffers, Publisher
     from keepstep.weights.subscriber import Subscriber
-    from keepstep.worker.loop import Step
+    from keepstep.worker.loop.step import Step
     from keepstep.worker.session import Session, init
 
 __version__ = "0.1.0"
@@ -62,7 +62,7 @@ _MODULES = {
     "Buffers": "keepstep.weights.publisher",
     "Publisher": "keepstep.weights.publisher",
     "Session": "keepstep.worker.session",
-    "Step": "keepstep.worker.loop",
+    "Step": "keepstep.worker.loop.step",
     "Subscriber": "keepstep.weights.subscriber",
     "init": "keepstep.worker.session",
 }

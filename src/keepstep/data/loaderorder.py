@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.data.numbers import digest, whole
-from keepstep.data.reader import BatchReader, Request
+from keepstep.data.reader import BatchReader, LoaderWorkers, Request
 from keepstep.errors import ConfigurationError, UsageError
 
 
@@ -144,14 +144,11 @@ def _apart(begin: Callable[[], Iterator[Any]], key: bytes) -> Iterator[Any]:
 
 def reader_of(loader: DataLoader[Any], seed: int) -> BatchReader:
     """What reads a loader's batches as the loader would, with random numbers of each batch's own."""
-    return BatchReader(
-        loader.dataset,
-        loader.collate_fn,
-        seed,
-        num_workers=loader.num_workers,
-        timeout_s=loader.timeout,
-        prefetch_factor=loader.prefetch_factor or 2,
-        context=loader.multiprocessing_context,
-        pin_memory=loader.pin_memory,
-        init_worker=loader.worker_init_fn,
+    workers = LoaderWorkers(
+        loader.num_workers,
+        loader.timeout,
+        loader.prefetch_factor or 2,
+        loader.multiprocessing_context,
+        loader.worker_init_fn,
     )
+    return BatchReader(loader.dataset, loader.collate_fn, seed, workers, pin_memory=loader.pin_memory)

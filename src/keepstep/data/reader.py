@@ -7,6 +7,7 @@ number of workers, and the training step's own random numbers do not depend on t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
@@ -47,6 +48,22 @@ class Request(NamedTuple):
     """Of its samples: a list, or one index where the dataset makes whole batches itself."""
 
 
+@dataclasses.dataclass(frozen=True)
+class LoaderWorkers:
+    """The processes that read batches ahead of time."""
+
+    num: int
+    """How many; 0 reads in the calling thread."""
+    timeout_s: float = 0.0
+    """The longest wait for one batch; 0: without an end."""
+    prefetch_factor: int = 2
+    """How many batches each of them prepares ahead."""
+    context: Any = None
+    """A start method or context of ``multiprocessing``."""
+    init: Callable[[int], None] | None = None
+    """Called in each of them with its number."""
+
+
 class BatchReader:
     """Reads batches in the order of their numbers, and begins anew where another one is asked for.
 
@@ -61,30 +78,20 @@ class BatchReader:
         dataset: Any,
         collate: Callable[[Any], Any],
         seed: int,
+        workers: LoaderWorkers,
         *,
-        num_workers: int = 0,
-        timeout_s: float = 0.0,
-        prefetch_factor: int = 2,
-        context: Any = None,
         pin_memory: bool = False,
-        init_worker: Callable[[int], None] | None = None,
     ) -> None:
         """Args:
         dataset: map-style. Loader workers get a copy of it.
         collate: makes a batch of a list of samples, or of what the dataset gives for one index.
         seed: of the random numbers.
-        num_workers: loader workers; 0 reads in the calling thread.
-        timeout_s: the longest wait for one batch, in seconds; 0: without an end.
-        prefetch_factor: how many batches each loader worker prepares ahead.
-        context: a start method or context of ``multiprocessing``.
+        workers: which loader workers there are.
         pin_memory: as for torch's loader.
-        init_worker: called in each loader worker with its number.
         """
         self._batches = _Batches(dataset, collate, seed)
         self._order = _Order()
-        self._num_workers, self._timeout_s = num_workers, timeout_s
-        self._prefetch_factor, self._context = prefetch_factor, context
-        self._pin_memory, self._init_worker = pin_memory, init_worker
+        self._workers, self._pin_memory = workers, pin_memory
         self._loader: DataLoader[Any] | None = None
         self._ahead: Any = None
         self._awaited: tuple[int, int] | None = None
@@ -116,7 +123,9 @@ class BatchReader:
         except RuntimeError as error:
             # torch has no type of its own for these two.
             if str(error).startswith("DataLoader timed out"):
-                raise PeerLost(self._lost(number, rank, f"did not answer within {self._timeout_s:g} s")) from error
+                raise PeerLost(
+                    self._lost(number, rank, f"did not answer within {self._workers.timeout_s:g} s")
+                ) from error
             if str(error).startswith("DataLoader worker (pid"):
                 raise PeerLost(self._lost(number, rank, f"died ({error})")) from error
             raise
@@ -131,13 +140,13 @@ class BatchReader:
         A worker that does not leave by itself within 5 s (torch's figure) is terminated.
         """
         ahead, self._ahead, self._loader = self._ahead, None, None
-        if ahead is not None and self._num_workers:
+        if ahead is not None and self._workers.num:
             # torch has no public name for it. Left to the garbage collector, which may come late (a traceback can hold
             # the iterator) and closes the queues first, the workers are not told and each costs 5 s.
             ahead._shutdown_workers()
 
     def _begin(self, requests: Callable[[], Iterator[Request]]) -> None:
-        if self._num_workers == 0:
+        if self._workers.num == 0:
             self._ahead = map(self._batches.__getitem__, requests())
             return
         if self._loader is None:
@@ -147,14 +156,14 @@ class BatchReader:
                 self._batches,
                 batch_size=None,
                 sampler=self._order,
-                num_workers=self._num_workers,
+                num_workers=self._workers.num,
                 collate_fn=_unchanged,
-                timeout=self._timeout_s,
-                worker_init_fn=functools.partial(_begin_worker, ends_with_us, self._init_worker),
-                multiprocessing_context=self._context,
+                timeout=self._workers.timeout_s,
+                worker_init_fn=functools.partial(_begin_worker, ends_with_us, self._workers.init),
+                multiprocessing_context=self._workers.context,
                 # Without its own generator it would draw a seed from the training step's.
                 generator=torch.Generator(),
-                prefetch_factor=self._prefetch_factor,
+                prefetch_factor=self._workers.prefetch_factor,
                 persistent_workers=True,
                 pin_memory=self._pin_memory,
             )
@@ -164,7 +173,7 @@ class BatchReader:
     def _lost(self, number: int, rank: int, what: str) -> str:
         return (
             f"a loader worker of rank {rank} {what} at batch {number}; "
-            f"look at the dataset's own reads, or raise the timeout or lower num_workers ({self._num_workers})"
+            f"look at the dataset's own reads, or raise the timeout or lower num_workers ({self._workers.num})"
         )
 
 

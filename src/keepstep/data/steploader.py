@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from keepstep.data.numbers import whole
 from keepstep.data.order import StepSampler
-from keepstep.data.reader import BatchReader, MapDataset, Request
+from keepstep.data.reader import BatchReader, LoaderWorkers, MapDataset, Request
 from keepstep.errors import ConfigurationError
 
 # Long enough for a slow file system to deliver a first batch, short enough for a person to wait for the error.
@@ -80,10 +80,12 @@ class StepLoader:
             dataset,
             collate_fn or default_collate,
             self.sampler.seed,
-            num_workers=whole("num_workers", num_workers, 0),
-            timeout_s=self.timeout_s,
-            prefetch_factor=whole("prefetch_factor", options.get("prefetch_factor", 2), 1),
-            context=options.get("start_method"),
+            LoaderWorkers(
+                whole("num_workers", num_workers, 0),
+                self.timeout_s,
+                whole("prefetch_factor", options.get("prefetch_factor", 2), 1),
+                options.get("start_method"),
+            ),
         )
 
     def batch(self, step: int, rank: int) -> Any:

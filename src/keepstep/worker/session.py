@@ -24,7 +24,6 @@ from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.communicator import LOOPBACK
-from keepstep.worker.batches import Batches, have_samplers_wait
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import WORLD, GroupRegistry
@@ -32,7 +31,9 @@ from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.jobstore.default import DefaultStore
 from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
-from keepstep.worker.loop import Step
+from keepstep.worker.loop.batches import Batches
+from keepstep.worker.loop.late_rank import have_samplers_wait
+from keepstep.worker.loop.step import Step
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh

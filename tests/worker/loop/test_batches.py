@@ -19,7 +19,8 @@ from torch.utils.data import (
 )
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.worker.batches import Batches, have_samplers_wait
+from keepstep.worker.loop.batches import Batches
+from keepstep.worker.loop.late_rank import have_samplers_wait
 
 
 class Step:

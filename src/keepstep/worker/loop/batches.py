@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from keepstep.data.loaderorder import LoaderOrder, reader_of
 from keepstep.data.numbers import whole
-from keepstep.worker.loop import Step
+from keepstep.worker.loop.step import Step
 
 
 class Batches:
@@ -98,40 +97,3 @@ class _Kept:
         if not all(isinstance(leaf, torch.Tensor | int | float | str | bytes | None) for leaf in self._leaves):
             return None
         return [leaf._version for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-
-
-def have_samplers_wait(rank: Callable[[], int]) -> None:
-    """Has every ``DistributedSampler`` that is made from now on ask for its rank when it is used, and not before.
-
-    On a spare: the rank is not known yet, and asking for it where the sampler is made would hold up the script there.
-
-    Args:
-        rank: gives this process's rank, and waits for it.
-    """
-    make = DistributedSampler.__init__
-
-    def made(
-        self: Any, dataset: Any, num_replicas: int | None = None, rank: int | None = None, *more: Any, **options: Any
-    ) -> None:
-        make(self, dataset, num_replicas, 0 if rank is None else rank, *more, **options)
-        if rank is None:
-            self.rank = None
-
-    setattr(DistributedSampler, "__init__", made)  # noqa: B010  # what mypy takes for an error otherwise
-    setattr(DistributedSampler, "rank", _LateRank(rank))  # noqa: B010
-
-
-class _LateRank:
-    """The attribute ``rank``: where it is None, the one that this process gets."""
-
-    def __init__(self, wait: Callable[[], int]) -> None:
-        self._wait = wait
-
-    def __get__(self, sampler: Any, owner: type) -> int:
-        held: int | None = vars(sampler)["rank"]
-        if held is None:
-            held = vars(sampler)["rank"] = self._wait()
-        return held
-
-    def __set__(self, sampler: Any, value: int | None) -> None:
-        vars(sampler)["rank"] = value
