@@ -7,6 +7,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO
 
 import msgspec
 
@@ -99,9 +102,20 @@ def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | No
             child = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
             stack.callback(child.kill)
             children.append(child)
+        lines: SimpleQueue[bytes | None] = SimpleQueue()
         for child in children:
             assert child.stdout is not None
-            for line in child.stdout:
+            Thread(target=_pass_on, args=(child.stdout, lines), daemon=True).start()
+        for _ in children:
+            while (line := lines.get()) is not None:
                 yield decoder.decode(line)
+        for child in children:
             if child.wait() != 0:
                 raise PeerLost(f"a process of the simulation ended with exit code {child.returncode}")
+
+
+def _pass_on(stream: IO[bytes], lines: SimpleQueue[bytes | None]) -> None:
+    """Takes each line as it comes, for a process whose pipe is full stands still; None: there are no more."""
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
