@@ -26,6 +26,7 @@ from keepstep.errors import (
     NothingToRecoverFrom,
     PeerLost,
     StateMismatch,
+    StepInterrupted,
     UsageError,
     WeightsNotReady,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "Session",
     "StateMismatch",
     "Step",
+    "StepInterrupted",
     "Subscriber",
     "UsageError",
     "WeightsNotReady",

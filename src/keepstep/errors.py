@@ -23,8 +23,18 @@
     ├── NothingToRecoverFrom    no live rank, snapshot or checkpoint holds some shard
     └── InternalError           an invariant of keepstep does not hold: our bug, please report it
 
+    StepInterrupted             no error and no `Exception`: the step that is being computed is undone and comes again
+
 A message says what happened, to whom (generation, rank, step) and what to do about it.
 """
+
+
+class StepInterrupted(BaseException):
+    """Another rank was lost: the step that this one is computing is left, undone, and handed out again.
+
+    It is raised in the middle of a step and caught at its end. Like ``KeyboardInterrupt`` it is no ``Exception``, so
+    that handlers of errors let it pass; where one does not, the next stop point raises it again.
+    """
 
 
 class KeepstepError(Exception):

@@ -13,9 +13,8 @@ import torch
 from tests.worker.ranks import run_ranks
 from tests.worker.single import NUM_STEPS, Training
 
-from keepstep.errors import UsageError
+from keepstep.errors import StepInterrupted, UsageError
 from keepstep.protocol.phases import Phase
-from keepstep.worker.coordination import StepInterrupted
 
 AT = 2
 """The step in which the rank is stopped."""

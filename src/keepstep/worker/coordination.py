@@ -56,10 +56,6 @@ Work: TypeAlias = (
 """A move that is not done here: it concerns the script or the state."""
 
 
-class StepInterrupted(BaseException):
-    """Unwinds an interrupted step up to its ``with``; not an Exception, so that a script does not catch it."""
-
-
 class Coordination:
     """One rank's part in its job. Implements `keepstep.worker.groups.observer.GroupObserver`.
 

@@ -10,13 +10,20 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Store
 
 from keepstep.cancel import Cancelled
-from keepstep.errors import InternalError, NothingToRecoverFrom, PeerLost, RemoteProtocolError, StateMismatch
+from keepstep.errors import (
+    InternalError,
+    NothingToRecoverFrom,
+    PeerLost,
+    RemoteProtocolError,
+    StateMismatch,
+    StepInterrupted,
+)
 from keepstep.protocol.messages import Rescue, Transfer, text
 from keepstep.protocol.moves import Build, End, Load, Save, SaveAndEnd, Train, Undo, Update
 from keepstep.protocol.resume import Action
 from keepstep.weights.device.stages import CannotGoOn
 from keepstep.weights.memory.pieces import Held
-from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.coordination import Coordination
 from keepstep.worker.publication import StepPublication
 from keepstep.worker.state.checkpoint import Checkpoints, rescue
 from keepstep.worker.state.dcp.content import Share

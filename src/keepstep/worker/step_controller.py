@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from keepstep.errors import UsageError
+from keepstep.errors import StepInterrupted, UsageError
 from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
-from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.coordination import Coordination
 from keepstep.worker.parallel.zero import local_optimizer
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.protected import ProtectedState

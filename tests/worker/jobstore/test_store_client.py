@@ -7,12 +7,11 @@ import pytest
 from tests.worker.jobstore.answering import Rank, later
 from torch import distributed as dist
 
-from keepstep.errors import PeerLost
+from keepstep.errors import PeerLost, StepInterrupted
 from keepstep.protocol.messages import Resume, SafePointReached, Stop
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import WorkerState
 from keepstep.worker import coordination
-from keepstep.worker.coordination import StepInterrupted
 from keepstep.worker.jobstore.store_client import Downtime
 
 LONG = timedelta(seconds=60)

@@ -9,8 +9,8 @@ import torch
 from tests.worker.ranks import run_ranks
 from tests.worker.single import NUM_STEPS, Training
 
+from keepstep.errors import StepInterrupted
 from keepstep.protocol.phases import Phase
-from keepstep.worker.coordination import StepInterrupted
 from keepstep.worker.step.barrier import pass_gradient_barrier
 
 

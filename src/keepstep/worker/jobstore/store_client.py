@@ -19,9 +19,10 @@ from typing import NoReturn
 
 from torch import distributed as dist
 
+from keepstep.errors import StepInterrupted
 from keepstep.protocol.messages import STORE_OPERATIONS_THAT_WAIT, Resume, Stop, StoreAnswered, WorkerOrder
 from keepstep.protocol.phases import Phase
-from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.coordination import Coordination
 from keepstep.worker.link import Link
 
 POLL_INTERVAL_S = 0.05

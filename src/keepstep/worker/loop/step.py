@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from keepstep.worker.coordination import StepInterrupted
+from keepstep.errors import StepInterrupted
 from keepstep.worker.step_controller import StepController
 
 

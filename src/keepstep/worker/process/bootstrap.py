@@ -8,9 +8,8 @@ import sys
 import traceback
 
 from keepstep.config import has_no_rank, rank_environment, spare_to_park
-from keepstep.errors import ConfigurationError, UsageError
+from keepstep.errors import ConfigurationError, StepInterrupted, UsageError
 from keepstep.protocol.messages import WorkerFailed, text
-from keepstep.worker.coordination import StepInterrupted
 from keepstep.worker.parking import park
 from keepstep.worker.session import current_session
 

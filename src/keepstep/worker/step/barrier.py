@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from keepstep.errors import StepInterrupted
 from keepstep.protocol.phases import StepEvent
-from keepstep.worker.coordination import Coordination, StepInterrupted
+from keepstep.worker.coordination import Coordination
 from keepstep.worker.groups.registry import WORLD
 from keepstep.worker.step.attempt import Attempt
 
