@@ -108,6 +108,7 @@ class Session:
         self._draws_as: int | None = None
         """The rank whose random numbers this one draws, where it is not its own."""
         self._data_ranks: Sequence[int] | None = None
+        self._has_batches = False
         self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
     def _connect(self) -> Coordination:
@@ -424,12 +425,18 @@ class Session:
 
         Raises:
             ConfigurationError: no batch of the loader could be found again, or a number is below 1.
-            UsageError: as for `steps`.
+            UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
         """
-        return Batches(loader, epochs, accumulate, self._seed, self.steps, self._reads_as)
+        return Batches(loader, epochs, accumulate, self._seed, self._steps_of_batches, lambda: self.data_rank)
 
-    def _reads_as(self) -> int:
-        return self.data_rank if self._data_ranks is not None else self.rank
+    def _steps_of_batches(self, num_steps: int) -> Iterator[Step]:
+        if self._has_batches:
+            raise UsageError(
+                "session.batches() is iterated a second time: one loop has all epochs, session.batches(loader, "
+                "epochs=...). For validation, iterate a DataLoader itself"
+            )
+        self._has_batches = True
+        return self.steps(num_steps)
 
     def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from keepstep.data.loaderorder import LoaderOrder, reader_of
@@ -41,7 +40,6 @@ class Batches:
         self._order = LoaderOrder(loader, epochs, seed)
         self._reader = reader_of(loader, seed)
         self._steps, self._rank = steps, rank
-        self._kept: _Kept | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -57,19 +55,13 @@ class Batches:
             for step in self._steps(len(self)):
                 step.epoch, position = divmod(step.index, self.steps_per_epoch)
                 step.is_epoch_end = position == self.steps_per_epoch - 1
-                yield step, self._batch_of(step.index)
+                yield step, self._read(step.index)
         finally:
             self._reader.close()
 
-    def _batch_of(self, index: int) -> Any:
-        """The batch of a step, or its list of batches: the same objects where the step comes again and they can be used
-        again; else they are read again, which gives the same values."""
-        if self._kept is None or self._kept.index != index or not self._kept.is_unchanged():
-            self._kept = None
-            self._kept = _Kept(index, self._read(index))
-        return self._kept.content
-
     def _read(self, index: int) -> Any:
+        """The batch of a step, or its list of batches. A step that comes again reads again: the script may have changed
+        the former objects in ways that cannot be seen, such as ``batch.pop("labels")`` or ``x.data.mul_(2)``."""
         epoch, position = divmod(index, self.steps_per_epoch)
         first = position * self._accumulate
         last = min(first + self._accumulate, self._order.num_batches)
@@ -79,21 +71,3 @@ class Batches:
             for number in range(begin + first, begin + last)
         ]
         return found[0] if self._accumulate == 1 else found
-
-
-class _Kept:
-    """The batch of the step that was handed out last."""
-
-    def __init__(self, index: int, content: Any) -> None:
-        self.index, self.content = index, content
-        self._leaves = torch.utils._pytree.tree_leaves(content)
-        self._versions = self._versions_now()
-
-    def is_unchanged(self) -> bool:
-        """Whether the script cannot have changed it in place: of other things than tensors it cannot be told."""
-        return self._versions is not None and self._versions == self._versions_now()
-
-    def _versions_now(self) -> list[int] | None:
-        if not all(isinstance(leaf, torch.Tensor | int | float | str | bytes | None) for leaf in self._leaves):
-            return None
-        return [leaf._version for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
