@@ -1,8 +1,8 @@
 """The order in which a torch ``DataLoader`` reads its dataset, epoch by epoch, found again from any batch on.
 
-It is the loader's own: its batch sampler is asked, after ``set_epoch()`` where it has one. What samplers draw from
-generators of their own (``DataLoader(generator=...)``) is what they draw in a plain loop over the same loader. What they
-would draw from the process's generators they draw from (seed, epoch) instead, so that a rollback finds it again.
+It is the loader's own: its samplers are asked, after ``set_epoch()`` where they have one. What they draw from generators
+of their own (``DataLoader(generator=...)``) is what they draw in a plain loop over the same loader. What they would draw
+from the process's generators they draw from (seed, epoch) instead, so that a rollback finds it again.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class LoaderOrder:
             ) from None
         if self.num_batches == 0:
             raise ConfigurationError("session.batches(): the loader has no batch: lower batch_size, or drop_last=False")
-        self._parts = _parts_of(loader)
-        own = {id(each): each for each in (loader.generator, *itertools.chain(*map(_values, self._parts)))}
+        self._samplers = samplers_of(loader)
+        own = {id(each): each for each in (loader.generator, *itertools.chain(*map(_values, self._samplers)))}
         self._own = [source for source in map(source_of, own.values()) if source is not None]
         self._num_workers, self._generator = loader.num_workers, loader.generator
         self._keeps_workers = loader.persistent_workers
@@ -95,7 +95,7 @@ class LoaderOrder:
 
     def _ask_twice(self) -> None:
         """Refuses a sampler that keeps something unseen from one epoch to the next: a counter, a list it shuffles."""
-        unknown = next((part for part in self._parts if type(part) not in _STATELESS), None)
+        unknown = next((part for part in self._samplers if type(part) not in _STATELESS), None)
         if unknown is None:
             return
         once, again = (map(pickle.dumps, self._drawn(0, 0)) for _ in range(2))
@@ -142,7 +142,7 @@ class LoaderOrder:
         seed_process(digest("order", self._seed, epoch))
         if self._own:
             _put(self._own, self._begins[epoch])
-        for part in self._parts:
+        for part in self._samplers:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         iterator = iter(self._sampler)
@@ -177,7 +177,7 @@ def _sampler_of(loader: Any) -> Any:
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
-def _parts_of(loader: DataLoader[Any]) -> list[Any]:
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """The loader's samplers, and those that they are made of."""
     found: dict[int, Any] = {}
     waiting = [loader.batch_sampler, loader.sampler]
@@ -212,4 +212,6 @@ def reader_of(loader: DataLoader[Any], seed: int) -> BatchReader:
         loader.worker_init_fn,
     )
     collates = loader.batch_sampler is not None
-    return BatchReader(loader.dataset, loader.collate_fn, seed, workers, collates=collates, pin_memory=loader.pin_memory)
+    return BatchReader(
+        loader.dataset, loader.collate_fn, seed, workers, collates=collates, pin_memory=loader.pin_memory
+    )

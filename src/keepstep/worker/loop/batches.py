@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from keepstep.data.loaderorder import LoaderOrder, reader_of
+from keepstep.data.loaderorder import LoaderOrder, reader_of, samplers_of
 from keepstep.data.numbers import whole
+from keepstep.errors import ConfigurationError
 from keepstep.worker.loop.step import Step
 
 
@@ -71,3 +72,18 @@ class Batches:
             for number in range(begin + first, begin + last)
         ]
         return found[0] if self._accumulate == 1 else found
+
+
+def check_replicas(loader: DataLoader[Any], data_world_size: int, world_size: int) -> None:
+    """Refuses a ``DistributedSampler`` that gives samples of their own to ranks that must read the same ones.
+
+    Raises:
+        ConfigurationError: it shares them out among all ranks, as it does by default, and not all differ in their data.
+    """
+    replicas = (part.num_replicas for part in samplers_of(loader) if isinstance(part, DistributedSampler))
+    if data_world_size < world_size and world_size in replicas:
+        raise ConfigurationError(
+            f"session.batches(): the DistributedSampler shares out the samples among all {world_size} ranks, and only "
+            f"{data_world_size} have samples of their own: give it num_replicas=session.data_world_size and "
+            "rank=session.data_rank"
+        )
