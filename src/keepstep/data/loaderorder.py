@@ -1,8 +1,8 @@
 """The order in which a torch ``DataLoader`` reads its dataset, epoch by epoch, found again from any batch on.
 
-It is the loader's own: its samplers are asked, after ``set_epoch()`` where they have one. What they draw from generators
-of their own (``DataLoader(generator=...)``) is what they draw in a plain loop over the same loader. What they would draw
-from the process's generators they draw from (seed, epoch) instead, so that a rollback finds it again.
+It is the loader's own: its samplers are asked, after ``set_epoch()`` where they have one. What they draw from
+generators of their own (``DataLoader(generator=...)``) is what they draw in a plain loop over the same loader. What
+they would draw from the process's generators they draw from (seed, epoch) instead, so that a rollback finds it again.
 """
 
 from __future__ import annotations
@@ -145,13 +145,15 @@ class LoaderOrder:
         for part in self._samplers:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        iterator = iter(self._sampler)
+        iterator: Iterator[Any] = iter(self._sampler)
         if self._num_workers and self._keeps_workers and epoch > 0:
             return iterator
         # Here torch's loader takes the workers' seed, and asks once more when they have started.
         if self._generator is not None:
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-        return iter(self._sampler) if self._num_workers else iterator
+        if self._num_workers:
+            iterator = iter(self._sampler)
+        return iterator
 
     def _note_begin(self, epoch: int) -> None:
         self._begins.pop(epoch, None)

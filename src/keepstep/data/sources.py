@@ -47,4 +47,5 @@ def source_of(thing: object) -> Source | None:
             return Source(thing.get_state, thing.set_state)
         case np.random.Generator(bit_generator=bits):
             return Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+        case _:
+            return None
