@@ -58,6 +58,30 @@ def test_steps_after_the_last_one_are_refused() -> None:
     assert "UsageError: steps(3) after all ranks have completed steps(2)" in run.stderr
 
 
+EPOCHS_BY_HAND = """
+import keepstep, torch
+
+session = keepstep.init()
+model = torch.nn.Linear(1, 1)
+session.protect(model=model)
+loader = torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2)
+for epoch in range(2):
+    for step, batch in session.batches(loader):
+        with step:
+            model(batch)
+    print("epoch", epoch, flush=True)
+"""
+
+
+def test_a_second_loop_over_batches_is_refused() -> None:
+    """It would have no step, without a word."""
+    command = [sys.executable, "-c", EPOCHS_BY_HAND]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout == "epoch 0\n"
+    assert run.returncode == 1
+    assert "UsageError: session.batches() is iterated a second time: one loop has all epochs" in run.stderr
+
+
 EVALUATES = """
 import keepstep, torch
 from torch.nn.parallel import DistributedDataParallel

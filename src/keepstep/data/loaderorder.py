@@ -1,24 +1,35 @@
 """The order in which a torch ``DataLoader`` reads its dataset, epoch by epoch, found again from any batch on.
 
-It is the loader's own: its batch sampler is asked, after ``set_epoch()`` where it has one. What a sampler draws from a
-generator of its own (``DataLoader(generator=...)``) is what it draws in a plain loop over the same loader. What it
-would draw from the process's generators it draws from (seed, epoch) instead, so that a rollback finds it again.
+It is the loader's own: its samplers are asked, after ``set_epoch()`` where they have one. What they draw from
+generators of their own (``DataLoader(generator=...)``) is what they draw in a plain loop over the same loader. What
+they would draw from the process's generators they draw from (seed, epoch) instead, so that a rollback finds it again.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils import data
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from keepstep.data.numbers import digest, whole
 from keepstep.data.reader import BatchReader, LoaderWorkers, Request
+from keepstep.data.sources import PROCESS_SOURCES, Source, seed_process, source_of
 from keepstep.errors import ConfigurationError, UsageError
+from keepstep.typenames import is_named
+
+# A rollback goes back a few epochs at most; what lies before is drawn again from the first one on.
+NUM_BEGINS = 8
+
+# They keep nothing from one epoch to the next, except in a generator.
+_STATELESS = {
+    *(data.BatchSampler, data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler),
+    *(data.WeightedRandomSampler, DistributedSampler, list, tuple, range),
+}
 
 
 class LoaderOrder:
@@ -44,14 +55,13 @@ class LoaderOrder:
             ) from None
         if self.num_batches == 0:
             raise ConfigurationError("session.batches(): the loader has no batch: lower batch_size, or drop_last=False")
-        parts = (self._sampler, loader.sampler, getattr(self._sampler, "sampler", None))
-        self._parts = list({id(part): part for part in parts if part is not None}.values())
-        generators = (loader.generator, *(getattr(part, "generator", None) for part in self._parts))
-        self._generators = list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
-        self._loader_generator = loader.generator
-        self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
-        self._begins = [self._generator_states()]
-        """Of the generators, at the beginning of each epoch that was come to."""
+        self._samplers = samplers_of(loader)
+        own = {id(each): each for each in (loader.generator, *itertools.chain(*map(_values, self._samplers)))}
+        self._own = [source for source in map(source_of, own.values()) if source is not None]
+        self._num_workers, self._generator = loader.num_workers, loader.generator
+        self._keeps_workers = loader.persistent_workers
+        self._begins = {0: [source.get() for source in self._own]}
+        """What the own generators hold at the beginning of epochs: of the first, and of those that were noted last."""
 
     def requests(self, first: int, rank: int) -> Iterator[Request]:
         """That batch and all that follow.
@@ -61,8 +71,14 @@ class LoaderOrder:
             rank: whose: it goes into the requests.
 
         Raises:
+            ConfigurationError: the first batch of all is asked for, and its epoch has another order each time.
             UsageError: the sampler's epochs do not have as many batches as its length says.
         """
+        if first == 0:
+            self._ask_twice()
+        return self._requests(first, rank)
+
+    def _requests(self, first: int, rank: int) -> Iterator[Request]:
         for epoch in range(first // self.num_batches, self.epochs):
             number, end = max(first, epoch * self.num_batches), (epoch + 1) * self.num_batches
             for indices in self._epoch(epoch, number % self.num_batches):
@@ -77,28 +93,73 @@ class LoaderOrder:
         name = type(self._sampler).__name__
         return f"session.batches(): {name} says that an epoch has {self.num_batches} batches, and it has {how}"
 
+    def _ask_twice(self) -> None:
+        """Refuses a sampler that keeps something unseen from one epoch to the next: a counter, a list it shuffles."""
+        unknown = next((part for part in self._samplers if type(part) not in _STATELESS), None)
+        if unknown is None:
+            return
+        once, again = (map(pickle.dumps, self._drawn(0, 0)) for _ in range(2))
+        if list(once) != list(again):
+            raise ConfigurationError(
+                f"session.batches(): {type(unknown).__name__} gives another order when it is asked for the same epoch "
+                "again, so that no batch of it could be found again. Let its order follow from set_epoch(epoch), or "
+                "from a generator that is one of its attributes"
+            )
+
     def _epoch(self, epoch: int, skipped: int) -> Iterator[Any]:
         """The batches of an epoch in order, without so many at its beginning."""
-        while self._generators and len(self._begins) <= epoch:  # what earlier epochs draw from them
-            for _ in self._drawn(len(self._begins) - 1, self.num_batches):
-                pass
+        if self._own:  # what earlier epochs draw from them
+            known = max(begin for begin in self._begins if begin <= epoch)
+            for earlier in range(known, epoch):
+                for _ in self._drawn(earlier, self.num_batches):
+                    pass
         yield from self._drawn(epoch, skipped)
 
     def _drawn(self, epoch: int, skipped: int) -> Iterator[Any]:
-        for part in self._parts:
+        """The same, when all earlier epochs were drawn. Nothing that the script draws meanwhile changes it, nor does it
+        change what the script draws."""
+        sources = (*PROCESS_SOURCES, *self._own)
+        iterator: Iterator[Any] | None = None
+        inside: list[Any] = []
+        while True:
+            outside = [source.get() for source in sources]
+            try:
+                if iterator is None:
+                    iterator = itertools.islice(self._begun(epoch), skipped, None)
+                else:
+                    _put(sources, inside)
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    self._note_begin(epoch + 1)
+                    return
+                inside = [source.get() for source in sources]
+            finally:
+                _put(sources, outside)
+            yield item
+
+    def _begun(self, epoch: int) -> Iterator[Any]:
+        seed_process(digest("order", self._seed, epoch))
+        if self._own:
+            _put(self._own, self._begins[epoch])
+        for part in self._samplers:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        for generator, state in zip(self._generators, self._begins[epoch] if self._generators else (), strict=True):
-            generator.set_state(state)
-        if self._loader_generator is not None and not (self._keeps_workers and epoch > 0):
-            # torch's loader takes the workers' seed from it first.
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)
-        yield from _apart(lambda: itertools.islice(self._sampler, skipped, None), digest("order", self._seed, epoch))
-        if len(self._begins) == epoch + 1:
-            self._begins.append(self._generator_states())
+        iterator: Iterator[Any] = iter(self._sampler)
+        if self._num_workers and self._keeps_workers and epoch > 0:
+            return iterator
+        # Here torch's loader takes the workers' seed, and asks once more when they have started.
+        if self._generator is not None:
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+        if self._num_workers:
+            iterator = iter(self._sampler)
+        return iterator
 
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
+    def _note_begin(self, epoch: int) -> None:
+        self._begins.pop(epoch, None)
+        self._begins[epoch] = [source.get() for source in self._own]
+        for oldest in list(self._begins)[1:-NUM_BEGINS]:
+            del self._begins[oldest]
 
 
 def _sampler_of(loader: Any) -> Any:
@@ -110,36 +171,37 @@ def _sampler_of(loader: Any) -> Any:
             "again. Give the dataset an index (__getitem__ and __len__); or use session.steps() and protect a loader "
             "that has state_dict(), such as torchdata's StatefulDataLoader"
         )
+    if type(loader).__iter__ is not DataLoader.__iter__ and not is_named(loader, "StatefulDataLoader"):
+        raise ConfigurationError(
+            f"session.batches(): {type(loader).__name__} changes what a DataLoader gives, by an __iter__ of its own, "
+            "which would not be called: give the DataLoader without it"
+        )
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
-def _apart(begin: Callable[[], Iterator[Any]], key: bytes) -> Iterator[Any]:
-    """Iterates with random numbers of its own, which nothing that the process draws meanwhile changes."""
-    own: tuple[Any, Any, torch.Tensor] | None = None
-    iterator: Iterator[Any] | None = None
-    while True:
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        try:
-            if own is None:
-                numbers = np.frombuffer(key, dtype="<u4")
-                random.seed(key)
-                np.random.seed(numbers[:8])
-                torch.default_generator.manual_seed(int(numbers[8]))
-            else:
-                random.setstate(own[0])
-                np.random.set_state(own[1])
-                torch.set_rng_state(own[2])
-            iterator = iterator or begin()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            own = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.set_rng_state(before[2])
-        yield item
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """The loader's samplers, and those that they are made of."""
+    found: dict[int, Any] = {}
+    waiting = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        part = waiting.pop(0)
+        if part is not None and id(part) not in found:
+            found[id(part)] = part
+            named = (getattr(part, name, None) for name in ("batch_sampler", "sampler"))
+            waiting += [*named, *(value for value in _values(part) if isinstance(value, data.Sampler))]
+    return list(found.values())
+
+
+def _values(part: Any) -> list[Any]:
+    """An object's attributes, and what lists of samplers among them hold."""
+    values = list(getattr(part, "__dict__", {}).values())
+    lists = (value for value in values if isinstance(value, list | tuple) and value)
+    return [*values, *itertools.chain(*(value for value in lists if isinstance(value[0], data.Sampler)))]
+
+
+def _put(sources: Sequence[Source], states: list[Any]) -> None:
+    for source, state in zip(sources, states, strict=True):
+        source.put(state)
 
 
 def reader_of(loader: DataLoader[Any], seed: int) -> BatchReader:
@@ -151,4 +213,7 @@ def reader_of(loader: DataLoader[Any], seed: int) -> BatchReader:
         loader.multiprocessing_context,
         loader.worker_init_fn,
     )
-    return BatchReader(loader.dataset, loader.collate_fn, seed, workers, pin_memory=loader.pin_memory)
+    collates = loader.batch_sampler is not None
+    return BatchReader(
+        loader.dataset, loader.collate_fn, seed, workers, collates=collates, pin_memory=loader.pin_memory
+    )

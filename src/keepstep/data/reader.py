@@ -10,18 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from keepstep.data.numbers import digest
+from keepstep.data.sources import PROCESS_SOURCES, seed_process
 from keepstep.errors import PeerLost
 from keepstep.parent_death import end_with_parent
 
@@ -45,7 +44,7 @@ class Request(NamedTuple):
     rank: int
     """Whose batch: it seeds the random numbers, with ``number``."""
     indices: Any
-    """Of its samples: a list, or one index where the dataset makes whole batches itself."""
+    """Of its samples; or the one index under which the dataset has the whole batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +79,18 @@ class BatchReader:
         seed: int,
         workers: LoaderWorkers,
         *,
+        collates: bool = True,
         pin_memory: bool = False,
     ) -> None:
         """Args:
         dataset: map-style. Loader workers get a copy of it.
-        collate: makes a batch of a list of samples, or of what the dataset gives for one index.
+        collate: makes a batch of a list of samples; without ``collates``, of what the dataset gives for one index.
         seed: of the random numbers.
         workers: which loader workers there are.
+        collates: whether a request has the indices of several samples.
         pin_memory: as for torch's loader.
         """
-        self._batches = _Batches(dataset, collate, seed)
+        self._batches = _Batches(dataset, collate, seed, collates)
         self._order = _Order()
         self._workers, self._pin_memory = workers, pin_memory
         self._loader: DataLoader[Any] | None = None
@@ -146,10 +147,17 @@ class BatchReader:
             ahead._shutdown_workers()
 
     def _begin(self, requests: Callable[[], Iterator[Request]]) -> None:
-        if self._workers.num == 0:
-            self._ahead = map(self._batches.__getitem__, requests())
-            return
-        if self._loader is None:
+        self._order.requests = requests
+        if self._loader is None and self._workers.num == 0:
+            self._loader = DataLoader(
+                self._batches,
+                batch_size=None,
+                sampler=self._order,
+                collate_fn=_unchanged,
+                generator=torch.Generator(),
+                pin_memory=self._pin_memory,
+            )
+        elif self._loader is None:
             # The signal comes when the thread that started a process ends, which only the main thread never does early.
             ends_with_us = threading.current_thread() is threading.main_thread()
             self._loader = DataLoader(
@@ -167,7 +175,6 @@ class BatchReader:
                 persistent_workers=True,
                 pin_memory=self._pin_memory,
             )
-        self._order.requests = requests
         self._ahead = iter(self._loader)
 
     def _lost(self, number: int, rank: int, what: str) -> str:
@@ -180,19 +187,18 @@ class BatchReader:
 class _Batches(torch.utils.data.Dataset[Any]):
     """Collated batches by their requests; what a loader worker gets a copy of."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, collates: bool) -> None:
+        self.dataset, self._collate, self._seed, self._collates = dataset, collate, seed, collates
 
     def __getitem__(self, request: Request) -> Any:
-        indices = request.indices
         with random_numbers_of(self._seed, request.rank, request.number):
-            return self._collate(
-                self._samples(indices) if isinstance(indices, list | tuple) else self._dataset[indices]
-            )
+            return self._collate(self._samples(request.indices))
 
     def _samples(self, indices: Any) -> Any:
-        fetch_all: Callable[[Any], Any] | None = getattr(self._dataset, "__getitems__", None)
-        return fetch_all(indices) if fetch_all else [self._dataset[index] for index in indices]
+        if not self._collates:
+            return self.dataset[indices]
+        fetch_all: Callable[[Any], Any] | None = getattr(self.dataset, "__getitems__", None)
+        return fetch_all(indices) if fetch_all else [self.dataset[index] for index in indices]
 
 
 class _Order(Sampler[Request]):
@@ -208,18 +214,13 @@ class _Order(Sampler[Request]):
 @contextmanager
 def random_numbers_of(seed: int, rank: int, number: int) -> Iterator[None]:
     """Seeds the three CPU generators that datasets draw from, and puts back what was there before."""
-    key = np.frombuffer(digest("augmentation", seed, rank, number), dtype="<u4")
-    before_python, before_numpy, before_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = [source.get() for source in PROCESS_SOURCES]
     try:
-        random.seed(key[:4].tobytes())
-        np.random.seed(key[4:8])
-        # Not torch.manual_seed, which would seed the accelerators too.
-        torch.default_generator.manual_seed(int(key[8]))
+        seed_process(digest("augmentation", seed, rank, number))
         yield
     finally:
-        random.setstate(before_python)
-        np.random.set_state(before_numpy)
-        torch.set_rng_state(before_torch)
+        for source, state in zip(PROCESS_SOURCES, before, strict=True):
+            source.put(state)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -234,5 +235,8 @@ def _begin_worker(ends_with_us: bool, init_worker: Callable[[int], None] | None,
     """
     if ends_with_us and sys.platform == "linux":
         end_with_parent(os.getppid())
+    # Datasets and worker_init_fn look themselves up there: they are to find the user's own, not what wraps it.
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)
     if init_worker is not None:
         init_worker(worker)

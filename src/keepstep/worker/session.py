@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import os
 import socket
@@ -31,7 +32,7 @@ from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.jobstore.default import DefaultStore
 from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
-from keepstep.worker.loop.batches import Batches
+from keepstep.worker.loop.batches import Batches, check_replicas
 from keepstep.worker.loop.late_rank import have_samplers_wait
 from keepstep.worker.loop.step import Step
 from keepstep.worker.once import Once
@@ -108,6 +109,7 @@ class Session:
         self._draws_as: int | None = None
         """The rank whose random numbers this one draws, where it is not its own."""
         self._data_ranks: Sequence[int] | None = None
+        self._has_batches = False
         self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
     def _connect(self) -> Coordination:
@@ -424,12 +426,21 @@ class Session:
 
         Raises:
             ConfigurationError: no batch of the loader could be found again, or a number is below 1.
-            UsageError: as for `steps`.
+            UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
         """
-        return Batches(loader, epochs, accumulate, self._seed, self.steps, self._reads_as)
+        steps = functools.partial(self._steps_of_batches, loader)
+        return Batches(loader, epochs, accumulate, self._seed, steps, lambda: self.data_rank)
 
-    def _reads_as(self) -> int:
-        return self.data_rank if self._data_ranks is not None else self.rank
+    def _steps_of_batches(self, loader: DataLoader[Any], num_steps: int) -> Iterator[Step]:
+        steps = self.steps(num_steps)
+        if self._has_batches:
+            raise UsageError(
+                "session.batches() is iterated a second time: one loop has all epochs, session.batches(loader, "
+                "epochs=...). For validation, iterate a DataLoader itself"
+            )
+        self._has_batches = True
+        check_replicas(loader, self.data_world_size, self.world_size)
+        return steps
 
     def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
         if self._coordination.phase is Phase.STARTING:

@@ -1,7 +1,12 @@
 """The order of a torch loader, found again from any step on, and the batches of the steps."""
 
+import copy
+import itertools
+import os
+import pickle
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +19,15 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.worker.loop.batches import Batches
+from keepstep.worker.loop.batches import Batches, check_replicas
 from keepstep.worker.loop.late_rank import have_samplers_wait
 
 
@@ -73,16 +81,91 @@ def plain(loader: DataLoader[Any], epochs: int = 3) -> list[Any]:
     """What a loop over the loader itself gives."""
     found = []
     for epoch in range(epochs):
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(epoch)
+        inner: Any = loader.batch_sampler
+        while hasattr(inner, "batch_sampler"):
+            inner = inner.batch_sampler
+        inner = getattr(inner, "sampler", loader.sampler)
+        if hasattr(inner, "set_epoch"):
+            inner.set_epoch(epoch)
         found += [batch.tolist() for batch in loader]
     return found
+
+
+class Wrapping:
+    """A batch sampler around another one, as accelerate's ``BatchSamplerShard``."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def wrapped(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(23), batch_sampler=Wrapping(BatchSampler(sampler, 4, drop_last=False)))  # type: ignore[arg-type]
+
+
+class Both(Sampler[int]):
+    """Two samplers, one after the other."""
+
+    def __init__(self, *samplers: Any) -> None:
+        self.samplers = samplers
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(*self.samplers)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.samplers))
+
+
+class Own(Sampler[int]):
+    """Draws from whatever generator, all at once; NumPy's if it is not told otherwise."""
+
+    def __init__(self, rng: Any = None, draw: Any = lambda rng: rng.permutation(6).tolist()) -> None:
+        self.rng, self.draw = np.random.default_rng(3) if rng is None else rng, draw
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw(self.rng))
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Reversing(DistributedSampler[int]):
+    """Has an order of its own, of rank and epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+        return iter(order[::-1] if self.epoch % 2 else order)
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+
+def eager(num_workers: int = 0) -> DataLoader[Any]:
+    """A sampler that draws when it is asked for an iterator, from the generator that the loader takes a seed from."""
+    generator = torch.Generator().manual_seed(4)
+    sampler = Own(generator, lambda rng: torch.randperm(6, generator=rng).tolist())
+    context = "fork" if num_workers else None
+    options: dict[str, Any] = {"num_workers": num_workers, "multiprocessing_context": context, "generator": generator}
+    return DataLoader(Numbers(6), batch_size=None, sampler=sampler, **options)
+
+
+def drawn(*arguments: Any, **options: Any) -> RandomSampler:
+    return RandomSampler(Numbers(11), *arguments, generator=torch.Generator().manual_seed(8), **options)
 
 
 def weighted() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(2)
     sampler = WeightedRandomSampler(torch.arange(1.0, 12.0), 9, generator=generator)
     return DataLoader(Numbers(11), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+
+
+def first(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return batch[0]
 
 
 LOADERS: dict[str, Any] = {
@@ -97,6 +180,25 @@ LOADERS: dict[str, Any] = {
     ),
     "weighted": weighted,
     "one by one": lambda: DataLoader(Numbers(5), batch_size=None),
+    "weighted, a few": lambda: DataLoader(
+        Numbers(11), 2, sampler=SubsetRandomSampler([1, 3, 7, 9], generator=torch.Generator().manual_seed(2))
+    ),
+    "drawn in pieces": lambda: DataLoader(Numbers(11), batch_size=3, sampler=drawn(replacement=True, num_samples=70)),
+    "inside another one": lambda: wrapped(DistributedSampler(Numbers(23), 2, 1, seed=3)),
+    "inside another one, a generator": lambda: wrapped(drawn()),
+    "two generators": lambda: DataLoader(Numbers(11), batch_size=3, sampler=Both(drawn(), drawn(num_samples=3))),
+    "a subclass": lambda: DataLoader(Numbers(11), batch_size=2, sampler=Reversing(Numbers(11), 2, 1)),
+    "NumPy's generator": lambda: DataLoader(Numbers(6), batch_size=4, sampler=Own()),
+    "NumPy's old generator": lambda: DataLoader(Numbers(6), batch_size=4, sampler=Own(np.random.RandomState(1))),
+    "Python's generator": lambda: DataLoader(
+        Numbers(6), batch_size=4, sampler=Own(random.Random(1), lambda rng: rng.sample(range(6), 6))
+    ),
+    "drawn at once": eager,
+    "drawn at once, workers": lambda: eager(1),
+    "by arrays": lambda: DataLoader(Numbers(11), batch_sampler=[np.array([1, 2]), np.array([3])]),  # type: ignore[arg-type]
+    "many indices at once": lambda: DataLoader(
+        TensorDataset(torch.arange(11)), batch_size=None, sampler=BatchSampler(drawn(), 4, False), collate_fn=first
+    ),
     "by a list": lambda: DataLoader(Numbers(11), batch_sampler=[[3, 1], [2], [10, 9, 8]]),
 }
 
@@ -164,22 +266,141 @@ def test_augmentation_belongs_to_the_batch() -> None:
     assert found[0][0][1:] != found[3][0][1:], "another epoch draws other numbers"
 
 
-def test_a_step_that_comes_again_has_the_same_batch() -> None:
-    batches = of(DataLoader(Numbers(8), batch_size=2), [1, 1, 1, 2])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda batch: batch["x"].zero_(),
+        lambda batch: batch["x"].data.zero_(),
+        lambda batch: batch["x"].numpy().fill(0),
+        lambda batch: batch["x"].set_(),
+        lambda batch: batch.pop("x"),
+        lambda batch: batch["more"].append(1),
+        lambda batch: batch["more"][0].fill(0),
+    ],
+)
+def test_a_step_that_comes_again_has_the_same_batch_whatever_the_script_did_to_it(spoil: Any) -> None:
+    def collate(samples: list[torch.Tensor]) -> dict[str, Any]:
+        return {"x": torch.stack(samples), "more": [np.stack(samples), None, "text"]}
+
     found = []
-    for _step, batch in batches:
-        found.append((batch.tolist(), id(batch)))
-        if len(found) == 2:
-            batch.zero_()  # in place: it cannot be used again
-    assert [values for values, _ in found] == [[2, 3], [2, 3], [2, 3], [4, 5]]
-    assert found[0][1] == found[1][1]
+    for _step, batch in of(DataLoader(Numbers(8), batch_size=2, collate_fn=collate), [1, 1, 2]):
+        found.append(repr(batch))
+        spoil(batch)
+    assert found[0] == found[1] != found[2]
 
 
-def test_what_may_have_been_changed_unseen_is_read_again() -> None:
-    batches = of(DataLoader(Numbers(8), batch_size=2, collate_fn=lambda samples: np.stack(samples)), [1, 1])
-    (_, first), (_, second) = batches
-    assert first is not second
-    assert (first == second).all()
+def test_a_plain_loop_in_between_changes_nothing() -> None:
+    """The generator is drawn from in the middle of an epoch too, by both loops."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(11), batch_size=3, sampler=drawn(replacement=True, num_samples=70))
+
+    loader, found, validated = make(), [], []
+    for _step, batch in of(loader):
+        found.append(batch.tolist())
+        validated.append([each.tolist() for each in loader][:2])
+    assert found == plain(make())
+    assert validated[0] == found[:2]
+
+
+def test_far_jumps_over_epochs_that_were_forgotten() -> None:
+    found = content(of(with_generator(), epochs=40))
+    jumps = [100, 3, 119, 0, 60, 4, 90, 1]
+    assert content(of(with_generator(), jumps, epochs=40)) == [found[index] for index in jumps]
+
+
+class Counting(Sampler[int]):
+    """Counts its epochs itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from [(self.epoch + place) % 4 for place in range(4)]
+        self.epoch += 1
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Reshuffling(Sampler[int]):
+    """Shuffles what it shuffled before."""
+
+    def __init__(self) -> None:
+        self.indices = list(range(9))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return 9
+
+
+@pytest.mark.parametrize("sampler", [Counting(), Reshuffling()])
+def test_a_sampler_whose_order_cannot_be_found_again_is_refused(sampler: Sampler[int]) -> None:
+    batches = of(wrapped(sampler))
+    with pytest.raises(ConfigurationError, match="gives another order when it is asked for the same epoch again"):
+        content(batches)
+
+
+class Worker(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        assert isinstance(info.dataset, Worker)
+        if index == self.size:
+            raise ValueError("a bad sample")
+        return torch.tensor(os.getpid())
+
+
+class Leaving(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("how", ["end", "break", "body", "dataset"])
+def test_loader_workers_stay_over_epochs_and_end_with_the_loop(how: str) -> None:
+    sampler = [0, 1, 2, 8] if how == "dataset" else [0, 1, 2, 3]
+    loader = DataLoader(Worker(8), 1, sampler=sampler, num_workers=1, multiprocessing_context="fork")
+    workers = set()
+    try:
+        for step, batch in of(loader):
+            workers.add(batch.item())
+            if step.index == 2 and how == "break":
+                break
+            if step.index == 2 and how == "body":
+                raise Leaving
+    except (Leaving, ValueError):
+        pass
+    (worker,) = workers
+    assert not Path(f"/proc/{worker}").exists()
+
+
+def test_pinned_without_workers() -> None:
+    loader = DataLoader(Numbers(2), pin_memory=True)
+    if torch.accelerator.is_available():
+        assert all(batch.is_pinned() for _step, batch in of(loader))
+    else:
+        with pytest.warns(UserWarning, match="no accelerator is found"):
+            assert content(of(loader, epochs=1)) == [[0], [1]]
+
+
+def test_numbers_of_numpy_and_steps_longer_than_an_epoch() -> None:
+    numbers: Any = np.int64(2), np.int64(7)
+    loader = DataLoader(Numbers(3))
+    batches = of(loader, epochs=numbers[0], accumulate=numbers[1])
+    assert (len(batches), content(batches)) == (2, 2 * [[[0], [1], [2]]])
+
+
+def test_ranks_that_read_the_same_samples_need_a_sampler_for_fewer_ranks() -> None:
+    def loader(num_replicas: int) -> DataLoader[Any]:
+        return wrapped(DistributedSampler(Numbers(8), num_replicas, 0))
+
+    check_replicas(loader(2), 2, 4)
+    check_replicas(loader(4), 4, 4)
+    with pytest.raises(ConfigurationError, match="among all 4 ranks, and only 2 have samples of their own"):
+        check_replicas(loader(4), 2, 4)
 
 
 def test_accumulation_gives_lists() -> None:
@@ -199,6 +420,11 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
+class Moving(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch + 1 for batch in super().__iter__())
+
+
 class Unknown(SequentialSampler):
     def __len__(self) -> int:
         raise TypeError
@@ -209,6 +435,7 @@ class Unknown(SequentialSampler):
     [
         ([1, 2], {}, "give it a torch DataLoader"),
         (DataLoader(Stream()), {}, "IterableDataset, in which no batch can be found again"),
+        (Moving(Numbers(3)), {}, "Moving changes what a DataLoader gives, by an __iter__ of its own"),
         (DataLoader(Numbers(3), batch_size=4, drop_last=True), {}, "has no batch"),
         (DataLoader(Numbers(3), batch_sampler=Unknown(range(3))), {}, "Unknown has no length"),
         (DataLoader(Numbers(3)), {"epochs": 0}, "epochs must be at least 1"),
@@ -234,6 +461,15 @@ def test_a_sampler_that_says_a_wrong_length_is_found_out(size: int, how: str) ->
         content(batches)
 
 
+class Told(DistributedSampler[int]):
+    """Has attributes of its own before, and its rank from elsewhere."""
+
+    def __init__(self, dataset: Any) -> None:
+        assert not hasattr(self, "rank")
+        super().__init__(dataset, 2, shuffle=False)
+        self.rank = 0
+
+
 def test_a_sampler_that_is_made_on_a_spare_waits_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedSampler, "__init__", DistributedSampler.__init__)  # put back afterwards
     monkeypatch.setattr(DistributedSampler, "rank", None, raising=False)
@@ -241,11 +477,15 @@ def test_a_sampler_that_is_made_on_a_spare_waits_when_it_is_used(monkeypatch: py
     have_samplers_wait(lambda: asked.append("rank") or 1)
     late = DistributedSampler(Numbers(6), 2, shuffle=False)
     told = DistributedSampler(Numbers(6), 2, 0, shuffle=False)
+    copies = [copy.deepcopy(late), pickle.loads(pickle.dumps(late))]
     assert len(late) == 3
+    assert list(Told(Numbers(6))) == [0, 2, 4]
     assert asked == []
     assert list(late) == [1, 3, 5]
     assert list(told) == [0, 2, 4]
     assert asked == ["rank"]
+    assert [list(each) for each in copies] == [[1, 3, 5], [1, 3, 5]]
+    assert [batch.tolist() for batch in DataLoader(Numbers(6), sampler=copies[0])] == [[1], [3], [5]]
 
 
 def test_random_samplers_that_share_a_generator() -> None:

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from keepstep.data.loaderorder import LoaderOrder, reader_of
+from keepstep.data.loaderorder import LoaderOrder, reader_of, samplers_of
 from keepstep.data.numbers import whole
+from keepstep.errors import ConfigurationError
 from keepstep.worker.loop.step import Step
 
 
@@ -41,7 +41,6 @@ class Batches:
         self._order = LoaderOrder(loader, epochs, seed)
         self._reader = reader_of(loader, seed)
         self._steps, self._rank = steps, rank
-        self._kept: _Kept | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -57,19 +56,13 @@ class Batches:
             for step in self._steps(len(self)):
                 step.epoch, position = divmod(step.index, self.steps_per_epoch)
                 step.is_epoch_end = position == self.steps_per_epoch - 1
-                yield step, self._batch_of(step.index)
+                yield step, self._read(step.index)
         finally:
             self._reader.close()
 
-    def _batch_of(self, index: int) -> Any:
-        """The batch of a step, or its list of batches: the same objects where the step comes again and they can be used
-        again; else they are read again, which gives the same values."""
-        if self._kept is None or self._kept.index != index or not self._kept.is_unchanged():
-            self._kept = None
-            self._kept = _Kept(index, self._read(index))
-        return self._kept.content
-
     def _read(self, index: int) -> Any:
+        """The batch of a step, or its list of batches. A step that comes again reads again: the script may have changed
+        the former objects in ways that cannot be seen, such as ``batch.pop("labels")`` or ``x.data.mul_(2)``."""
         epoch, position = divmod(index, self.steps_per_epoch)
         first = position * self._accumulate
         last = min(first + self._accumulate, self._order.num_batches)
@@ -81,19 +74,16 @@ class Batches:
         return found[0] if self._accumulate == 1 else found
 
 
-class _Kept:
-    """The batch of the step that was handed out last."""
+def check_replicas(loader: DataLoader[Any], data_world_size: int, world_size: int) -> None:
+    """Refuses a ``DistributedSampler`` that gives samples of their own to ranks that must read the same ones.
 
-    def __init__(self, index: int, content: Any) -> None:
-        self.index, self.content = index, content
-        self._leaves = torch.utils._pytree.tree_leaves(content)
-        self._versions = self._versions_now()
-
-    def is_unchanged(self) -> bool:
-        """Whether the script cannot have changed it in place: of other things than tensors it cannot be told."""
-        return self._versions is not None and self._versions == self._versions_now()
-
-    def _versions_now(self) -> list[int] | None:
-        if not all(isinstance(leaf, torch.Tensor | int | float | str | bytes | None) for leaf in self._leaves):
-            return None
-        return [leaf._version for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+    Raises:
+        ConfigurationError: it shares them out among all ranks, as it does by default, and not all differ in their data.
+    """
+    replicas = (part.num_replicas for part in samplers_of(loader) if isinstance(part, DistributedSampler))
+    if data_world_size < world_size and world_size in replicas:
+        raise ConfigurationError(
+            f"session.batches(): the DistributedSampler shares out the samples among all {world_size} ranks, and only "
+            f"{data_world_size} have samples of their own: give it num_replicas=session.data_world_size and "
+            "rank=session.data_rank"
+        )

@@ -36,6 +36,8 @@ class _LateRank:
         self._wait = wait
 
     def __get__(self, sampler: Any, owner: type) -> int:
+        if sampler is None or "rank" not in vars(sampler):
+            raise AttributeError(f"{owner.__name__} has no rank yet")
         held: int | None = vars(sampler)["rank"]
         if held is None:
             held = vars(sampler)["rank"] = self._wait()
