@@ -8,10 +8,10 @@ they would draw from the process's generators they draw from (seed, epoch) inste
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -98,8 +98,8 @@ class LoaderOrder:
         unknown = next((part for part in self._samplers if type(part) not in _STATELESS), None)
         if unknown is None:
             return
-        once, again = (map(pickle.dumps, self._drawn(0, 0)) for _ in range(2))
-        if list(once) != list(again):
+        once, again = (list(self._drawn(0, 0)) for _ in range(2))
+        if not _is_same(once, again):
             raise ConfigurationError(
                 f"session.batches(): {type(unknown).__name__} gives another order when it is asked for the same epoch "
                 "again, so that no batch of it could be found again. Let its order follow from set_epoch(epoch), or "
@@ -197,6 +197,16 @@ def _values(part: Any) -> list[Any]:
     values = list(getattr(part, "__dict__", {}).values())
     lists = (value for value in values if isinstance(value, list | tuple) and value)
     return [*values, *itertools.chain(*(value for value in lists if isinstance(value[0], data.Sampler)))]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether indices are equal: numbers, arrays, and lists of both."""
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays and tensors have as many answers as elements
+        if isinstance(one, list | tuple):
+            return len(one) == len(other) and all(map(_is_same, one, other))
+        return np.array_equal(one, other)
 
 
 def _put(sources: Sequence[Source], states: list[Any]) -> None:

@@ -195,7 +195,7 @@ LOADERS: dict[str, Any] = {
     ),
     "drawn at once": eager,
     "drawn at once, workers": lambda: eager(1),
-    "by arrays": lambda: DataLoader(Numbers(11), batch_sampler=[np.array([1, 2]), np.array([3])]),  # type: ignore[arg-type]
+    "by arrays": lambda: DataLoader(Numbers(11), batch_sampler=Wrapping([np.array([1, 2]), np.array([3])])),  # type: ignore[arg-type]
     "many indices at once": lambda: DataLoader(
         TensorDataset(torch.arange(11)), batch_size=None, sampler=BatchSampler(drawn(), 4, False), collate_fn=first
     ),
