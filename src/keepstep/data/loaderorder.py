@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from keepstep.data.numbers import digest, whole
 from keepstep.data.reader import BatchReader, LoaderWorkers, Request
-from keepstep.data.sources import PROCESS_SOURCES, Source, seed_process, source_of
+from keepstep.data.sources import PROCESS_SOURCES, RandomSource, seed_process, source_of
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.typenames import is_named
 
@@ -209,7 +209,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return np.array_equal(one, other)
 
 
-def _put(sources: Sequence[Source], states: list[Any]) -> None:
+def _put(sources: Sequence[RandomSource], states: list[Any]) -> None:
     for source, state in zip(sources, states, strict=True):
         source.put(state)
 

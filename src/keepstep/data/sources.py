@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-class Source(NamedTuple):
+class RandomSource(NamedTuple):
     """A generator."""
 
     get: Callable[[], Any]
@@ -21,9 +21,9 @@ class Source(NamedTuple):
 
 # The three that datasets and samplers draw from on the CPU, if they have none of their own.
 PROCESS_SOURCES = (
-    Source(random.getstate, random.setstate),
-    Source(np.random.get_state, np.random.set_state),
-    Source(torch.get_rng_state, torch.set_rng_state),
+    RandomSource(random.getstate, random.setstate),
+    RandomSource(np.random.get_state, np.random.set_state),
+    RandomSource(torch.get_rng_state, torch.set_rng_state),
 )
 
 
@@ -36,16 +36,16 @@ def seed_process(key: bytes) -> None:
     torch.default_generator.manual_seed(int(numbers[8]))
 
 
-def source_of(thing: object) -> Source | None:
+def source_of(thing: object) -> RandomSource | None:
     """That of a generator of Python, NumPy or torch; None if it is something else."""
     match thing:
         case torch.Generator():
-            return Source(thing.get_state, thing.set_state)
+            return RandomSource(thing.get_state, thing.set_state)
         case random.Random():
-            return Source(thing.getstate, thing.setstate)
+            return RandomSource(thing.getstate, thing.setstate)
         case np.random.RandomState():
-            return Source(thing.get_state, thing.set_state)
+            return RandomSource(thing.get_state, thing.set_state)
         case np.random.Generator(bit_generator=bits):
-            return Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
+            return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state))
         case _:
             return None

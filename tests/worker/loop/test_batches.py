@@ -105,7 +105,7 @@ class Wrapping:
 
 
 def wrapped(sampler: Any) -> DataLoader[Any]:
-    return DataLoader(Numbers(23), batch_sampler=Wrapping(BatchSampler(sampler, 4, drop_last=False)))  # type: ignore[arg-type]
+    return DataLoader(Numbers(23), batch_sampler=Wrapping(BatchSampler(sampler, 4, drop_last=False)))
 
 
 class Both(Sampler[int]):
@@ -138,11 +138,11 @@ class Reversing(DistributedSampler[int]):
     """Has an order of its own, of rank and epoch."""
 
     def __iter__(self) -> Iterator[int]:
-        order = list(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+        order = list(range(self.rank, len(self.dataset), self.num_replicas))
         return iter(order[::-1] if self.epoch % 2 else order)
 
     def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+        return len(range(self.rank, len(self.dataset), self.num_replicas))
 
 
 def eager(num_workers: int = 0) -> DataLoader[Any]:
@@ -195,7 +195,7 @@ LOADERS: dict[str, Any] = {
     ),
     "drawn at once": eager,
     "drawn at once, workers": lambda: eager(1),
-    "by arrays": lambda: DataLoader(Numbers(11), batch_sampler=Wrapping([np.array([1, 2]), np.array([3])])),  # type: ignore[arg-type]
+    "by arrays": lambda: DataLoader(Numbers(11), batch_sampler=Wrapping([np.array([1, 2]), np.array([3])])),
     "many indices at once": lambda: DataLoader(
         TensorDataset(torch.arange(11)), batch_size=None, sampler=BatchSampler(drawn(), 4, False), collate_fn=first
     ),
