@@ -194,6 +194,19 @@ def test_a_controller_that_is_a_little_late_each_time_gives_up_all_the_same() ->
     assert 100.0 + LEASE_S <= expired_s <= 100.0 + LEASE_S * (1 + 2 * LEASE_CHECK_SHARE)
 
 
+def test_what_nodes_have_said_while_the_controller_was_held_up_is_read_before_any_is_given_up() -> None:
+    """Held up for a second, it looks at the leases before it reads what waits: one node was silent before, too."""
+    controller = watching("node-0", "node-1")
+    controller.receive(Packet("node-0", 1, 1, 0, (), misses=False), 102.0)
+    controller.tick(102.2)
+    controller.receive(Packet("node-0", 1, 1, 0, (), misses=False), 103.3)
+    controller.tick(103.3)
+    assert controller.take_entries() == []
+    controller.receive(Packet("node-1", 1, 1, 0, (), misses=False), 103.3)
+    controller.tick(controller.next_deadline() or 0.0)
+    assert controller.take_entries() == []
+
+
 def test_a_controller_that_hears_no_node_waits_longer_before_it_gives_nodes_up() -> None:
     assert given_up_s(watching("node-0", "node-1")) == pytest.approx(
         100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE

@@ -11,7 +11,7 @@ import dataclasses
 import msgspec
 
 from keepstep.protocol import messages as msg
-from keepstep.protocol.controller import LEASE_S, ControllerMachine, JournalEntry
+from keepstep.protocol.controller import LATE_S, LEASE_S, ControllerMachine, JournalEntry
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.effects import Depart, HandOver, Kill, Leave, Spawn
@@ -20,7 +20,6 @@ from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.relay.bundle import NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import Gathering
-from keepstep.protocol.reliable_channel import RESEND_S
 
 MOMENT_S = 0.001
 _encoder = msgspec.json.Encoder()
@@ -158,7 +157,7 @@ class ToyCluster:
         """Time goes by, in small pieces, as it does for who lives in it."""
         end_s = self.now_s + duration_s
         while self.now_s < end_s:
-            self.now_s = min(end_s, self.now_s + RESEND_S / 2)
+            self.now_s = min(end_s, self.now_s + LATE_S / 2)
             for node in self.nodes.values():
                 node.agent.tick(self.now_s)
             self.go()

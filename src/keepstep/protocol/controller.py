@@ -29,6 +29,9 @@ REJOIN_FACTOR = 2.0
 where no rank holds the state any more because one was slow at that, the job is lost."""
 LEASE_CHECK_SHARE = 0.25
 """The controller checks the leases in intervals of this share of one."""
+LATE_S = 0.1
+"""A look at the leases that comes later than this is put off once, by as much: the controller was held up, and what
+nodes have said meanwhile may still wait to be read."""
 ISOLATED_S = 60.0
 """A controller that hears no node at all is more likely cut off itself than that all nodes are gone. To give them all
 up would lose the state of all, so it waits for so long."""
@@ -186,6 +189,8 @@ class ControllerMachine:
         self._answers: list[msg.Packet | msg.NodeEvicted] = []
         self._entries: list[JournalEntry] = []
         self._check_leases_s: float | None = None
+        self._has_put_off = False
+        """The next look at the leases is the one that was put off."""
         self._first_node_until_s: float | None = None
         """Until then a first node has to join; None as soon as one has."""
         self._awake_s = 0.0
@@ -310,7 +315,11 @@ class ControllerMachine:
         """Acts on leases and deadlines that have come; harmless when none has."""
         self._discount_own_pause(now_s)
         if self._lease_s is not None and self._check_leases_s is not None and now_s >= self._check_leases_s:
-            self._check_leases(self._lease_s, now_s)
+            self._has_put_off = now_s > self._check_leases_s + LATE_S and not self._has_put_off
+            if self._has_put_off:
+                self._check_leases_s = now_s + LATE_S
+            else:
+                self._check_leases(self._lease_s, now_s)
         if self._first_node_until_s is not None and now_s >= self._first_node_until_s:
             self._first_node_until_s = None
             self.call_off(too_few_nodes(self.job.settings.world_size, 0), now_s)
