@@ -293,8 +293,8 @@ def test_every_row_is_refused_and_nothing_else(tmp_path: Path) -> None:
 # ---- everything else that the worker refuses --------------------------------------------------------------------
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
-    "worker.loop.batches:check_replicas": ["Their sampler must be told"],
-    "worker.session:Session._steps_of_batches": ["One loop has all epochs; a second one is refused."],
+    "worker.loop.batches:check_replicas": ("Their sampler must be told",),
+    "worker.session:Session._steps_of_batches": ("One loop has all epochs; a second one is refused.",),
     "worker.once:Once.__init__": ("",),
     "worker.once:Once.__enter__": ("",),
     "worker.process.bootstrap:run_script": ("an interruption that leaves the script instead of ending",),
