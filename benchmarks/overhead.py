@@ -77,7 +77,9 @@ class Shape:
         worker = [str(WORKER), "--folder", str(folder), *sizes, *more]
         ranks = ["--nproc-per-node", str(num_ranks)]
         if kind == "keepstep":
-            return [sys.executable, "-m", "keepstep.cli.main", "run", *ranks, "--spares", "0", *worker, "--keepstep"]
+            # A rank that waits for its turn stands between two steps.
+            flags = [*ranks, "--spares", "0", "--between-steps", str(DEADLINE_S)]
+            return [sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker, "--keepstep"]
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, *worker]
 
 
