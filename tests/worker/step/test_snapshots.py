@@ -282,3 +282,12 @@ def test_a_snapshot_that_was_cut_off_is_never_complete(memory: int, monkeypatch:
     is_let_go.set()
     releasing.join()
     assert told == [SnapshotMoment.BEGUN]
+
+
+def test_a_rank_that_waits_for_its_copy_says_so(memory: int) -> None:
+    """It is not hung: the first copies touch new memory, which can take longer than a backward."""
+    rank = Rank(memory)
+    rank.snapshots.hand_out(0)
+    said: list[bool] = []
+    rank.snapshots.complete(0, said.append)
+    assert said[:2] == [True, False]

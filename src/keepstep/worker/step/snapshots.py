@@ -18,7 +18,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -286,24 +286,22 @@ class Snapshots:
 
         Args:
             step: the present one.
-            set_waiting: told before and after a wait for another rank.
+            set_waiting: told before and after a wait for a copy, so that the rank is not taken for hung.
 
         Raises:
             ConfigurationError: the buddy's node has no memory for it.
         """
         if self._copy is not None and self._running is not None:
             begun_s = time.monotonic()
-            self._running.result()
+            with _waiting(set_waiting):  # the first copies touch new memory, which may take longer than a backward
+                self._running.result()
             if self._schedule.every is None:
                 self._cost.waited(time.monotonic() - begun_s, self._copy.processor_s, self._copy.num_bytes)
             self.num_bytes = self._copy.num_bytes
             self._copy = self._running = None
         if self._schedule.is_second_copy_due(step):
-            set_waiting(True)
-            try:
+            with _waiting(set_waiting):
                 sending_s = self._copies.wait()
-            finally:
-                set_waiting(False)
             if sending_s is not None and self._schedule.every is None:
                 self._cost.sent(sending_s)
 
@@ -430,6 +428,15 @@ class Snapshots:
         """Every rank has complete gradients, and with them its snapshots of the step at which it resumed."""
         self._inherited.clear()
         self._copies.passed_barrier()
+
+
+@contextlib.contextmanager
+def _waiting(set_waiting: Callable[[bool], None]) -> Iterator[None]:
+    set_waiting(True)
+    try:
+        yield
+    finally:
+        set_waiting(False)
 
 
 def _read_header(view: mmap.mmap, step: int) -> tuple[StateHeader, list[int]]:
