@@ -88,14 +88,14 @@ def calibrated(step_ms: float, width: int, depth: int) -> Shape:
     torch.set_num_threads(1)
     batch, taken_ms = 1, 0.0
     while True:
-        taken_ms = alone_ms(Training(build_model(width, depth), width, batch))
+        taken_ms = _step_ms(Training(build_model(width, depth), width, batch))
         if taken_ms >= step_ms / 2 or batch > 1 << 16:
             break
         batch *= 2
     return Shape(width, depth, max(1, round(batch * min(2.0, step_ms / taken_ms))))
 
 
-def alone_ms(training: Training, repeats: int = 9) -> float:
+def _step_ms(training: Training, repeats: int = 9) -> float:
     """How long a step takes in this process."""
     times = []
     for _ in range(repeats):

@@ -19,7 +19,6 @@ Prints tables, and writes ``benchmarks/results/DATE-snapshots.md`` with the raw 
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import re
 import statistics
@@ -40,6 +39,8 @@ from overhead import Shape, Turns, calibrated
 from page import RESULTS, Section
 from rich.console import Console
 
+from keepstep.protocol.snapshots import fewest_steps
+
 RANKS, CORES_OF_A_RANK = 4, 0.5
 WIDTH, DEPTH = 1024, 12
 """Of a rank's part: 12.6 M parameters."""
@@ -48,8 +49,6 @@ BLOCK = 22
 EVERY = {"none": "off", "each step": "1", "each tenth step": "10"}
 STEP_MS = (100, 500)
 CHUNK_BYTES = 1 << 20
-BUDGET = 0.01
-"""The share of a step that ``snapshot_every="auto"`` allows."""
 QUICK = {
     "starts": 1,
     "turns": 1,
@@ -159,10 +158,7 @@ def _cost_section(result: dict[str, Any]) -> Section:
             row.append(f"{100 * statistics.median(more):+.1f} % ({100 * more[0]:+.1f} to {100 * more[-1]:+.1f})")
         one_ms = statistics.median(start["mean_ms"]["each step"] - start["mean_ms"]["none"] for start in size["starts"])
         row += [f"{one_ms:.0f}", f"{100 * result['floor_ms'] / none_ms:.1f} %"]
-        row += [
-            str(max(1, math.ceil(one_ms / none_ms / BUDGET))),
-            str(math.ceil(result["floor_ms"] / none_ms / BUDGET)),
-        ]
+        row += [str(fewest_steps(cost_ms, none_ms)) for cost_ms in (one_ms, result["floor_ms"])]
         row.append(", ".join(str(start["auto_every"]) for start in size["starts"]))
         rows.append(row)
     columns = (

@@ -21,8 +21,7 @@ from jobs import Event, RunningJob, read_events, step_intervals_s
 from page import Section
 
 WORKER = Path(__file__).with_name("train_sharded.py")
-RANKS, DEPTH = 4, 48
-"""Blocks, of 1.05 M parameters each."""
+RANKS = 4
 STEPS_BEFORE = 5
 """That all ranks complete before the next kill: a spare has come to where it waits by then."""
 DEADLINE_S = 180.0
@@ -45,8 +44,8 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 
 def one_series(options: tuple[str, ...], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One job, and what each kill in it cost."""
-    sizes = ["--width", str(args.width), "--depth", str(args.depth * DEPTH // 12), "--seed", str(args.seed)]
+    """One job, and what each kill in it cost. Its model has ``args.depth`` blocks for each rank."""
+    sizes = ["--width", str(args.width), "--depth", str(args.depth * RANKS), "--seed", str(args.seed)]
     worker = [str(WORKER), "--events", str(folder), *sizes, *options]
     report = folder / "report.json"
     if "--keepstep" in options:

@@ -34,15 +34,10 @@ class Protected(Ranks):
         modules: nn.Module,
         forward_backward: Callable[[int], Any],
         optimizer: torch.optim.Optimizer | None = None,
-        *,
-        schedule: Any = None,
-        shard: str = "",
+        **protect: Any,
     ) -> Result:
         optimizer = optimizer or default_optimizer(modules)
-        more = {} if schedule is None else {"schedule": schedule}
-        self.session.protect(
-            model=modules, optimizer=optimizer, snapshot_every=self.snapshot_every, shard=shard, **more
-        )
+        self.session.protect(model=modules, optimizer=optimizer, snapshot_every=self.snapshot_every, **protect)
         for step in self.session.steps(self.num_steps):
             with step:
                 optimizer.zero_grad()

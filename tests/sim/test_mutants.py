@@ -814,8 +814,8 @@ def generations_of_a_group_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 def a_group_stays_though_a_member_was_replaced(patch: pytest.MonkeyPatch) -> None:
     right = registry.why_rebuilt
     patch.setattr(registry, "why_rebuilt", lambda claims: right([claim for claim in claims if claim is not None]))
-    nobody = property(lambda self: frozenset(), lambda self, ranks: None)
-    patch.setattr(WorkerMachine, "replaced", nobody, raising=False)
+    none_is = property(lambda self: frozenset(), lambda self, ranks: None)
+    patch.setattr(WorkerMachine, "replaced", none_is, raising=False)
 
 
 def a_rank_keeps_what_it_claims_itself(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the oracle says of groups that stay: by what it has seen on their connections, whatever ranks claim."""
+"""What the oracle says of groups that stay: it judges by what it has seen on their connections, and reads no claim."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ class Ranks:
         modules: nn.Module,
         forward_backward: Callable[[int], Any],
         optimizer: torch.optim.Optimizer | None = None,
-        *,
-        schedule: Any = None,
-        shard: str = "",
+        **protect: Any,
     ) -> Result:
         """What a rank holds after some steps: parameters, gradients, buffers, and the state of its optimizer.
 
@@ -45,12 +43,11 @@ class Ranks:
             modules: what is trained.
             forward_backward: of one step, by its number.
             optimizer: None: AdamW.
-            schedule: of a pipeline.
-            shard: the name that `protect()` gets, where the job is protected.
+            protect: what else `protect()` is given, where the job is protected; a pipeline's ``schedule`` is among it.
         """
         optimizer = optimizer or default_optimizer(modules)
-        if schedule is not None:
-            Pipelined({"schedule": schedule}).new_generation()  # else DDP reduces in torch's metadata inference
+        if "schedule" in protect:
+            Pipelined({"schedule": protect["schedule"]}).new_generation()  # else DDP reduces in metadata inference
         before = [local(parameter).clone() for parameter in modules.parameters()]
         for number in range(STEPS):
             optimizer.zero_grad()

@@ -122,7 +122,7 @@ class Both(Sampler[int]):
 
 
 class Own(Sampler[int]):
-    """Draws from whatever generator, all at once; NumPy's if it is not told otherwise."""
+    """Draws an epoch at once from a generator that it is given; by default from NumPy's own."""
 
     def __init__(self, rng: Any = None, draw: Any = lambda rng: rng.permutation(6).tolist()) -> None:
         self.rng, self.draw = np.random.default_rng(3) if rng is None else rng, draw
@@ -278,7 +278,7 @@ def test_augmentation_belongs_to_the_batch() -> None:
         lambda batch: batch["more"][0].fill(0),
     ],
 )
-def test_a_step_that_comes_again_has_the_same_batch_whatever_the_script_did_to_it(spoil: Any) -> None:
+def test_a_step_that_comes_again_has_the_same_batch_after_any_change_by_the_script(spoil: Any) -> None:
     def collate(samples: list[torch.Tensor]) -> dict[str, Any]:
         return {"x": torch.stack(samples), "more": [np.stack(samples), None, "text"]}
 
