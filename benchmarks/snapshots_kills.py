@@ -23,7 +23,7 @@ from page import Section
 WORKER = Path(__file__).with_name("train_sharded.py")
 RANKS = 4
 STEPS_BEFORE = 5
-"""That all ranks complete before the next kill: a spare has come to where it waits by then."""
+"""That all ranks complete before the next kill, and before the end: a spare has come to where it waits by then."""
 DEADLINE_S = 180.0
 SERIES = {
     "keepstep, FSDP2, model before the mesh": ("--keepstep",),
@@ -59,6 +59,7 @@ def one_series(options: tuple[str, ...], args: argparse.Namespace, folder: Path)
     chance = random.Random(args.seed)
     with RunningJob(command, folder) as job:
         kills = [kill(job, chance) for _ in range(args.kills)]
+        some_steps(job)  # the report has heard of the last recovery's first step by then
     steps_s = step_intervals_s(read_events(folder), after_step=2)
     parts = _parts(report) if report.exists() else []
     return {"kills": kills, "parts": parts, "step_ms": 1000 * statistics.median(steps_s)}
@@ -66,7 +67,7 @@ def one_series(options: tuple[str, ...], args: argparse.Namespace, folder: Path)
 
 def kill(job: RunningJob, chance: random.Random) -> dict[str, Any]:
     """Kills a rank at a random instant of a step, and waits until all have completed another."""
-    job.wait_until(lambda: _num_completed(read_events(job.folder)) >= STEPS_BEFORE, "the next kill", DEADLINE_S)
+    some_steps(job)
     events = read_events(job.folder)
     time.sleep(chance.uniform(0.0, statistics.median(step_intervals_s(events))))
     rank = chance.randrange(RANKS)
@@ -81,6 +82,11 @@ def kill(job: RunningJob, chance: random.Random) -> dict[str, Any]:
     resumed_at = int(min(event.value for event in after))
     gap_ms = 1000 * (max(event.at_s for event in after) - at_s)
     return {"rank": rank, "gap_ms": gap_ms, "again": before + 1 - resumed_at + 1}
+
+
+def some_steps(job: RunningJob) -> None:
+    """Waits until all ranks have completed some steps after the last kill."""
+    job.wait_until(lambda: _num_completed(read_events(job.folder)) >= STEPS_BEFORE, "steps after a kill", DEADLINE_S)
 
 
 def _num_completed(events: list[Event], after: int | None = None) -> int:

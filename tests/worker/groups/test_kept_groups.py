@@ -207,6 +207,7 @@ def close_at_any_moment(rank: int, size: int, path: Path, seed: int) -> list[tup
     """Each rank is taken down at a moment of its own while all run the same operations; what they give then is right
     in the next generation, whichever of the groups stays."""
     registry, world = join(path, rank, size)
+    meet(path, size, "connected")  # a trial of one rank must not cut the connecting of another off
     found = []
     for trial in range(NUM_TRIALS):
         before, moment = world._inner, random.Random(f"{seed} {trial} {rank}")
@@ -216,7 +217,7 @@ def close_at_any_moment(rank: int, size: int, path: Path, seed: int) -> list[tup
         timer.join()
         registry.drain()
         registry.connect(trial + 2, rank)
-        meet(path, size, f"connected {trial}")  # the next trial of one rank must not cut the connecting of another off
+        meet(path, size, f"connected {trial}")
         tensor = torch.full((5,), float(trial))
         dist.all_reduce(tensor)
         dist.broadcast(same := own(rank, 2) + trial, src=trial % size)

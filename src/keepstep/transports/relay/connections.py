@@ -189,6 +189,7 @@ class RelayedNodeConnections:
             relay = self._relays[number] = await self._spawn()
             why = await self._read(number, relay)
             relay.process.kill()
+            relay.pipe.close()
             code = await asyncio.to_thread(relay.process.wait)
             pause_s = FIRST_PAUSE_S if relay.is_ready else min(2 * pause_s, LAST_PAUSE_S)
             self._lose(number)
