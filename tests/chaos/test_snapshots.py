@@ -28,6 +28,18 @@ def test_other_layouts_take_as_many_as_cost_little(tmp_path: Path, script: str) 
     assert result["identical"]
 
 
+def test_a_warm_spare_loads_what_the_lost_rank_has_left(tmp_path: Path) -> None:
+    """It is told of that after it has said what it holds."""
+    faults = "kill@step=4,phase=backward,rank=2"
+    code, result, output = drill(
+        tmp_path, "--nproc-per-node", 3, "--spares", 1, "--faults", faults, SCRIPTS / "snapshots.py"
+    )
+    assert code == 0, output
+    assert result["identical"]
+    assert [row["superseded"] for row in result["recoveries"]] == [False], output
+    assert result["recoveries"][0]["origins"]["2"] == "snapshot in memory"
+
+
 @pytest.mark.parametrize("how", ["fsdp2", "tp", "pp"])
 def test_a_gpt(tmp_path: Path, how: str) -> None:
     faults = "kill@step=3,phase=backward,rank=1;kill@step=6,phase=optimizer,rank=0"

@@ -135,11 +135,21 @@ class Recovery:
         """Steps of the snapshots and checkpoints that this rank can load, ascending."""
         steps: set[int] = set(self._checkpoints.steps()) if self._checkpoints is not None else set()
         if self._snapshots is not None:
-            while self._machine.inherited:
-                kept = self._machine.inherited.pop(0)
-                self._snapshots.inherit(kept.path, kept.rank, kept.steps)
+            self._take_in(self._snapshots)
             steps.update(self._snapshots.steps(self._machine.rank))
         return tuple(sorted(steps))
+
+    def _take_in(self, snapshots: Snapshots) -> None:
+        """Notes which snapshots of other processes the agent has told of."""
+        while self._machine.inherited:
+            kept = self._machine.inherited.pop(0)
+            snapshots.inherit(kept.path, kept.rank, kept.steps)
+
+    def steps_in_memory(self) -> tuple[int, ...]:
+        """Steps of this rank's snapshots in memory, ascending; none where none are taken."""
+        if self._snapshots is None or self._snapshots.every == 0:
+            return ()
+        return self._snapshots.steps(self._machine.rank)
 
     @property
     def takes_snapshots(self) -> bool:
@@ -303,8 +313,10 @@ class Recovery:
         step, rank = move.order.resume_step, self._machine.rank
         assert rank is not None
         received, from_checkpoint = 0, False
-        if self._snapshots is not None and move.action in (Action.RESTORE, Action.REWIND):
-            self._snapshots.release_state()
+        if self._snapshots is not None:
+            self._take_in(self._snapshots)  # a warm spare was told of them after it had said what it holds
+            if move.action in (Action.RESTORE, Action.REWIND):
+                self._snapshots.release_state()
         match move.action:
             case Action.RESTORE:
                 for transfer in move.receives(rank):
@@ -321,7 +333,6 @@ class Recovery:
         for transfer in move.sends_copies(rank):
             if self._snapshots is None:
                 raise RemoteProtocolError(f"rank {rank} keeps no snapshots, and is to send one of step {step}")
-            self.snapshots()  # takes in what the agent has told of
             self._send(*self._snapshots.image(transfer.receivers, step), transfer, rank)
         return received, from_checkpoint
 

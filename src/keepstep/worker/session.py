@@ -1,13 +1,12 @@
-"""The user's handles: `init`, `Session.protect`, `Session.steps` and `Session.batches`."""
+"""The user's handles: `init` and `Session`. Its loops are in `keepstep.worker.loop.loops`."""
 
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +31,9 @@ from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.jobstore.default import DefaultStore
 from keepstep.worker.jobstore.store_client import StoreClient
 from keepstep.worker.link import Link
-from keepstep.worker.loop.batches import Batches, check_replicas
 from keepstep.worker.loop.late_rank import have_samplers_wait
-from keepstep.worker.loop.step import Step
+from keepstep.worker.loop.loops import Loops
+from keepstep.worker.loop.wrapped import unwrapped
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
@@ -55,7 +54,6 @@ from keepstep.worker.values.declared import DeclaredState
 
 if TYPE_CHECKING:  # its import takes long
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.data import DataLoader
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _session: Session | None = None
@@ -94,22 +92,20 @@ def current_session() -> Session | None:
     return _session
 
 
-class Session:
+class Session(Loops):
     """One rank's part of a protected training job. Made by `init`; used from the training thread."""
 
     def __init__(self, settings: config.WorkerConfig | None, seed: int, rng: bool) -> None:
-        self._settings = settings
-        self._seed, self._rng = seed, rng
+        super().__init__(seed)
+        self._settings, self._rng = settings, rng
         self._state: ProtectedState | None = None
         self._recovery: Recovery | None = None
-        self._controller: StepController | None = None
         self._known_once: dict[str, bool] = {}
         self._exchange: StartUpExchange | None = None
         self._coordination = self._connect()
         self._draws_as: int | None = None
         """The rank whose random numbers this one draws, where it is not its own."""
         self._data_ranks: Sequence[int] | None = None
-        self._has_batches = False
         self._declared = DeclaredState(lambda: self._coordination.machine.rank)
 
     def _connect(self) -> Coordination:
@@ -280,7 +276,7 @@ class Session:
         """
         if self._state is not None:
             raise UsageError("protect() was called twice: give it everything in one call")
-        objects |= self._declared.objects
+        objects = {name: unwrapped(thing) for name, thing in objects.items()} | self._declared.objects
         self._state = ProtectedState(objects, layout_of(objects), shard)
         self._draws_as = first_tensor_peer(self._state.modules)
         self._data_ranks = data_ranks(objects, shard) if data_mesh is None else ranks_of_mesh(data_mesh)
@@ -288,13 +284,15 @@ class Session:
         attempt = Attempt(self._coordination, self._state, self._declared)
         snapshots = self._snapshots(snapshot_every)
         self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints, snapshots)
-        self._controller = StepController(
-            self._coordination,
-            self._state,
-            attempt,
-            self._recovery,
-            seed_step=self._seed_step,
-            final_digest=self._final_digest,
+        self._set_controller(
+            StepController(
+                self._coordination,
+                self._state,
+                attempt,
+                self._recovery,
+                seed_step=self._seed_step,
+                final_digest=self._final_digest,
+            )
         )
 
     def _snapshots(self, wanted: int | str) -> Snapshots | None:
@@ -387,62 +385,21 @@ class Session:
             raise UsageError("publish_weights() before protect(): call session.protect(model=...) first")
         self._recovery.publish(StepPublication(Path(folder), weights, every, deadline_s))
 
-    # ---- the loop -------------------------------------------------------------------------------------------------
+    # ---- for the loops ----------------------------------------------------------------------------------------------
 
-    def steps(self, num_steps: int, *, start: int = 0) -> Iterator[Step]:
-        """Hands out the steps up to ``num_steps``, beginning where the job stands.
-
-        Each must be used as ``with step:``. An interrupted step comes again with the same index.
+    def begin(self, start: int = 0) -> StepController:
+        """The script, or the framework that runs its loop, stands in front of its first step.
 
         Args:
-            num_steps: the length of the training, not of this run.
-            start: the first step of a script that has loaded a checkpoint of its own, the same on all ranks. A
-                checkpoint of keepstep's own that is further wins, and so does a recovery.
+            start: see `steps`.
+
+        Returns:
+            what takes this rank through its steps.
 
         Raises:
-            UsageError: `protect` was not called, a step was not entered, or the job has completed fewer steps already.
-            ConfigurationError: ``start`` is below 0 or above ``num_steps``.
+            UsageError: `protect` was not called.
         """
-        if not 0 <= start <= num_steps:
-            raise ConfigurationError(f"steps({num_steps}, start={start}): allowed are 0 to {num_steps}")
-        if self._controller is None:
-            raise UsageError(
-                "steps() before protect(): nothing would be restored; call session.protect(model=...) first"
-            )
-        return self._loop(num_steps, start, self._controller)
-
-    def batches(self, loader: DataLoader[Any], *, epochs: int = 1, accumulate: int = 1) -> Batches:
-        """Hands out the steps of so many epochs of a loader, each with its batch, as pairs ``step, batch``.
-
-        The order is the loader's own, epoch by epoch (``set_epoch()`` is called). Augmentation draws random numbers of
-        the batch's own, so a batch that is read again is the same. Nothing is read to come to the first step of a
-        replacement or a restarted job. `Step.epoch` and `Step.is_epoch_end` say where the training stands.
-
-        Args:
-            loader: of a map-style dataset, with any sampler. Its workers, ``collate_fn`` and the like are used, but it
-                is not iterated itself.
-            epochs: the length of the training, not of this run.
-            accumulate: batches of a step. If more than 1, a step has a list of them, the last of an epoch maybe fewer.
-
-        Raises:
-            ConfigurationError: no batch of the loader could be found again, or a number is below 1.
-            UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
-        """
-        steps = functools.partial(self._steps_of_batches, loader)
-        return Batches(loader, epochs, accumulate, self._seed, steps, lambda: self.data_rank)
-
-    def _steps_of_batches(self, loader: DataLoader[Any], num_steps: int) -> Iterator[Step]:
-        steps = self.steps(num_steps)
-        if self._has_batches:
-            raise UsageError(
-                "session.batches() is iterated a second time: one loop has all epochs, session.batches(loader, "
-                "epochs=...). For validation, iterate a DataLoader itself"
-            )
-        self._has_batches = True
-        check_replicas(loader, self.data_world_size, self.world_size)
-        return steps
-
-    def _loop(self, num_steps: int, start: int, controller: StepController) -> Iterator[Step]:
+        controller = self._protected_controller("steps")
         if self._coordination.phase is Phase.STARTING:
             assert self._state is not None
             self._state.check()  # the script may have changed its modules since protect()
@@ -450,13 +407,15 @@ class Session:
             if self._exchange is not None:
                 self._exchange.end()
             controller.stand_ready(start)
-        while (index := controller.next_step(num_steps)) is not None:
-            yield Step(controller, index, controller.attempt, controller.resumed)
+        return controller
+
+    def _has_fewer_steps(self, num_steps: int) -> int | None:
         reached = self._coordination.machine.steps.parameters_at
-        if reached is not None and reached < num_steps and not self._coordination.machine.terminated:
-            raise UsageError(
-                f"steps({num_steps}) after all ranks have completed steps({reached}): one loop has all steps"
-            )
+        is_short = reached is not None and reached < num_steps and not self._coordination.machine.terminated
+        return reached if is_short else None
+
+    def _goes_back(self) -> bool:
+        return self.world_size > 1 and self._recovery is not None and self._recovery.takes_snapshots
 
     def _check_replicas(self, start: int) -> None:
         """Compares what this rank begins with to what its replicas do, while all ranks start together."""

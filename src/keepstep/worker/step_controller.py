@@ -43,6 +43,8 @@ class StepController:
     Attributes:
         attempt: how often the present step was begun before on this rank.
         resumed: whether the present step is the first since a recovery or a checkpoint.
+        raises_between_steps: whether stop points raise `StepInterrupted` also where a step was handed out and is not
+            begun. A loop sets it that can leave what it does there, such as an evaluation.
     """
 
     def __init__(
@@ -73,13 +75,16 @@ class StepController:
         self._recovery = recovery
         self._seed_step = seed_step
         self._final_digest = final_digest
+        self._num_steps = 0
         self._index: int | None = None
         """The step that was handed out last and not ended."""
+        self._deferred: list[Callable[[], object]] = []
         self._is_inside = False
         """Whether it was begun, and neither committed nor undone."""
         self._was_begun = False
         self._last_index = -1
         self._is_warming_up = False
+        self.raises_between_steps = False
         self._begun_s = 0.0
         self._stop_points = StopPoints(state.modules, self._check_stop, self._mark_phase)
         register_optimizer_step_pre_hook(self._before_update)
@@ -113,6 +118,12 @@ class StepController:
         Raises:
             UsageError: the step that was handed out before was not begun.
         """
+        self._num_steps = num_steps
+        return self.go_on()
+
+    def go_on(self) -> int | None:
+        """`next_step` for the same length as before."""
+        num_steps = self._num_steps
         if self._index is not None:
             self._script_returns()
         while not isinstance(self._recovery.run(), End):
@@ -130,8 +141,22 @@ class StepController:
         self.resumed = self._recovery.take_resumed()
         self._index = self._last_index = index
         self._was_begun = False
+        self._deferred.clear()
         self._undoing.hand_out()
         self._recovery.hand_out(index)
+
+    def seed(self, number: int | None = None) -> None:
+        """Seeds the random numbers of what is done before the step that was handed out begins.
+
+        Args:
+            number: of a step; if not given, that of the one that was handed out.
+        """
+        assert self._index is not None
+        self._seed_step(self._index if number is None else number)
+
+    def earliest_step(self, present: int) -> int:
+        """The first step to which the job may go back from a step on, where a copy in memory allows it."""
+        return min((present, *self._recovery.steps_in_memory()))
 
     def _script_returns(self) -> None:
         """The script has come back from a step: what it did to the state until now is put back, or judged and kept."""
@@ -164,8 +189,11 @@ class StepController:
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, draws_as: int | None = None) -> None:
         """Begins the step that was handed out.
+
+        Args:
+            draws_as: the step of whose random numbers it draws, where a loop counts its steps otherwise.
 
         Raises:
             UsageError: a step is begun already.
@@ -176,7 +204,7 @@ class StepController:
         self._is_inside = self._was_begun = True
         self._begun_s = time.monotonic()
         self._undoing.begin()
-        self._seed_step(self._index)
+        self.seed(draws_as)
         self._coordination.move(StepEvent.STEP_ENTERED)
 
     def commit(self) -> None:
@@ -195,14 +223,26 @@ class StepController:
         self._undoing.complete()
         self._stop_points.step_took(time.monotonic() - self._begun_s)
         self._recovery.after_step()
+        deferred, self._deferred = self._deferred, []
+        for function in deferred:
+            function()
+
+    def defer(self, function: Callable[[], object]) -> None:
+        """Calls a function when the present attempt counts, at the end of its `commit`; else never.
+
+        Where no step is handed out that may come again, it is called at once.
+        """
+        if self._coordination.attempting:
+            self._deferred.append(function)
+        else:
+            function()
 
     def is_interruption(self, error: BaseException) -> bool:
         """Whether an exception that leaves a step belongs to a failure elsewhere: the step comes again."""
         coordination = self._coordination
         if isinstance(error, StepInterrupted):
             return True
-        before_update = coordination.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if not before_update or not isinstance(error, Exception) or not coordination.machine.used_echo:
+        if not self._may_be_left or not isinstance(error, Exception) or not coordination.machine.used_echo:
             return False
         print(
             f"keepstep: step {coordination.machine.steps.step} comes again; it ended in echo with {error!r}",
@@ -211,8 +251,8 @@ class StepController:
         return True
 
     def undo(self) -> None:
-        """Puts back what an interrupted attempt has changed."""
-        self._is_inside = False
+        """Puts back what an interrupted attempt has changed, be it begun or only handed out."""
+        self._is_inside, self._was_begun = False, True
         self._undoing.undo()
 
     def _pass_barrier(self) -> None:
@@ -239,8 +279,16 @@ class StepController:
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def _check_stop(self) -> None:
-        if self._coordination.interrupted and self._coordination.phase in (Phase.FORWARD, Phase.BACKWARD):
+        if self._coordination.interrupted and self._may_be_left:
             raise StepInterrupted
+
+    @property
+    def _may_be_left(self) -> bool:
+        """Whether what is done at present can be left by an exception, and is undone and done again then."""
+        coordination = self._coordination
+        if coordination.phase is Phase.UPDATED:
+            return self.raises_between_steps and coordination.attempting
+        return coordination.phase in (Phase.FORWARD, Phase.BACKWARD)
 
     def _mark_phase(self, phase: Phase) -> None:
         present = self._coordination.phase

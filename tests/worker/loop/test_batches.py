@@ -27,16 +27,10 @@ from torch.utils.data import (
 )
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.worker.loop.batches import Batches, check_replicas
+from keepstep.worker.loop.batches import Batches
 from keepstep.worker.loop.late_rank import have_samplers_wait
-
-
-class Step:
-    """What the loop is handed."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.epoch, self.is_epoch_end = None, False
+from keepstep.worker.loop.reading import Reading, check_replicas
+from keepstep.worker.loop.step import Step
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -58,9 +52,10 @@ def of(loader: Any, steps: Any = None, *, epochs: int = 3, accumulate: int = 1, 
     """Batches of a script that is handed these steps, or all in their order."""
 
     def hand_out(num_steps: int) -> Iterator[Any]:
-        return iter([Step(index) for index in (range(num_steps) if steps is None else steps)])
+        controller: Any = None
+        return iter([Step(controller, index, 0, False) for index in (range(num_steps) if steps is None else steps)])
 
-    return Batches(loader, epochs, accumulate, seed, hand_out, lambda: 1)
+    return Batches(Reading(loader, epochs, accumulate, seed, lambda: 1), hand_out)
 
 
 def content(batches: Batches) -> list[Any]:

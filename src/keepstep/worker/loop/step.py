@@ -16,7 +16,8 @@ class Step:
         attempt: how often this step was begun before on this rank.
         resumed: True for the first step after a recovery or a checkpoint: iterators must be made anew.
         committed: after the ``with``: whether the step counts. An interrupted attempt is undone and comes again.
-        epoch: the epoch that it belongs to, from 0; None where no loader says so (`Session.batches`).
+        epoch: the epoch that it belongs to, from 0; None where no loader says so (`Session.batches`, `Session.epochs`).
+        position: its number among the steps of its epoch, from 0; None likewise.
         is_epoch_end: whether it is the last step of its epoch.
     """
 
@@ -26,8 +27,14 @@ class Step:
         self.resumed = resumed
         self.committed = False
         self.epoch: int | None = None
+        self.position: int | None = None
         self.is_epoch_end = False
         self._controller = controller
+
+    def place(self, epoch: int, position: int, steps_per_epoch: int) -> None:
+        """Says where it stands in its epoch."""
+        self.epoch, self.position = epoch, position
+        self.is_epoch_end = position == steps_per_epoch - 1
 
     def __enter__(self) -> Step:
         self._controller.begin()

@@ -1,0 +1,123 @@
+"""Hugging Face Accelerate: an ``Accelerator`` for training loops that lose ranks.
+
+::
+
+    from keepstep.integrations.accelerate import KeepstepAccelerator as Accelerator
+
+    accelerator = Accelerator()
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for epoch in accelerator.epochs(loader, 3):
+        def train_step(step, batch):
+            ...                             # what was the body of the loop over batches
+        epoch.run(train_step)
+        ...                                 # evaluation, as before
+
+Without ``epochs()``, `Session.protect` and `Session.batches` take what ``prepare()`` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.state import GradientState
+from torch.utils.data import DataLoader
+
+from keepstep.errors import UsageError
+from keepstep.worker.loop.epochs import Epoch
+from keepstep.worker.session import init
+
+
+class KeepstepAccelerator(Accelerator):
+    """``accelerate.Accelerator``, which calls `keepstep.init` first where the script has not. Takes the same arguments.
+
+    On a spare it waits for a rank.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._session = init()
+        _ = self._session.rank  # Accelerate keeps ranks from the environment, where a spare has none before
+        super().__init__(*arguments, **keywords)
+        self._has_begun = False
+
+    def epochs(self, loader: DataLoader[Any], num_epochs: int, **options: Any) -> Iterator[PreparedEpoch]:
+        """Protects all that was prepared and registered for checkpointing, and hands out the epochs of a loader.
+
+        See `Session.epochs`. A step has ``gradient_accumulation_steps`` batches.
+
+        Args:
+            loader: a prepared one.
+            num_epochs: the length of the training, not of this run.
+            options: further arguments of `Session.protect`.
+
+        Raises:
+            UsageError: called twice, or the script has protected something by itself.
+        """
+        if self._has_begun:
+            raise UsageError("accelerator.epochs() is called a second time: one loop has all epochs")
+        self._has_begun = True
+        self._session.protect(**self._protected(), **options)
+        accumulate = self.gradient_accumulation_steps
+        for epoch in self._session.epochs(loader, num_epochs, accumulate=accumulate):
+            yield PreparedEpoch(self, epoch)
+
+    def _protected(self) -> dict[str, Any]:
+        named = {
+            "model": self._models,
+            "optimizer": self._optimizers,
+            "scheduler": self._schedulers,
+            "custom": self._custom_objects,
+            "scaler": [] if self.scaler is None else [self.scaler],
+        }
+        return {
+            name if len(things) == 1 else f"{name}{number}": thing
+            for name, things in named.items()
+            for number, thing in enumerate(things)
+        }
+
+
+class PreparedEpoch:
+    """One epoch, from the step on at which the job stands.
+
+    Attributes:
+        index: its number, from 0.
+    """
+
+    def __init__(self, accelerator: KeepstepAccelerator, epoch: Epoch) -> None:
+        self.index = epoch.index
+        self._accelerator, self._epoch = accelerator, epoch
+
+    def run(self, function: Callable[[int, Any], object]) -> None:
+        """Calls a function with each batch that is left, and again where its step is interrupted.
+
+        Args:
+            function: gets the batch's number in the epoch, from 0, and the batch: the body of a loop over
+                ``enumerate(loader)``. Where gradients are accumulated, several calls make a step.
+        """
+        accumulate = self._accelerator.gradient_accumulation_steps
+        with _LoaderState(self._accelerator.gradient_state) as state:
+            for step, batches in self._epoch:
+                assert step.position is not None
+                with step:
+                    self._accelerator.step = 0  # it counts batches, to know with which one gradients are complete
+                    group = batches if accumulate > 1 else [batches]
+                    for number, batch in enumerate(group):
+                        state.end_of_dataloader = step.is_epoch_end and number == len(group) - 1
+                        function(step.position * accumulate + number, batch)
+
+
+class _LoaderState:
+    """What Accelerate looks up of the loader that is being iterated."""
+
+    def __init__(self, state: GradientState) -> None:
+        self._state = state
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def __enter__(self) -> _LoaderState:
+        self._state._add_dataloader(self)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._state._remove_dataloader(self)

@@ -1,0 +1,131 @@
+"""A loop over epochs with a loop over steps in it, and code of the script at the end of each epoch.
+
+That code is protected like a step. It has a number of its own among the steps, and the next epoch begins when all ranks
+are through with it: where one is lost before, all ranks come to the end of that epoch again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keepstep.errors import NothingToRecoverFrom, StepInterrupted, UsageError
+from keepstep.worker.loop.reading import Reading
+from keepstep.worker.loop.step import Step
+from keepstep.worker.step_controller import StepController
+
+
+class Epochs:
+    """What `Session.epochs` gives. Iterate it once."""
+
+    def __init__(self, reading: Reading, start: Callable[[], StepController], present: Callable[[Step], None]) -> None:
+        """Args:
+        reading: gives the batches.
+        start: begins the training, when the first epoch is asked for.
+        present: told of each step that is handed out.
+        """
+        self._reading = reading
+        self._start, self._present = start, present
+        self._controller: StepController | None = None
+        self._index: int | None = None
+        """What was handed out last: a step, or the end of an epoch. None: all are through."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of each epoch. With ``accumulate`` the last one may have fewer batches."""
+        return self._reading.steps_per_epoch
+
+    def __len__(self) -> int:
+        """Epochs of the whole training."""
+        return self._reading.epochs
+
+    def __iter__(self) -> Iterator[Epoch]:
+        self._controller = self._start()
+        try:
+            self._next()
+            while self._index is not None:
+                yield Epoch(self, self._place()[0])
+                self._end()
+        finally:
+            self._reading.close()
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch, and the position in it, that were handed out; the end of an epoch lies behind all its steps."""
+        assert self._index is not None
+        return divmod(self._index, self.steps_per_epoch + 1)
+
+    def _next(self) -> None:
+        controller = self._controller
+        assert controller is not None
+        self._index = controller.next_step(len(self) * (self.steps_per_epoch + 1))
+        if self._index is not None and self._place()[1] == self.steps_per_epoch:
+            controller.seed()  # for what the script does at the end of the epoch
+
+    def _end(self) -> None:
+        """The script has done what it does at the end of an epoch. It counts when all ranks have."""
+        controller = self._controller
+        assert controller is not None
+        epoch, position = self._place()
+        if position < self.steps_per_epoch:
+            raise UsageError(
+                f"epoch {epoch} was left before step {position} of {self.steps_per_epoch}: iterate it to its end, "
+                "'for step, batch in epoch', or call epoch.run()"
+            )
+        controller.begin()
+        try:
+            controller.commit()
+        except StepInterrupted:
+            controller.undo()
+        self._next()
+
+    def steps_of(self, epoch: int) -> Iterator[tuple[Step, Any]]:
+        """The steps of an epoch that are left, each with its batch.
+
+        Raises:
+            NothingToRecoverFrom: the job has gone back to an earlier epoch.
+        """
+        controller, num_steps = self._controller, self.steps_per_epoch
+        assert controller is not None
+        while True:
+            present, position = self._place()
+            if present != epoch:
+                raise NothingToRecoverFrom(
+                    f"the job goes back from epoch {epoch} to step {position} of epoch {present}, where a script with "
+                    "a loop over steps in a loop over epochs cannot follow; session.batches() has one loop, which can"
+                )
+            if position == num_steps:
+                return
+            assert self._index is not None
+            step = Step(controller, self._index, controller.attempt, controller.resumed)
+            step.place(epoch, position, num_steps)
+            self._present(step)
+            yield step, self._reading.read(epoch, position)
+            self._next()
+
+
+class Epoch:
+    """One epoch, from the step on at which the job stands. Iterate it once, as ``for step, batch in epoch``.
+
+    Attributes:
+        index: its number, from 0.
+    """
+
+    def __init__(self, epochs: Epochs, index: int) -> None:
+        self.index = index
+        self._epochs = epochs
+
+    def __iter__(self) -> Iterator[tuple[Step, Any]]:
+        return self._epochs.steps_of(self.index)
+
+    def run(self, function: Callable[[Step, Any], object]) -> None:
+        """Calls a function in each step that is left, and again where the step is interrupted.
+
+        Args:
+            function: gets the step and its batch, and does what stands in a ``with step:``.
+        """
+        for step, batch in self:
+            with step:
+                function(step, batch)
+
+    def __repr__(self) -> str:
+        return f"<Epoch {self.index}>"

@@ -1,0 +1,102 @@
+"""The steps of a loop that belongs to a framework, and is entered again where it was interrupted.
+
+Such a loop consists of *units* that follow each other: an optimizer step with what leads to it, or what the framework
+does behind one, such as an evaluation with a checkpoint. A unit counts when all ranks are through with it. Where it is
+interrupted, `StepInterrupted` leaves the framework's loop, the protected state goes back to the unit's beginning, and
+every rank, a replacement too, enters the loop there by the framework's own way of resuming.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from keepstep.errors import StepInterrupted
+from keepstep.worker.step_controller import StepController
+
+
+class ForeignLoop:
+    """One rank's units. All methods are called by the training thread."""
+
+    def __init__(self, begin: Callable[[], StepController]) -> None:
+        """Args:
+        begin: `Session.begin`.
+        """
+        self._begin = begin
+        self._controller: StepController | None = None
+        self._index = 0
+        """Of the unit that was handed out last."""
+        self.is_inside = False
+        """Whether it was begun."""
+
+    @property
+    def controller(self) -> StepController:
+        """What takes this rank through its steps, from `enter` on."""
+        assert self._controller is not None, "the loop was not entered"
+        return self._controller
+
+    def enter(self) -> None:
+        """The framework is about to enter its loop: from here on the protected state says where. A spare waits."""
+        self._controller = self._begin()
+        self._controller.raises_between_steps = True
+        self.go_back()
+
+    def begin(self, draws_as: int) -> None:
+        """The unit's forward and backward begin.
+
+        Args:
+            draws_as: of which step's random numbers.
+        """
+        self.is_inside = True
+        self.controller.begin(draws_as)
+
+    def commit(self) -> None:
+        """The unit is done; the next one is handed out.
+
+        Raises:
+            StepInterrupted: the protected state is not that behind this unit any more, or was not yet.
+        """
+        controller = self.controller
+        if not self.is_inside:
+            self.begin(self._index)
+        controller.commit()
+        self.is_inside = False
+        former = self._index
+        self._hand_out(sys.maxsize)
+        if self._index != former + 1 or controller.resumed:
+            raise StepInterrupted
+
+    def go_back(self) -> None:
+        """Recovers; the protected state says where the loop is to be entered. After `enter`, and `is_interruption`."""
+        self._hand_out(sys.maxsize)
+
+    def is_interruption(self, error: BaseException) -> bool:
+        """Whether an exception that leaves the framework's loop belongs to a failure elsewhere: if so, undoes the unit.
+
+        Args:
+            error: the exception.
+        """
+        controller = self.controller
+        if not controller.is_interruption(error):
+            return False
+        controller.undo()
+        self.is_inside = False
+        return True
+
+    def finish(self) -> bool:
+        """The framework's loop is at its end, which the protected state says, too.
+
+        Returns:
+            whether all ranks are. If not, the loop is to be entered again.
+        """
+        self.controller.undo()  # the unit that was handed out is not needed
+        index = self.controller.next_step(self._index)
+        if index is not None:
+            self._index = index
+        return index is None
+
+    def _hand_out(self, num_steps: int) -> None:
+        index = self.controller.next_step(num_steps)
+        if index is None:  # the job is drained, and the script handles the signal itself
+            raise SystemExit(0)
+        self._index = index

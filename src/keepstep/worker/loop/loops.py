@@ -1,0 +1,220 @@
+"""The loops that a session gives to a script: over steps, batches and epochs; and functions as steps."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from keepstep.errors import ConfigurationError, UsageError
+from keepstep.worker.loop.batches import Batches
+from keepstep.worker.loop.epochs import Epochs
+from keepstep.worker.loop.reading import Reading, check_replicas
+from keepstep.worker.loop.runner import StepRunner
+from keepstep.worker.loop.step import Step
+from keepstep.worker.step_controller import StepController
+
+if TYPE_CHECKING:  # its import takes long
+    from torch.utils.data import DataLoader
+
+Result = TypeVar("Result")
+
+
+class Loops(abc.ABC):
+    """The part of `keepstep.Session` that hands out steps. All methods are called by the training thread."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._controller: StepController | None = None
+        self._runner: StepRunner | None = None
+        self._present: Step | None = None
+        """The step that a loop was handed last."""
+        self._has_batches = False
+
+    def _set_controller(self, controller: StepController) -> None:
+        """From now on there is something to restore."""
+        self._controller, self._runner = controller, StepRunner(controller)
+
+    @property
+    @abc.abstractmethod
+    def data_rank(self) -> int:
+        """See `Session.data_rank`."""
+
+    @property
+    @abc.abstractmethod
+    def data_world_size(self) -> int:
+        """See `Session.data_world_size`."""
+
+    @property
+    @abc.abstractmethod
+    def world_size(self) -> int:
+        """See `Session.world_size`."""
+
+    @abc.abstractmethod
+    def begin(self, start: int = 0) -> StepController:
+        """See `Session.begin`."""
+
+    @abc.abstractmethod
+    def _has_fewer_steps(self, num_steps: int) -> int | None:
+        """How many steps the job has completed, where these are fewer than ``num_steps`` and it was not ended."""
+
+    @abc.abstractmethod
+    def _goes_back(self) -> bool:
+        """Whether the job may have to go back by several steps."""
+
+    def steps(self, num_steps: int, *, start: int = 0) -> Iterator[Step]:
+        """Hands out the steps up to ``num_steps``, beginning where the job stands.
+
+        Each must be used as ``with step:``. An interrupted step comes again with the same index.
+
+        Args:
+            num_steps: the length of the training, not of this run.
+            start: the first step of a script that has loaded a checkpoint of its own, the same on all ranks. A
+                checkpoint of keepstep's own that is further wins, and so does a recovery.
+
+        Raises:
+            UsageError: `protect` was not called, a step was not entered, or the job has completed fewer steps already.
+            ConfigurationError: ``start`` is below 0 or above ``num_steps``.
+        """
+        if not 0 <= start <= num_steps:
+            raise ConfigurationError(f"steps({num_steps}, start={start}): allowed are 0 to {num_steps}")
+        self._protected_controller("steps")
+        return self._loop(num_steps, start)
+
+    def _protected_controller(self, asked: str) -> StepController:
+        if self._controller is None:
+            raise UsageError(
+                f"{asked}() before protect(): nothing would be restored; call session.protect(model=...) first"
+            )
+        return self._controller
+
+    def batches(self, loader: DataLoader[Any], *, epochs: int = 1, accumulate: int = 1) -> Batches:
+        """Hands out the steps of so many epochs of a loader, each with its batch, as pairs ``step, batch``.
+
+        The order is the loader's own, epoch by epoch (``set_epoch()`` is called). Augmentation draws random numbers of
+        the batch's own, so a batch that is read again is the same. Nothing is read to come to the first step of a
+        replacement or a restarted job. `Step.epoch` and `Step.is_epoch_end` say where the training stands.
+
+        Args:
+            loader: of a map-style dataset, with any sampler. Its workers, ``collate_fn`` and the like are used, but it
+                is not iterated itself.
+            epochs: the length of the training, not of this run.
+            accumulate: batches of a step. If more than 1, a step has a list of them, the last of an epoch maybe fewer.
+
+        Raises:
+            ConfigurationError: no batch of the loader could be found again, or a number is below 1.
+            UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
+        """
+        begin = functools.partial(self._begin_reading, loader)
+        return Batches(self._reading(loader, epochs, accumulate), lambda num_steps: self._loop(num_steps, 0, begin))
+
+    def epochs(self, loader: DataLoader[Any], num_epochs: int, *, accumulate: int = 1) -> Epochs:
+        """Hands out epochs of a loader, beginning where the job stands; each hands out its steps with their batches.
+
+        ``for epoch in session.epochs(loader, 3)``, and in it ``for step, batch in epoch`` with its ``with step:``, or
+        ``epoch.run(function)``. What stands behind that, at the end of the epoch, is protected too: where a rank is
+        lost in it all ranks come there again. The batches are those of `batches`.
+
+        Args:
+            loader: see `batches`.
+            num_epochs: the length of the training, not of this run.
+            accumulate: see `batches`.
+
+        Raises:
+            ConfigurationError: as for `batches`; or the job may have to go back by several steps (`protect`,
+                ``snapshot_every``), over the end of an epoch.
+            UsageError: as for `batches`; or an epoch is left before its last step.
+        """
+
+        def start() -> StepController:
+            self._begin_reading(loader)
+            controller = self.begin()
+            self._refuse_going_back()
+            return controller
+
+        return Epochs(self._reading(loader, num_epochs, accumulate), start, self._hand)
+
+    def _reading(self, loader: DataLoader[Any], epochs: int, accumulate: int) -> Reading:
+        return Reading(loader, epochs, accumulate, self._seed, lambda: self.data_rank)
+
+    def _begin_reading(self, loader: DataLoader[Any]) -> None:
+        self._protected_controller("batches")
+        if self._has_batches:
+            raise UsageError(
+                "session.batches() or epochs() is iterated a second time: one loop has all epochs, session.batches("
+                "loader, epochs=...). For validation, iterate a DataLoader itself"
+            )
+        self._has_batches = True
+        check_replicas(loader, self.data_world_size, self.world_size)
+
+    def _refuse_going_back(self) -> None:
+        if self._goes_back():
+            raise ConfigurationError(
+                "session.epochs(): a part of the state has no replica, so the job may have to go back over the end of "
+                "an epoch, where a script with a loop over steps in a loop over epochs cannot follow: use "
+                "session.batches(), which has one loop for both"
+            )
+
+    def run_step(self, function: Callable[..., Result], /, *arguments: Any, **keywords: Any) -> Result:
+        """Calls a function as the body of the step that the loop was handed, until the step counts.
+
+        In place of ``with step:``. What it is given is kept, and given again where the step is interrupted, in copies
+        of its lists and dicts; tensors are the same ones, so it must not change them in place.
+
+        Args:
+            function: computes, and calls ``optimizer.step()``.
+            arguments: what it is called with.
+            keywords: likewise.
+
+        Returns:
+            what it has returned in the attempt that counts.
+
+        Raises:
+            UsageError: outside of a loop over steps, in a step that was entered already, or it has changed a tensor
+                that it was given.
+            NothingToRecoverFrom: the job has gone back to steps of which nothing is kept.
+        """
+        if self._runner is None or self._present is None:
+            raise UsageError(
+                "run_step() outside of a loop over steps: call it in one of session.steps(), batches() or epochs()"
+            )
+        return self._runner.run(self._present, function, arguments, keywords)
+
+    def step(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Decorates a function so that each call of it is a `run_step`."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **keywords: Any) -> Result:
+            return self.run_step(function, *arguments, **keywords)
+
+        return run
+
+    def defer(self, function: Callable[..., object], /, *arguments: Any, **keywords: Any) -> None:
+        """Calls a function once the present step counts, and never for an attempt that does not.
+
+        For what must not happen twice: a line of a log, a counter. It is called at the end of the step, or of the epoch
+        where no step is handed out, on ranks that live until then. It must not communicate.
+
+        Args:
+            function: what to call.
+            arguments: what to call it with, evaluated now.
+            keywords: likewise.
+        """
+        self._protected_controller("defer").defer(functools.partial(function, *arguments, **keywords))
+
+    def _loop(self, num_steps: int, start: int, first: Callable[[], None] | None = None) -> Iterator[Step]:
+        if first is not None:
+            first()
+        controller = self.begin(start)
+        while (index := controller.next_step(num_steps)) is not None:
+            step = Step(controller, index, controller.attempt, controller.resumed)
+            self._hand(step)
+            yield step
+        if (reached := self._has_fewer_steps(num_steps)) is not None:
+            raise UsageError(
+                f"steps({num_steps}) after all ranks have completed steps({reached}): one loop has all steps"
+            )
+
+    def _hand(self, step: Step) -> None:
+        self._present = step

@@ -1,0 +1,83 @@
+"""The batches of a torch ``DataLoader``, each found again by its step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from keepstep.data.loaderorder import LoaderOrder, reader_of, samplers_of
+from keepstep.data.numbers import whole
+from keepstep.errors import ConfigurationError
+from keepstep.worker.loop.wrapped import prepared
+
+
+class Reading:
+    """Reads the batches of a step of an epoch."""
+
+    def __init__(
+        self, loader: DataLoader[Any], epochs: int, accumulate: int, seed: int, rank: Callable[[], int]
+    ) -> None:
+        """Args:
+        loader: see `Session.batches`.
+        epochs: see there.
+        accumulate: see there.
+        seed: of the session.
+        rank: whose samples this process reads; asked when the first batch is read.
+
+        Raises:
+            ConfigurationError: the loader's order cannot be found again, or a number is below 1.
+        """
+        self._accumulate = whole("accumulate", accumulate, 1)
+        loader, self._place = prepared(loader)
+        self._order = LoaderOrder(loader, epochs, seed)
+        self._reader = reader_of(loader, seed)
+        self._rank = rank
+
+    @property
+    def epochs(self) -> int:
+        """Of the whole training."""
+        return self._order.epochs
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of each epoch. With ``accumulate`` the last one may have fewer batches."""
+        return -(-self._order.num_batches // self._accumulate)
+
+    def read(self, epoch: int, position: int) -> Any:
+        """The batch of a step, or its list of batches. A step that comes again reads again: the script may have changed
+        the former objects in ways that cannot be seen, such as ``batch.pop("labels")`` or ``x.data.mul_(2)``.
+
+        Args:
+            epoch: of the step.
+            position: of the step in its epoch.
+        """
+        first = position * self._accumulate
+        last = min(first + self._accumulate, self._order.num_batches)
+        begin, rank = epoch * self._order.num_batches, self._rank()
+        found = [
+            self._place(self._reader.read(number, rank, functools.partial(self._order.requests, number, rank)))
+            for number in range(begin + first, begin + last)
+        ]
+        return found[0] if self._accumulate == 1 else found
+
+    def close(self) -> None:
+        """Ends the loader's workers."""
+        self._reader.close()
+
+
+def check_replicas(loader: DataLoader[Any], data_world_size: int, world_size: int) -> None:
+    """Refuses a ``DistributedSampler`` that gives samples of their own to ranks that must read the same ones.
+
+    Raises:
+        ConfigurationError: it shares them out among all ranks, as it does by default, and not all differ in their data.
+    """
+    replicas = (part.num_replicas for part in samplers_of(prepared(loader)[0]) if isinstance(part, DistributedSampler))
+    if data_world_size < world_size and world_size in replicas:
+        raise ConfigurationError(
+            f"session.batches(): the DistributedSampler shares out the samples among all {world_size} ranks, and only "
+            f"{data_world_size} have samples of their own: give it num_replicas=session.data_world_size and "
+            "rank=session.data_rank"
+        )

@@ -1,0 +1,95 @@
+"""A Trainer of Hugging Face Transformers with everything around its steps: dropout, random masking, accumulation,
+evaluation, checkpoints, early stopping, a best model, callbacks, logs.
+
+Usage: keepstep run --nproc-per-node 2 tests/scripts/hf_trainer.py [--out DIR] [--epochs N] [--accumulate N] [...]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+
+import keepstep
+from keepstep.integrations.transformers import KeepstepTrainer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path, default=Path("out"))
+parser.add_argument("--epochs", type=float, default=3)
+parser.add_argument("--accumulate", type=int, default=2)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--strategy", default="steps", choices=("steps", "epoch"))
+parser.add_argument("--resume", action="store_true")
+arguments = parser.parse_args()
+
+torch.set_num_threads(1)
+keepstep.init(seed=1)
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Made from their index, with a word that is another one each time."""
+
+    def __init__(self, first, size):
+        self.first, self.size = first, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        words = (torch.arange(12) * (index + self.first + 1)) % 50
+        words[int(torch.randint(12, ()))] = 50
+        return {"input_ids": words, "labels": words.clone()}
+
+
+def without_times(logs):
+    return {name: value for name, value in logs.items() if "runtime" not in name and "per_second" not in name}
+
+
+class Lines(TrainerCallback):
+    """Writes what a user's own callback would."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            with (arguments.out / "lines.txt").open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **without_times(logs)}) + "\n")
+
+
+arguments.out.mkdir(exist_ok=True)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=51, n_positions=12, n_embd=16, n_layer=2, n_head=2))
+trainer = KeepstepTrainer(
+    model=model,
+    args=TrainingArguments(
+        output_dir=str(arguments.out),
+        use_cpu=True,
+        num_train_epochs=arguments.epochs,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=arguments.accumulate,
+        dataloader_num_workers=arguments.workers,
+        learning_rate=1e-2,
+        warmup_steps=3,
+        eval_strategy=arguments.strategy,
+        save_strategy=arguments.strategy,
+        logging_strategy=arguments.strategy,
+        eval_steps=4,
+        save_steps=4,
+        logging_steps=2,
+        save_total_limit=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        report_to=[],
+        disable_tqdm=True,
+    ),
+    train_dataset=Sentences(0, 50),
+    eval_dataset=Sentences(50, 10),
+    callbacks=[Lines(), EarlyStoppingCallback(early_stopping_patience=20)],
+)
+result = trainer.train(resume_from_checkpoint=arguments.resume or None)
+if trainer.is_world_process_zero():
+    history = [
+        {k: v for k, v in each.items() if "runtime" not in k and "per_second" not in k}
+        for each in trainer.state.log_history
+    ]
+    (arguments.out / "history.json").write_text(json.dumps(history))
+    torch.save(trainer.model.state_dict(), arguments.out / "best.pt")
+    print("train loss", result.training_loss, "best", trainer.state.best_model_checkpoint, flush=True)

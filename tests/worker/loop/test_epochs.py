@@ -1,0 +1,123 @@
+"""A loop over epochs with a loop over steps in it, and the end of each epoch, on one rank that is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.ranks import run_ranks
+from tests.worker.single import Training
+from torch.utils.data import DataLoader, TensorDataset
+
+from keepstep.errors import UsageError
+
+NUM_EPOCHS, STEPS = 3, 4
+SAMPLES = torch.arange(8 * STEPS * 4, dtype=torch.float32).view(8 * STEPS, 4) / 100
+
+
+class Epochs:
+    """A training in epochs, and what it has seen."""
+
+    def __init__(self, accumulate: int = 1) -> None:
+        self.training = Training()
+        self.seen: list[tuple[str, int]] = []
+        self.loader = DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=True)
+        self.epochs = self.training.session.epochs(self.loader, NUM_EPOCHS, accumulate=accumulate)
+
+    def step(self, batch: Any) -> None:
+        self.training.model(batch[0]).square().mean().backward()
+        self.training.optimizer.step()
+        self.training.optimizer.zero_grad()
+
+    def stop_at(self, place: tuple[str, int]) -> None:
+        """The rank is stopped where it comes to this place for the first time."""
+        if self.seen[-1] == place and self.seen.count(place) == 1:
+            self.training.link.stop(2)
+
+    def digest(self) -> str:
+        return self.training.digest()
+
+
+def all_of_it(_rank: int, _size: int, at: tuple[str, int] | None, form: str) -> Any:
+    """Trains; stopped ``at`` a step, ``("step", number)``, or at the end of an epoch, ``("end", number)``."""
+    mine = Epochs()
+    stop: Callable[[], None] = lambda: mine.stop_at(at) if at else None  # noqa: E731 - shorter than a def
+
+    def body(step: Any, batch: Any) -> None:
+        mine.seen.append(("step", step.epoch * STEPS + step.position))
+        stop()
+        mine.step(batch)
+
+    for epoch in mine.epochs:
+        if form == "run":
+            epoch.run(body)
+        else:
+            for step, batch in epoch:
+                with step:
+                    body(step, batch)
+        mine.seen.append(("end", epoch.index))
+        stop()
+    return mine.seen, mine.digest()
+
+
+def whole() -> list[tuple[str, int]]:
+    return [
+        place
+        for epoch in range(NUM_EPOCHS)
+        for place in [*(("step", epoch * STEPS + position) for position in range(STEPS)), ("end", epoch)]
+    ]
+
+
+@pytest.mark.parametrize("form", ["run", "with"])
+def test_the_steps_and_ends_of_all_epochs_come_in_their_order(form: str) -> None:
+    ((seen, _digest),) = run_ranks(1, all_of_it, None, form)
+    assert seen == whole()
+
+
+@pytest.mark.parametrize("form", ["run", "with"])
+@pytest.mark.parametrize("at", [("step", 0), ("step", 5), ("step", 7), ("end", 0), ("end", 2)])
+def test_what_is_interrupted_comes_again_and_nothing_else_does(at: tuple[str, int], form: str) -> None:
+    ((_seen, digest),) = run_ranks(1, all_of_it, None, form)
+    ((seen, again),) = run_ranks(1, all_of_it, at, form)
+    expected = whole()
+    expected.insert(expected.index(at), at)
+    assert seen == expected
+    assert again == digest
+
+
+def left_early(_rank: int, _size: int) -> str:
+    mine = Epochs()
+
+    def train() -> None:
+        for epoch in mine.epochs:
+            for step, batch in epoch:
+                with step:
+                    mine.step(batch)
+                if step.position == 1:
+                    break
+
+    with pytest.raises(UsageError) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_an_epoch_that_is_left_early_is_refused() -> None:
+    (message,) = run_ranks(1, left_early)
+    assert "epoch 0 was left before step" in message
+
+
+def accumulated(_rank: int, _size: int) -> list[int]:
+    mine = Epochs(accumulate=3)
+    sizes = []
+    for epoch in mine.epochs:
+        for step, batches in epoch:
+            with step:
+                sizes.append(len(batches))
+                mine.step(batches[0])
+    return sizes
+
+
+def test_a_step_has_several_batches_where_gradients_are_accumulated() -> None:
+    assert run_ranks(1, accumulated) == [[3, 1] * NUM_EPOCHS]
