@@ -56,7 +56,8 @@ class Lines(TrainerCallback):
 
 
 arguments.out.mkdir(exist_ok=True)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=51, n_positions=12, n_embd=16, n_layer=2, n_head=2))
+tokens = {"bos_token_id": 0, "eos_token_id": 0}
+model = GPT2LMHeadModel(GPT2Config(vocab_size=51, n_positions=12, n_embd=16, n_layer=2, n_head=2, **tokens))
 trainer = KeepstepTrainer(
     model=model,
     args=TrainingArguments(
@@ -79,6 +80,7 @@ trainer = KeepstepTrainer(
         metric_for_best_model="eval_loss",
         report_to=[],
         disable_tqdm=True,
+        ddp_find_unused_parameters=False,
     ),
     train_dataset=Sentences(0, 50),
     eval_dataset=Sentences(50, 10),
@@ -86,10 +88,9 @@ trainer = KeepstepTrainer(
 )
 result = trainer.train(resume_from_checkpoint=arguments.resume or None)
 if trainer.is_world_process_zero():
-    history = [
-        {k: v for k, v in each.items() if "runtime" not in k and "per_second" not in k}
-        for each in trainer.state.log_history
-    ]
-    (arguments.out / "history.json").write_text(json.dumps(history))
+    for saved in arguments.out.glob("checkpoint-*/trainer_state.json"):
+        state = json.loads(saved.read_text())
+        saved.write_text(json.dumps(state | {"log_history": list(map(without_times, state["log_history"]))}))
+    (arguments.out / "history.json").write_text(json.dumps(list(map(without_times, trainer.state.log_history))))
     torch.save(trainer.model.state_dict(), arguments.out / "best.pt")
     print("train loss", result.training_loss, "best", trainer.state.best_model_checkpoint, flush=True)

@@ -46,10 +46,7 @@ _OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history"
 """Attributes of ``TrainerState`` that are not carried to other ranks, or apart from the others."""
 
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+_Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class KeepstepMixin(_Base):
@@ -59,6 +56,9 @@ class KeepstepMixin(_Base):
         keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``. To be set before
             ``train()``.
     """
+
+    control: TrainerControl
+    """Of ``Trainer``."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         session = current_session()
@@ -76,7 +76,7 @@ class KeepstepMixin(_Base):
         self._loop = ForeignLoop(session.begin)
         self._data: _StepData | None = None
         self._epoch_arguments: dict[str, Any] = {}
-        self.callback_handler: CallbackHandler = _listening(self.callback_handler, self._hear)
+        self.callback_handler: Any = _listening(self.callback_handler, self._hear)
 
     # ---- the Trainer's methods, in the order in which it calls them -----------------------------------------------
 
@@ -111,6 +111,8 @@ class KeepstepMixin(_Base):
         self._progress.take()
         self._loop.enter()
         self._progress.put()
+        for number, logs in enumerate(self._progress.lines):  # of a unit after which the former rank may have died
+            self._say(self._loop.index - 1, number, functools.partial(self._tell, logs))
         return sys.maxsize if self._is_over() else self._progress.epoch
 
     def _run_epoch(self, *, epoch: int, **common: Any) -> None:
@@ -182,9 +184,11 @@ class KeepstepMixin(_Base):
             progress.grad_norm = None if grad_norm is None else float(grad_norm)
             progress.learning_rate = learning_rate
             progress.is_pending = self._wants_more()
+            progress.lines = []
             self._loop.commit()
         if not self._wants_more():
             return
+        progress.lines = []
         self._loop.controller.seed(self.state.global_step)
         super()._maybe_log_save_evaluate(
             tr_loss,
@@ -219,10 +223,25 @@ class KeepstepMixin(_Base):
     def _is_over(self) -> bool:
         return self._progress.is_stopped or self._progress.epoch >= self.state.num_train_epochs
 
-    def _hear(self, event: str, call: Callable[[], Any], control: TrainerControl) -> Any:
+    def _say(self, index: int, number: int, call: Callable[[], Any]) -> None:
+        """Tells the callbacks of a line of the log of a unit that counts; on rank 0, which writes it, exactly once."""
+        if self._keepstep.rank > 0:
+            call()
+            return
+        with self._keepstep.once(f"transformers: unit {index}, line {number}") as mine:
+            if mine:
+                call()
+
+    def _tell(self, logs: dict[str, Any]) -> None:
+        self.callback_handler.tell("on_log", self.args, self.state, self.control, logs=logs)
+
+    def _hear(self, event: str, call: Callable[[], Any], control: TrainerControl, logs: dict[str, Any] | None) -> Any:
         """An event for the callbacks: those hear of a line of the log when it counts."""
-        if event == "on_log" and self._progress.was_entered:
-            self._keepstep.defer(call)
+        progress = self._progress
+        if event == "on_log" and progress.was_entered:
+            index, number = self._loop.index, len(progress.lines)
+            progress.lines.append(_without_times(logs or {}))
+            self._keepstep.defer(self._say, index, number, call)
             return control
         if event == "on_pre_optimizer_step":
             self._progress.take()
@@ -254,6 +273,7 @@ class _Progress:
         grad_norm: of the last step.
         learning_rate: likewise.
         own: what this rank has for itself (`Session.state`).
+        lines: of the log, in the last unit.
         was_entered: whether a training has begun.
     """
 
@@ -264,6 +284,7 @@ class _Progress:
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
         self.own: Any = None
+        self.lines: list[dict[str, Any]] = []
         self._log = (-1, "[]")
         """The length of the log, and the log."""
 
@@ -272,12 +293,13 @@ class _Progress:
         trainer = self._trainer
         state: TrainerState = trainer.state
         if len(state.log_history) != self._log[0]:
-            self._log = len(state.log_history), json.dumps(state.log_history)
+            self._log = len(state.log_history), json.dumps([_without_times(line) for line in state.log_history])
         fields = [each.name for each in dataclasses.fields(state) if each.name not in _OF_THIS_RANK]
         numbers = ("epoch", "update_step", "is_pending", "is_stopped", "grad_norm", "learning_rate")
         return {
             "state": json.dumps({name: getattr(state, name) for name in fields}),
             "log": self._log[1],
+            "lines": json.dumps(self.lines),
             "control": dict(vars(trainer.control)),
             "callbacks": json.dumps([callback.state()["attributes"] for callback in self._callbacks()]),
             "loss": trainer._total_loss_scalar if self.was_entered else 0.0,
@@ -291,12 +313,15 @@ class _Progress:
         trainer, state = self._trainer, self._trainer.state
         for name, value in json.loads(content["state"]).items():
             setattr(state, name, value)
-        state.log_history[:] = json.loads(content["log"])
+        lines, own = json.loads(content["log"]), state.log_history
+        is_own = [_without_times(line) for line in own[: len(lines)]] == lines
+        own[:] = own[: len(lines)] if is_own else lines
         vars(trainer.control).update(content["control"])
         for callback, attributes in zip(self._callbacks(), json.loads(content["callbacks"]), strict=True):
             vars(callback).update(attributes)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = content["loss"], content["logged"]
         vars(self).update(content["progress"])
+        self.lines = json.loads(content["lines"])
         for name, value in json.loads(content["further"]).items():
             setattr(trainer, name, _as_before(getattr(trainer, name), value))
 
@@ -315,6 +340,11 @@ class _Progress:
         self._trainer.current_flos = self.own.flos
 
 
+def _without_times(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of the log without what each rank measures for itself."""
+    return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))}
+
+
 def _as_before(present: Any, value: Any) -> Any:
     """A value that was JSON, as the kind of dict that is there: TRL's make lists for new names."""
     if not isinstance(present, dict):
@@ -325,13 +355,17 @@ def _as_before(present: Any, value: Any) -> Any:
     return result
 
 
-def _listening(handler: CallbackHandler, hear: Callable[[str, Callable[[], Any], TrainerControl], Any]) -> Any:
-    """The same handler; ``hear`` is told of each event, and how to call the callbacks."""
+def _listening(handler: CallbackHandler, hear: Callable[..., Any]) -> Any:
+    """The same handler; ``hear`` is told of each event, how to call the callbacks, the control, and a line's values."""
+    kind: Any = type(handler)
 
-    class Listening(type(handler)):
+    class Listening(kind):
         def call_event(self, event: str, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
-            call = functools.partial(super().call_event, event, args, state, control, **keywords)
-            return hear(event, call, control)
+            call = functools.partial(self.tell, event, args, state, control, **keywords)
+            return hear(event, call, control, keywords.get("logs"))
+
+        def tell(self, event: str, *values: Any, **keywords: Any) -> Any:
+            return super().call_event(event, *values, **keywords)
 
     handler.__class__ = Listening
     return handler

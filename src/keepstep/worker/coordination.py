@@ -89,6 +89,8 @@ class Coordination:
         """Whether the environment tells of no rank yet."""
         self.attempting = False
         """Whether a step was handed out and is not complete: what the script does is undone if it is interrupted."""
+        self.leaves_between_steps = False
+        """Whether the loop leaves what it does where a step was handed out and is not begun, and does it again."""
         self._update: FrameType | None = None
         """The call of a protected optimizer's ``step()`` that is running, or has left with an exception."""
         self.updates_alone = True
@@ -198,6 +200,8 @@ class Coordination:
         if self._is_for_good:
             self.machine.lost_value()
             self.missing_values.announce()
+        elif self.leaves_between_steps:
+            return
         elif self.machine.steps.phase is Phase.UPDATED and self.machine.steps.step >= 0:
             self._warn_once(
                 f"generation {self.machine.generation}: a collective of group {group} outside of a step was cut off "

@@ -43,8 +43,6 @@ class StepController:
     Attributes:
         attempt: how often the present step was begun before on this rank.
         resumed: whether the present step is the first since a recovery or a checkpoint.
-        raises_between_steps: whether stop points raise `StepInterrupted` also where a step was handed out and is not
-            begun. A loop sets it that can leave what it does there, such as an evaluation.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class StepController:
         self._was_begun = False
         self._last_index = -1
         self._is_warming_up = False
-        self.raises_between_steps = False
         self._begun_s = 0.0
         self._stop_points = StopPoints(state.modules, self._check_stop, self._mark_phase)
         register_optimizer_step_pre_hook(self._before_update)
@@ -153,6 +150,13 @@ class StepController:
         """
         assert self._index is not None
         self._seed_step(self._index if number is None else number)
+
+    def leave_between_steps(self) -> None:
+        """From now on stop points raise `StepInterrupted` also where a step was handed out and is not begun.
+
+        For a loop that can leave what it does there, such as an evaluation.
+        """
+        self._coordination.leaves_between_steps = True
 
     def earliest_step(self, present: int) -> int:
         """The first step to which the job may go back from a step on, where a copy in memory allows it."""
@@ -287,7 +291,7 @@ class StepController:
         """Whether what is done at present can be left by an exception, and is undone and done again then."""
         coordination = self._coordination
         if coordination.phase is Phase.UPDATED:
-            return self.raises_between_steps and coordination.attempting
+            return coordination.leaves_between_steps and coordination.attempting
         return coordination.phase in (Phase.FORWARD, Phase.BACKWARD)
 
     def _mark_phase(self, phase: Phase) -> None:

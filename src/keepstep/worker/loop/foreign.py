@@ -24,7 +24,7 @@ class ForeignLoop:
         """
         self._begin = begin
         self._controller: StepController | None = None
-        self._index = 0
+        self.index = 0
         """Of the unit that was handed out last."""
         self.is_inside = False
         """Whether it was begun."""
@@ -38,7 +38,7 @@ class ForeignLoop:
     def enter(self) -> None:
         """The framework is about to enter its loop: from here on the protected state says where. A spare waits."""
         self._controller = self._begin()
-        self._controller.raises_between_steps = True
+        self._controller.leave_between_steps()
         self.go_back()
 
     def begin(self, draws_as: int) -> None:
@@ -58,12 +58,12 @@ class ForeignLoop:
         """
         controller = self.controller
         if not self.is_inside:
-            self.begin(self._index)
+            self.begin(self.index)
         controller.commit()
         self.is_inside = False
-        former = self._index
+        former = self.index
         self._hand_out(sys.maxsize)
-        if self._index != former + 1 or controller.resumed:
+        if self.index != former + 1 or controller.resumed:
             raise StepInterrupted
 
     def go_back(self) -> None:
@@ -90,13 +90,13 @@ class ForeignLoop:
             whether all ranks are. If not, the loop is to be entered again.
         """
         self.controller.undo()  # the unit that was handed out is not needed
-        index = self.controller.next_step(self._index)
+        index = self.controller.next_step(self.index)
         if index is not None:
-            self._index = index
+            self.index = index
         return index is None
 
     def _hand_out(self, num_steps: int) -> None:
         index = self.controller.next_step(num_steps)
         if index is None:  # the job is drained, and the script handles the signal itself
             raise SystemExit(0)
-        self._index = index
+        self.index = index
