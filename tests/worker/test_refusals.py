@@ -293,8 +293,17 @@ def test_every_row_is_refused_and_nothing_else(tmp_path: Path) -> None:
 # ---- everything else that the worker refuses --------------------------------------------------------------------
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
-    "worker.loop.batches:check_replicas": ("Their sampler must be told",),
-    "worker.session:Session._steps_of_batches": ("One loop has all epochs; a second one is refused.",),
+    "worker.loop.reading:check_replicas": ("Their sampler must be told",),
+    "worker.loop.epochs:Epochs._end": ("An epoch is iterated to its last step",),
+    "worker.loop.loops:Loops._begin_reading": ("One loop has all epochs; a second one is refused.",),
+    "worker.loop.loops:Loops._loop": ("takes the same n on all ranks",),
+    "worker.loop.loops:Loops._protected_controller": ("`session.steps()` before `protect()`",),
+    "worker.loop.loops:Loops._refuse_going_back": (
+        "a part of the state has no replica, `session.epochs()` is refused",
+    ),
+    "worker.loop.loops:Loops.run_step": ("",),
+    "worker.loop.loops:Loops.steps": ("",),
+    "worker.loop.runner:_Call.__call__": ("a function that changes one in place is refused",),
     "worker.once:Once.__init__": ("",),
     "worker.once:Once.__enter__": ("",),
     "worker.process.bootstrap:run_script": ("an interruption that leaves the script instead of ending",),
@@ -304,8 +313,6 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
         "`session.publish_weights(folder, model, every=10)`, after `protect()`",
     ),
     "worker.session:Session._known_data_ranks": ("", ""),
-    "worker.session:Session.steps": ("", "`session.steps()` before `protect()`"),
-    "worker.session:Session._loop": ("takes the same n on all ranks",),
     "worker.step.second_copies:SecondCopies._send": ("Memory that is not there ends the job with an error",),
     "worker.step.snapshots:Snapshots._open": ("Memory that is not there ends the job with an error",),
     "worker.step_controller:StepController._script_returns": ("a step that was handed out and not entered",),
