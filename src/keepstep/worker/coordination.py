@@ -89,6 +89,8 @@ class Coordination:
         """Whether the environment tells of no rank yet."""
         self.attempting = False
         """Whether a step was handed out and is not complete: what the script does is undone if it is interrupted."""
+        self.is_warming_up = False
+        """Whether this is a spare that computes in vain, to be faster later."""
         self.leaves_between_steps = False
         """Whether the loop leaves what it does where a step was handed out and is not begun, and does it again."""
         self._update: FrameType | None = None
@@ -255,8 +257,13 @@ class Coordination:
             )
 
     def await_rank(self) -> int:
-        """This process's rank; a spare waits until it is given one."""
+        """This process's rank; a spare waits until it is given one.
+
+        While it warms up it takes itself for rank 0: torch's compiler asks for the rank, to name what it logs.
+        """
         machine = self.machine
+        if self.is_warming_up and machine.rank is None:
+            return 0
         awaited = machine.await_rank()
         if awaited is not None:
             self.link.send(awaited)

@@ -81,7 +81,8 @@ class StepController:
         """Whether it was begun, and neither committed nor undone."""
         self._was_begun = False
         self._last_index = -1
-        self._is_warming_up = False
+        self.warm_up: Callable[[], object] = lambda: None
+        """What a spare calls before it is needed; see `Session.warm_up`."""
         self._begun_s = 0.0
         self._stop_points = StopPoints(state.modules, self._check_stop, self._mark_phase)
         register_optimizer_step_pre_hook(self._before_update)
@@ -179,17 +180,19 @@ class StepController:
         self._coordination.machine.finished(self._final_digest())
 
     def _warm_up(self) -> None:
-        """Has a spare take the memory of its optimizer state before it is needed: one update on zero gradients.
+        """Has a spare do what the script wants it to, and take the memory of its optimizer state: one update on zero
+        gradients.
 
-        What the update writes is overwritten when the spare takes a rank. Restoring 80 MB of Adam state into memory
+        What both write is overwritten when the spare takes a rank. Restoring 80 MB of Adam state into memory
         that had never been touched took twice as long (20,000 page faults; 2 cores, November 2026).
         """
-        self._is_warming_up = True
+        self._coordination.is_warming_up = True
+        self.warm_up()
         self._state.place_gradients(tuple(range(len(self._state.parameters()))))
         for optimizer in self._state.optimizers.values():
             optimizer.step()
         self._state.place_gradients(())
-        self._is_warming_up = False
+        self._coordination.is_warming_up = False
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -303,7 +306,7 @@ class StepController:
     def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         """Stands in front of every ``optimizer.step()`` of the process."""
         coordination = self._coordination
-        if coordination.completed or self._is_warming_up or not self._is_in_step(optimizer):
+        if coordination.completed or coordination.is_warming_up or not self._is_in_step(optimizer):
             return
         check_call(arguments, keywords)
         if coordination.phase is not Phase.OPTIMIZER:

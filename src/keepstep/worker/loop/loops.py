@@ -203,6 +203,23 @@ class Loops(abc.ABC):
         """
         self._protected_controller("defer").defer(functools.partial(function, *arguments, **keywords))
 
+    def warm_up(self, function: Callable[..., object], /, *arguments: Any, **keywords: Any) -> None:
+        """Has a spare call a function before it is needed, such as a forward and backward of a compiled model.
+
+        It is called where the loop begins, on spares only. The state that it changes is restored when the spare takes a
+        rank, and its gradients are dropped. There are no other ranks to communicate with: collectives echo, and the
+        spare's rank is 0. Call this after `protect`, before the loop.
+
+        Args:
+            function: what to call.
+            arguments: what to call it with.
+            keywords: likewise.
+
+        Raises:
+            UsageError: `protect` was not called.
+        """
+        self._protected_controller("warm_up").warm_up = functools.partial(function, *arguments, **keywords)
+
     def _loop(self, num_steps: int, start: int, first: Callable[[], None] | None = None) -> Iterator[Step]:
         if first is not None:
             first()
