@@ -1,9 +1,10 @@
 """Hugging Face's Trainer loses ranks: weights, checkpoints, metrics and logs come out as without a loss."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import SCRIPTS, drill
+from tests.support.jobs import SCRIPTS, drill, run
 from tests.support.layouts import in_every_phase
 
 SCRIPT = SCRIPTS / "hf_trainer.py"
@@ -42,3 +43,13 @@ def test_two_ranks_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["synced", "updated"])
 def test_the_rank_that_logs_is_lost_when_the_line_counts(tmp_path: Path, phase: str) -> None:
     check(tmp_path, f"kill@step={LOGGING},phase={phase},rank=0", 1, "--epochs", 2)
+
+
+def test_a_training_that_is_resumed_from_a_checkpoint_is_the_same_as_one_that_was_not(tmp_path: Path) -> None:
+    ranks, whole, again = ("--nproc-per-node", 2), tmp_path / "whole", tmp_path / "again"
+    for out, options in ((whole, ()), (again, ("--resume",))):
+        code, _out, err = run("run", *ranks, SCRIPT, "--out", out, "--epochs", 2, *options)
+        assert code == 0, err
+        shutil.copytree(whole / "checkpoint-8", again / "checkpoint-8", dirs_exist_ok=True)
+    for name in ("best.pt", "checkpoint-14/model.safetensors", "checkpoint-14/rng_state_1.pth"):
+        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
