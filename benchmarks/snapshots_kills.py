@@ -98,8 +98,12 @@ def _num_completed(events: list[Event], after: int | None = None) -> int:
 
 
 def _parts(report: Path) -> list[dict[str, float]]:
-    """Of each recovery: milliseconds from the loss, without the first step's own time, and how long state moved."""
+    """Of each recovery: milliseconds from the loss, without the first step's own time, and how long state moved.
+
+    One that another loss cut short has no end of its own.
+    """
     recoveries = json.loads(report.read_text(encoding="utf-8"))["recoveries"]
+    recoveries = [each for each in recoveries if not each["superseded"]]
     parts = [each["milliseconds"] | {"first_step": each["first_step_ms"]} for each in recoveries]
     return [{"restore": each["restore"], "rest": each["gap"] - each["first_step"] - each["restore"]} for each in parts]
 
