@@ -295,7 +295,7 @@ def test_every_row_is_refused_and_nothing_else(tmp_path: Path) -> None:
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.loop.reading:check_replicas": ("Their sampler must be told",),
     "worker.loop.epochs:Epochs._end": ("An epoch is iterated to its last step",),
-    "worker.loop.loops:Loops._begin_reading": ("One loop has all epochs; a second one is refused.",),
+    "worker.loop.loops:Loops._refuse_second_loop": ("One loop has all epochs; a second one is refused.",),
     "worker.loop.loops:Loops._loop": ("takes the same n on all ranks",),
     "worker.loop.loops:Loops._protected_controller": ("`session.steps()` before `protect()`",),
     "worker.loop.loops:Loops._refuse_going_back": (
@@ -303,6 +303,8 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     ),
     "worker.loop.loops:Loops.run_step": ("",),
     "worker.loop.loops:Loops.steps": ("",),
+    "worker.loop.stream:StreamReading._read": ("",),
+    "worker.loop.stream:positioned": ("Without a position such a dataset is refused",),
     "worker.loop.runner:_Call.__call__": ("a function that changes one in place is refused",),
     "worker.once:Once.__init__": ("",),
     "worker.once:Once.__enter__": ("",),

@@ -77,16 +77,19 @@ class KeepstepAccelerator(Accelerator):
         }
 
 
-class PreparedEpoch:
-    """One epoch, from the step on at which the job stands.
+class PreparedEpoch(int):
+    """One epoch, from the step on at which the job stands: its number, from 0, with `run`."""
 
-    Attributes:
-        index: its number, from 0.
-    """
+    _accelerator: KeepstepAccelerator
+    _epoch: Epoch
 
-    def __init__(self, accelerator: KeepstepAccelerator, epoch: Epoch) -> None:
-        self.index = epoch.index
-        self._accelerator, self._epoch = accelerator, epoch
+    def __new__(cls, accelerator: KeepstepAccelerator, epoch: Epoch) -> PreparedEpoch:
+        prepared = super().__new__(cls, int(epoch))
+        prepared._accelerator, prepared._epoch = accelerator, epoch
+        return prepared
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # in a file of the script's it is a number
 
     def run(self, function: Callable[[int, Any], object]) -> None:
         """Calls a function with each batch that is left, and again where its step is interrupted.

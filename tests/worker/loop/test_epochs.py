@@ -57,7 +57,7 @@ def all_of_it(_rank: int, _size: int, at: tuple[str, int] | None, form: str) -> 
             for step, batch in epoch:
                 with step:
                     body(step, batch)
-        mine.seen.append(("end", epoch.index))
+        mine.seen.append(("end", epoch))
         stop()
     return mine.seen, mine.digest()
 

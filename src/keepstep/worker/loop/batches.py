@@ -7,12 +7,13 @@ from typing import Any
 
 from keepstep.worker.loop.reading import Reading
 from keepstep.worker.loop.step import Step
+from keepstep.worker.loop.stream import StreamReading
 
 
 class Batches:
     """What `Session.batches` gives. Iterate it once."""
 
-    def __init__(self, reading: Reading, steps: Callable[[int], Iterator[Step]]) -> None:
+    def __init__(self, reading: Reading | StreamReading, steps: Callable[[int], Iterator[Step]]) -> None:
         """Args:
         reading: gives the batches.
         steps: hands out so many steps.

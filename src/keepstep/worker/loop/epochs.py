@@ -103,19 +103,24 @@ class Epochs:
             self._next()
 
 
-class Epoch:
-    """One epoch, from the step on at which the job stands. Iterate it once, as ``for step, batch in epoch``.
+class Epoch(int):
+    """One epoch, from the step on at which the job stands: its number, from 0, and its steps.
 
-    Attributes:
-        index: its number, from 0.
+    Iterate it once, as ``for step, batch in epoch``, or call `run`.
     """
 
-    def __init__(self, epochs: Epochs, index: int) -> None:
-        self.index = index
-        self._epochs = epochs
+    _epochs: Epochs
+
+    def __new__(cls, epochs: Epochs, number: int) -> Epoch:
+        epoch = super().__new__(cls, number)
+        epoch._epochs = epochs
+        return epoch
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # in a file of the script's it is a number
 
     def __iter__(self) -> Iterator[tuple[Step, Any]]:
-        return self._epochs.steps_of(self.index)
+        return self._epochs.steps_of(int(self))
 
     def run(self, function: Callable[[Step, Any], object]) -> None:
         """Calls a function in each step that is left, and again where the step is interrupted.
@@ -126,6 +131,3 @@ class Epoch:
         for step, batch in self:
             with step:
                 function(step, batch)
-
-    def __repr__(self) -> str:
-        return f"<Epoch {self.index}>"

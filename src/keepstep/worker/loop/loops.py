@@ -13,7 +13,9 @@ from keepstep.worker.loop.epochs import Epochs
 from keepstep.worker.loop.reading import Reading, check_replicas
 from keepstep.worker.loop.runner import StepRunner
 from keepstep.worker.loop.step import Step
+from keepstep.worker.loop.stream import StreamReading
 from keepstep.worker.step_controller import StepController
+from keepstep.worker.values.attributes import State
 
 if TYPE_CHECKING:  # its import takes long
     from torch.utils.data import DataLoader
@@ -50,6 +52,10 @@ class Loops(abc.ABC):
     @abc.abstractmethod
     def world_size(self) -> int:
         """See `Session.world_size`."""
+
+    @abc.abstractmethod
+    def state(self, name: str = "", /, *, per_rank: bool = False, **values: Any) -> State:
+        """See `Session.state`."""
 
     @abc.abstractmethod
     def begin(self, start: int = 0) -> StepController:
@@ -89,7 +95,9 @@ class Loops(abc.ABC):
             )
         return self._controller
 
-    def batches(self, loader: DataLoader[Any], *, epochs: int = 1, accumulate: int = 1) -> Batches:
+    def batches(
+        self, loader: DataLoader[Any], *, epochs: int = 1, accumulate: int = 1, steps: int | None = None
+    ) -> Batches:
         """Hands out the steps of so many epochs of a loader, each with its batch, as pairs ``step, batch``.
 
         The order is the loader's own, epoch by epoch (``set_epoch()`` is called). Augmentation draws random numbers of
@@ -101,13 +109,27 @@ class Loops(abc.ABC):
                 is not iterated itself.
             epochs: the length of the training, not of this run.
             accumulate: batches of a step. If more than 1, a step has a list of them, the last of an epoch maybe fewer.
+            steps: the length of the training in place of ``epochs``, for a loader of an iterable dataset that has
+                ``state_dict()`` and ``load_state_dict()``: it is iterated, from its front again where it ends, and
+                comes back to where it stood.
 
         Raises:
             ConfigurationError: no batch of the loader could be found again, or a number is below 1.
             UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
         """
+        if steps is not None:
+            return self._stream(loader, steps, accumulate)
         begin = functools.partial(self._begin_reading, loader)
         return Batches(self._reading(loader, epochs, accumulate), lambda num_steps: self._loop(num_steps, 0, begin))
+
+    def _stream(self, loader: Any, num_steps: int, accumulate: int) -> Batches:
+        own = self.state("batches", per_rank=True, position={})
+        reading = StreamReading(loader, num_steps, accumulate, own, self._seed, lambda: self.data_rank)
+        return Batches(reading, lambda num_steps: self._loop(num_steps, 0, self._begin_stream))
+
+    def _begin_stream(self) -> None:
+        self._protected_controller("batches")
+        self._refuse_second_loop()
 
     def epochs(self, loader: DataLoader[Any], num_epochs: int, *, accumulate: int = 1) -> Epochs:
         """Hands out epochs of a loader, beginning where the job stands; each hands out its steps with their batches.
@@ -140,13 +162,16 @@ class Loops(abc.ABC):
 
     def _begin_reading(self, loader: DataLoader[Any]) -> None:
         self._protected_controller("batches")
+        self._refuse_second_loop()
+        check_replicas(loader, self.data_world_size, self.world_size)
+
+    def _refuse_second_loop(self) -> None:
         if self._has_batches:
             raise UsageError(
                 "session.batches() or epochs() is iterated a second time: one loop has all epochs, session.batches("
                 "loader, epochs=...). For validation, iterate a DataLoader itself"
             )
         self._has_batches = True
-        check_replicas(loader, self.data_world_size, self.world_size)
 
     def _refuse_going_back(self) -> None:
         if self._goes_back():

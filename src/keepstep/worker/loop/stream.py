@@ -1,0 +1,93 @@
+"""The batches of a loader that knows its position: of a dataset that can only be read from the front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from keepstep.data.numbers import whole
+from keepstep.data.reader import random_numbers_of
+from keepstep.errors import ConfigurationError, UsageError
+from keepstep.worker.loop.wrapped import prepared
+from keepstep.worker.values.attributes import State
+
+
+class StreamReading:
+    """Reads the batches of each step in turn. Where the loader stood is known to a step that comes again, and to a
+    replacement: this rank's own value of `Session.state`.
+    """
+
+    epochs = 1
+    """A stream is read until there have been so many steps, from its front again where it ends."""
+
+    def __init__(
+        self, loader: Any, num_steps: int, accumulate: int, own: State, seed: int, rank: Callable[[], int]
+    ) -> None:
+        """Args:
+        loader: see `Session.batches`.
+        num_steps: of the whole training.
+        accumulate: batches of a step.
+        own: has ``position``, this rank's.
+        seed: of the session.
+        rank: whose samples this process reads; asked when the first batch is read.
+
+        Raises:
+            ConfigurationError: the loader has no position, or a number is below 1.
+        """
+        self.steps_per_epoch = whole("steps", num_steps, 1)
+        self._accumulate = whole("accumulate", accumulate, 1)
+        self._loader, self._place = prepared(loader)
+        self._positioned = positioned(self._loader)
+        self._first = self._positioned.state_dict()
+        self._own, self._seed, self._rank = own, seed, rank
+        self._iterator: Iterator[Any] | None = None
+        self._next: int | None = None
+
+    def read(self, _epoch: int, position: int) -> Any:
+        """The batch of a step, or its list of batches.
+
+        Raises:
+            UsageError: the loader is empty.
+        """
+        if position != self._next:
+            self._positioned.load_state_dict(self._own.position or self._first)
+            self._iterator = iter(self._loader)  # which draws a number
+        with random_numbers_of(self._seed, self._rank(), position):
+            found = [self._place(self._read()) for _ in range(self._accumulate)]
+        self._own.position = self._positioned.state_dict()
+        self._next = position + 1
+        return found[0] if self._accumulate == 1 else found
+
+    def _read(self) -> Any:
+        for _ in range(2):
+            assert self._iterator is not None
+            for batch in self._iterator:
+                return batch
+            self._iterator = iter(self._loader)
+        raise UsageError(f"session.batches(): {type(self._loader).__name__} gives no batch")
+
+    def close(self) -> None:
+        """Drops the iterator, and with it the loader's workers."""
+        self._iterator = self._next = None
+
+
+def positioned(loader: Any) -> Any:
+    """What of a loader has a position: it, or its dataset where that is read in this process alone.
+
+    Raises:
+        ConfigurationError: neither has ``state_dict()`` and ``load_state_dict()``.
+    """
+    if _has_state(loader):
+        return loader
+    if isinstance(loader, DataLoader) and _has_state(loader.dataset) and loader.num_workers == 0:
+        return loader.dataset
+    raise ConfigurationError(
+        f"session.batches(steps=...): {type(loader).__name__} has no position to come back to: give it, or its dataset "
+        "with num_workers=0, state_dict() and load_state_dict(), as torchdata's StatefulDataLoader has them"
+    )
+
+
+def _has_state(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
