@@ -146,8 +146,13 @@ class Turns:
 
         Returns:
             shapes [blocks, steps] (of rank 0: ranks wait for one another in every step) and [blocks].
+
+        Raises:
+            JobFailed: steps came again, because a rank was lost or taken for lost.
         """
         by_rank = [np.fromfile(self.folder / f"steps-{rank}", "<i8") for rank in range(self._num_ranks)]
+        if any(len(each) % (2 * block) for each in by_rank):
+            raise self.job.failure("a rank was lost between two turns")
         records = np.stack([each.reshape(-1, block, 2)[:, NOT_COUNTED - 1 :] for each in by_rank]) / 1e6
         steps_ms = np.diff(records[0, :, :, 0], axis=1)
         cpu_ms = (records[:, :, -1, 1] - records[:, :, 0, 1]).sum(axis=0) / (records.shape[2] - 1)

@@ -41,7 +41,8 @@ class StreamReading:
         self._loader, self._place = prepared(loader)
         self._positioned = positioned(self._loader)
         self._first = self._positioned.state_dict()
-        self._own, self._seed, self._rank = own, seed, rank
+        self._own: Any = own
+        self._seed, self._rank = seed, rank
         self._iterator: Iterator[Any] | None = None
         self._next: int | None = None
 
