@@ -40,3 +40,9 @@ def test_snapshots(tmp_path: Path) -> None:
     assert [len(series["kills"]) for series in result["kills"].values()] == [1, 1]
     assert all(kill["again"] >= 1 for series in result["kills"].values() for kill in series["kills"])
     assert "What snapshots cost" in page
+
+
+def test_frameworks(tmp_path: Path) -> None:
+    result, page = measured("frameworks", tmp_path)
+    assert {name: len(starts) for name, starts in result["frameworks"].items()} == {"transformers": 1, "accelerate": 1}
+    assert "in the loops of frameworks" in page

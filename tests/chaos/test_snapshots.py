@@ -86,3 +86,12 @@ def test_all_ranks_at_once(tmp_path: Path) -> None:
     """No process is left of the job but its agent."""
     faults = ";".join(f"kill@step=5,phase=backward,rank={rank}" for rank in range(4))
     check(tmp_path, faults, 9, 2, "--spares", 4)
+
+
+def test_functions_are_called_again_in_the_steps_that_lie_behind(tmp_path: Path) -> None:
+    faults, _num_steps = in_every_phase()
+    arguments = ("--nproc-per-node", 4, "--spares", 1, "--faults", faults, SCRIPTS / "functions.py")
+    code, result, output = drill(tmp_path, *arguments)
+    assert code == 0, output
+    assert result["identical"]
+    assert max(row["steps_recomputed"] for row in result["faults"]) > 1
