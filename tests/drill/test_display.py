@@ -64,9 +64,9 @@ def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert Drill([DrillFault(number=0, kind="kill")]).second == "with-faults"
 
 
-def fault(rank: int, state_from: str | None) -> dict[str, Any]:
+def fault(rank: int, state_from: str | None, spare: str | None = "warm") -> dict[str, Any]:
     row = {"fault": "kill", "rank": rank, "phase": "backward", "resume_step": 4, "steps_recomputed": 1}
-    return row | {"state_from": state_from} | {f"{part}_ms": 123.4 for part in PARTS}
+    return row | {"state_from": state_from, "spare": spare} | {f"{part}_ms": 123.4 for part in PARTS}
 
 
 def test_where_a_state_came_from_is_shown_where_it_is_no_replica(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,3 +82,10 @@ def test_where_a_state_came_from_is_shown_where_it_is_no_replica(capsys: pytest.
 def test_where_all_states_came_from_replicas_the_table_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, faults=[fault(1, "replica"), fault(2, None)])
     assert not [line for line in lines if "state" in line.split("weights")[0]]
+
+
+def test_how_warm_spares_were_is_shown_where_they_were_not_warm(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, faults=[fault(1, "replica", "half-warm"), fault(2, "replica", "cold")])
+    assert " spare " in lines[2]
+    assert any("half-warm" in line and "kill" in line for line in lines)
+    assert any(line.startswith("spare: warm, it stood") for line in lines)

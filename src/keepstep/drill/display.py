@@ -11,7 +11,7 @@ from rich.table import Table
 
 from keepstep.launcher.console import follow as follow_job
 from keepstep.launcher.job import Job
-from keepstep.protocol.recovery.records import Origin
+from keepstep.protocol.recovery.records import Origin, Warmth
 from keepstep.trace.timeline.describe import PARTS
 
 TABLE_COLUMNS = 116
@@ -60,18 +60,24 @@ def show(result: dict[str, Any]) -> None:
 def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="what failed, and what it cost", caption="detect ... gap: milliseconds", box=box.SIMPLE_HEAD)
     tells_origin = any(row["state_from"] not in (None, Origin.REPLICA) for row in rows)
-    origin = ("state",) if tells_origin else ()
-    for column in ("fault", "rank", "phase", "resume", "again", *origin, *PARTS):
-        table.add_column(column, justify="left" if column in ("fault", "phase", "state") else "right", no_wrap=True)
+    tells_warmth = any(row["spare"] not in (None, Warmth.WARM) for row in rows)
+    further = (*(("state",) if tells_origin else ()), *(("spare",) if tells_warmth else ()))
+    for column in ("fault", "rank", "phase", "resume", "again", *further, *PARTS):
+        is_text = column in ("fault", "phase", "state", "spare")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         cells = [row["fault"], row["rank"], row["phase"], row["resume_step"], row["steps_recomputed"]]
         cells += [row["state_from"] and row["state_from"].removesuffix(" in memory")] if tells_origin else []
+        cells += [row["spare"]] if tells_warmth else []
         cells += [None if row[f"{part}_ms"] is None else f"{row[f'{part}_ms']:.1f}" for part in PARTS]
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     console.print(table)
     console.print("resume: the step that training went on from. again: steps computed again because of the failure.")
     if tells_origin:
         console.print("state: where that of the rank came from. snapshot: of this rank, in the memory of its node.")
+    if tells_warmth:
+        console.print("spare: warm, it stood in front of its first step. half-warm: it could get no further without")
+        console.print("a rank. cold: it was started after the failure.")
     console.print("gap: from the failure to the first completed step, that step's own compute included.")
 
 

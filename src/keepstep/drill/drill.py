@@ -227,6 +227,7 @@ def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[Recover
         "resume_step": None,
         "steps_recomputed": None,
         "state_from": None,
+        "spare": None,
     }
     parts = describe_recovery(record)["milliseconds"] if record else {}
     row |= {f"{name}_ms": parts.get(name) for name in ("stop", "decide", "reset", "restore", "resume")}
@@ -241,6 +242,7 @@ def _row(fault: DrillFault, at_s: float, rank: int | None, records: list[Recover
         row["detect_ms"] = max(0.0, round((record.begun_s - at_s) * 1000, 3))
         if ended is not None and ended.resumed_s is not None:
             row["resume_step"], row["steps_recomputed"] = ended.resume_step, ended.steps_recomputed
+            row["spare"] = str(warmth) if (warmth := ended.warmth.get(-1 if rank is None else rank)) else None
             row["state_from"] = str(origin) if (origin := ended.origins().get(-1 if rank is None else rank)) else None
             row["gap_ms"] = round((ended.resumed_s - at_s) * 1000, 3)
             row["first_step_ms"] = round((ended.first_step_s or 0.0) * 1000, 3)

@@ -24,6 +24,17 @@ class Origin(enum.StrEnum):
     """From a file."""
 
 
+class Warmth(enum.StrEnum):
+    """How far a process was when it was given a lost rank."""
+
+    WARM = "warm"
+    """It stood in front of its first step."""
+    HALF_WARM = "half-warm"
+    """Its script could go no further without a rank: it had imported, and perhaps built its model."""
+    COLD = "cold"
+    """It was started, or its node joined, after the rank was lost."""
+
+
 class Failure(msgspec.Struct):
     """One lost rank of a recovery."""
 
@@ -66,6 +77,8 @@ class RecoveryRecord(msgspec.Struct):
     actions: dict[int, str] = msgspec.field(default_factory=dict)
     replacements: dict[int, int] = msgspec.field(default_factory=dict)
     """rank -> worker that took it."""
+    warmth: dict[int, Warmth] = msgspec.field(default_factory=dict)
+    """rank -> how far that worker was."""
     received_bytes: int = 0
     read_checkpoint: set[int] = msgspec.field(default_factory=set)
     """The ranks that rewound to a checkpoint."""

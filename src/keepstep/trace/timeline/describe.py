@@ -55,6 +55,7 @@ def describe_recovery(record: RecoveryRecord) -> dict[str, Any]:
         "resume_step": record.resume_step,
         "steps_recomputed": record.steps_recomputed,
         "actions": {str(rank): action for rank, action in record.actions.items()},
+        "spares": {str(rank): str(warmth) for rank, warmth in record.warmth.items()},
         "origins": {str(rank): str(origin) for rank, origin in record.origins().items()},
         "received_bytes": record.received_bytes,
         "superseded": record.superseded,

@@ -8,7 +8,8 @@ from keepstep.protocol.messages import Cause, SafePointReached, Stop, WorkerLost
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.job import JobState
-from keepstep.protocol.recovery.records import Failure
+from keepstep.protocol.recovery.placement.roster import Worker
+from keepstep.protocol.recovery.records import Failure, Warmth
 from keepstep.protocol.recovery.stages.decision import begins_again, reachable_step, tied_ranks
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
 from keepstep.protocol.recovery.transitions import (
@@ -109,6 +110,7 @@ class Stopping(RecoveryStage):
             job.roster.give_ranks(replacements)
             for rank, worker in replacements.items():
                 job.record.replacements[rank] = worker.worker
+                job.record.warmth[rank] = self._warmth_of(worker)
                 if kept := job.snapshots.on_node(rank, worker.node):
                     worker.inherits = frozenset().union(*(each.steps for each in kept))
                     job.pass_snapshots(worker, rank, kept)
@@ -121,6 +123,11 @@ class Stopping(RecoveryStage):
             return ToRescuing(f"--max-restarts is used up: {job.record.detail}")
         self._wait_for_help(now_s)
         return None
+
+    def _warmth_of(self, worker: Worker) -> Warmth:
+        if self._waits_for_help:
+            return Warmth.COLD
+        return Warmth.WARM if worker.ready is not None else Warmth.HALF_WARM
 
     def _no_step_is_reached(self, now_s: float) -> Next:
         job = self.job
