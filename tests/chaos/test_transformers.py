@@ -20,6 +20,7 @@ def check(tmp_path: Path, faults: str, spares: int, *options: object) -> None:
     assert result["identical"]
     assert result["missed"] == []
     assert all(row["steps_recomputed"] <= 1 for row in result["faults"])
+    assert ("built, with rank none" in output) is bool(spares), "a spare comes to train() without a rank"
 
 
 @pytest.mark.parametrize(

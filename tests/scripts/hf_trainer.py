@@ -6,6 +6,7 @@ Usage: keepstep run --nproc-per-node 2 tests/scripts/hf_trainer.py [--out DIR] [
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -86,6 +87,7 @@ trainer = KeepstepTrainer(
     eval_dataset=Sentences(50, 10),
     callbacks=[Lines(), EarlyStoppingCallback(early_stopping_patience=20)],
 )
+print(f"built, with rank {os.environ.get('RANK', 'none')}", flush=True)
 result = trainer.train(resume_from_checkpoint=arguments.resume or None)
 if trainer.is_world_process_zero():
     for saved in arguments.out.glob("checkpoint-*/trainer_state.json"):

@@ -26,18 +26,20 @@ from torch.utils.data import DataLoader
 
 from keepstep.errors import UsageError
 from keepstep.worker.loop.epochs import Epoch
-from keepstep.worker.session import init
+from keepstep.worker.loop.late_rank import have_accelerate_wait
+from keepstep.worker.session import current_session, init
+
+have_accelerate_wait(current_session)
 
 
 class KeepstepAccelerator(Accelerator):
     """``accelerate.Accelerator``, which calls `keepstep.init` first where the script has not. Takes the same arguments.
 
-    On a spare it waits for a rank.
+    A spare waits for its rank where that is used.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._session = init()
-        _ = self._session.rank  # Accelerate keeps ranks from the environment, where a spare has none before
         super().__init__(*arguments, **keywords)
         self._has_begun = False
 

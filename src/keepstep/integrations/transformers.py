@@ -16,6 +16,7 @@ what it continues from is the protected state and not a file. What a Trainer kee
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -33,6 +34,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.worker.loop.foreign import ForeignLoop
+from keepstep.worker.loop.late_rank import have_accelerate_wait
 from keepstep.worker.loop.reading import Reading
 from keepstep.worker.session import Session, current_session
 
@@ -46,6 +48,7 @@ _OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history"
 """Attributes of ``TrainerState`` that are not carried to other ranks, or apart from the others."""
 
 
+have_accelerate_wait(current_session)  # before a spare makes TrainingArguments
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -70,7 +73,8 @@ class KeepstepMixin(_Base):
         _warn_of_version()
         self.keepstep_options: dict[str, Any] = {}
         self._keepstep = session
-        super().__init__(*arguments, **keywords)
+        with session.pretending() if session.is_waiting_spare else contextlib.nullcontext():
+            super().__init__(*arguments, **keywords)
         _refuse(self)
         self._progress = _Progress(self)
         self._loop = ForeignLoop(session.begin)

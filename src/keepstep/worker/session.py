@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,6 +155,26 @@ class Session(Loops):
     def rank(self) -> int:
         """This process's rank. On a spare it blocks until the spare takes a rank's place."""
         return self._coordination.await_rank()
+
+    @property
+    def is_waiting_spare(self) -> bool:
+        """Whether this is a spare that has no rank yet. Does not block."""
+        return self._coordination.machine.rank is None
+
+    @property
+    def is_pretending(self) -> bool:
+        """Whether a spare is told at present that it has a rank; see `pretending`."""
+        return self._coordination.is_warming_up and self.is_waiting_spare
+
+    @contextlib.contextmanager
+    def pretending(self) -> Iterator[None]:
+        """Inside, a spare takes itself for rank 0, and does not wait: for code that asks for the rank and needs it
+        only later, when it is to be told anew."""
+        before, self._coordination.is_warming_up = self._coordination.is_warming_up, True
+        try:
+            yield
+        finally:
+            self._coordination.is_warming_up = before
 
     @property
     def world_size(self) -> int:

@@ -1,9 +1,11 @@
-"""Samplers that are made on a spare: the rank whose samples they are to give is not known yet."""
+"""What is made on a spare, and asks for the rank: a sampler, the state of Accelerate. The rank is not known yet."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch.utils.data.distributed import DistributedSampler
 
@@ -45,3 +47,74 @@ class _LateRank:
 
     def __set__(self, sampler: Any, value: int | None) -> None:
         vars(sampler)["rank"] = value
+
+
+class Joined(Protocol):
+    """What this needs of a session."""
+
+    @property
+    def is_waiting_spare(self) -> bool: ...
+
+    @property
+    def is_pretending(self) -> bool: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    def pretending(self) -> AbstractContextManager[None]: ...
+
+
+def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
+    """Has the state that Accelerate keeps of a process ask for the rank when it is used, and not when it is made.
+
+    On a spare; else nothing changes. Transformers makes this state for its arguments, before the model is built.
+
+    Args:
+        session: gives that of this process, if there is one.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+
+    if isinstance(vars(PartialState).get("process_index"), _LateIndex):
+        return
+    make = PartialState.__init__
+
+    def made(state: Any, *arguments: Any, **options: Any) -> None:
+        present = session()
+        if present is None or not present.is_waiting_spare or vars(state):
+            make(state, *arguments, **options)
+            return
+        with present.pretending():
+            make(state, *arguments, **options)
+        for name in ("RANK", "LOCAL_RANK"):  # which Accelerate has made up
+            os.environ.pop(name, None)
+        vars(state).update(process_index=None, local_process_index=None)
+
+    PartialState.__init__ = made
+    for kind in (PartialState, AcceleratorState):
+        kind.process_index = _LateIndex("process_index", session, lambda present: present.rank)
+        kind.local_process_index = _LateIndex("local_process_index", session, lambda present: present.local_rank)
+
+
+class _LateIndex:
+    """The attribute of Accelerate's state that says which process this is: where it is None, it is asked for."""
+
+    def __init__(self, name: str, session: Callable[[], Joined | None], ask: Callable[[Joined], int]) -> None:
+        self._name, self._session, self._ask = name, session, ask
+
+    def __get__(self, state: Any, owner: type) -> Any:
+        if state is None:
+            return self
+        if self._name not in vars(state):
+            raise AttributeError(self._name)
+        held, present = vars(state)[self._name], self._session()
+        if held is None and present is not None:
+            if present.is_pretending:
+                return 1  # not the first one, which writes
+            held = vars(state)[self._name] = self._ask(present)
+        return held
+
+    def __set__(self, state: Any, value: int | None) -> None:
+        vars(state)[self._name] = value
