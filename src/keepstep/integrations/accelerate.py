@@ -36,10 +36,13 @@ class KeepstepAccelerator(Accelerator):
     """``accelerate.Accelerator``, which calls `keepstep.init` first where the script has not. Takes the same arguments.
 
     A spare waits for its rank where that is used.
+
+    Attributes:
+        session: that of this process.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self._session = init()
+        self.session = init()
         super().__init__(*arguments, **keywords)
         self._has_begun = False
 
@@ -59,9 +62,9 @@ class KeepstepAccelerator(Accelerator):
         if self._has_begun:
             raise UsageError("accelerator.epochs() is called a second time: one loop has all epochs")
         self._has_begun = True
-        self._session.protect(**self._protected(), **options)
+        self.session.protect(**self._protected(), **options)
         accumulate = self.gradient_accumulation_steps
-        for epoch in self._session.epochs(loader, num_epochs, accumulate=accumulate):
+        for epoch in self.session.epochs(loader, num_epochs, accumulate=accumulate):
             yield PreparedEpoch(self, epoch)
 
     def _protected(self) -> dict[str, Any]:

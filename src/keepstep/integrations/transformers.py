@@ -6,7 +6,7 @@
     trainer = KeepstepTrainer(...)              # in place of Trainer(...)
     trainer.train()
 
-For a trainer that is derived from ``Trainer``, such as TRL's ``SFTTrainer``: ``class Mine(KeepstepMixin, SFTTrainer)``.
+For a trainer that is derived from ``Trainer``, such as TRL's: ``protected(SFTTrainer)(...)``.
 
 The Trainer's own loop runs, with its own callbacks, evaluation and checkpoints. It is left by an exception where a step
 is interrupted, and entered again in the middle of the epoch as the Trainer does with ``resume_from_checkpoint``; but
@@ -36,7 +36,7 @@ from keepstep.errors import ConfigurationError, UsageError
 from keepstep.worker.loop.foreign import ForeignLoop
 from keepstep.worker.loop.late_rank import have_accelerate_wait
 from keepstep.worker.loop.reading import Reading
-from keepstep.worker.session import Session, current_session
+from keepstep.worker.session import current_session
 
 TESTED = ((5, 20), (5, 25))
 """Releases of Transformers for which the tests have passed, from and below."""
@@ -56,6 +56,7 @@ class KeepstepMixin(_Base):
     """What makes a class derived from ``Trainer`` go on after a failure. It stands in front of that class.
 
     Attributes:
+        session: that of this process.
         keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``. To be set before
             ``train()``.
     """
@@ -72,7 +73,7 @@ class KeepstepMixin(_Base):
             )
         _warn_of_version()
         self.keepstep_options: dict[str, Any] = {}
-        self._keepstep = session
+        self.session = session
         with session.pretending() if session.is_waiting_spare else contextlib.nullcontext():
             super().__init__(*arguments, **keywords)
         _refuse(self)
@@ -87,7 +88,7 @@ class KeepstepMixin(_Base):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """That of the Trainer, whose batches are found again by their number in an epoch."""
         loader = super().get_train_dataloader()
-        session = self._keepstep
+        session = self.session
         base = getattr(loader, "base_dataloader", loader)
         reading = Reading(base, sys.maxsize, 1, self.args.seed, lambda: session.data_rank)
         self._data = _StepData(base.dataset, reading)
@@ -104,8 +105,8 @@ class KeepstepMixin(_Base):
         model, loader = super()._prepare_for_training(*arguments)
         others = {"scheduler": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
         protected = {name: thing for name, thing in others.items() if thing is not None}
-        self._progress.own = self._keepstep.state("trainer", per_rank=True, loss=torch.zeros(()), flos=0.0)
-        self._keepstep.protect(
+        self._progress.own = self.session.state("trainer", per_rank=True, loss=torch.zeros(()), flos=0.0)
+        self.session.protect(
             model=model, optimizer=self.optimizer, trainer=self._progress, **protected, **self.keepstep_options
         )
         return model, loader
@@ -229,10 +230,10 @@ class KeepstepMixin(_Base):
 
     def _say(self, index: int, number: int, call: Callable[[], Any]) -> None:
         """Tells the callbacks of a line of the log of a unit that counts; on rank 0, which writes it, exactly once."""
-        if self._keepstep.rank > 0:
+        if self.session.rank > 0:
             call()
             return
-        with self._keepstep.once(f"transformers: unit {index}, line {number}") as mine:
+        with self.session.once(f"transformers: unit {index}, line {number}") as mine:
             if mine:
                 call()
 
@@ -245,7 +246,7 @@ class KeepstepMixin(_Base):
         if event == "on_log" and progress.was_entered:
             index, number = self._loop.index, len(progress.lines)
             progress.lines.append(_without_times(logs or {}))
-            self._keepstep.defer(self._say, index, number, call)
+            self.session.defer(self._say, index, number, call)
             return control
         if event == "on_pre_optimizer_step":
             self._progress.take()
@@ -254,6 +255,15 @@ class KeepstepMixin(_Base):
 
 class KeepstepTrainer(KeepstepMixin, Trainer):
     """``transformers.Trainer`` for jobs that lose ranks. Takes the same arguments."""
+
+
+def protected(trainer: type[Trainer]) -> type[Any]:
+    """The class derived from another one than ``Trainer``, such as TRL's ``SFTTrainer``; it takes the same arguments.
+
+    Args:
+        trainer: that class.
+    """
+    return type(f"Keepstep{trainer.__name__}", (KeepstepMixin, trainer), {})
 
 
 class _WhenAsked:
@@ -453,8 +463,3 @@ def _refuse(trainer: Any) -> None:
     for name, (is_there, why) in refused.items():
         if is_there:
             raise ConfigurationError(f"KeepstepTrainer: {name} is not supported: {why}")
-
-
-def session_of(trainer: KeepstepMixin) -> Session:
-    """The session of a trainer."""
-    return trainer._keepstep
