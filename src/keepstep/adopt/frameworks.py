@@ -10,6 +10,7 @@ from keepstep.adopt.loops import Survey, TrainingLoop
 from keepstep.adopt.objects import Sort
 from keepstep.adopt.script import Edit, Finding
 
+ACCELERATOR = "from keepstep.integrations.accelerate import KeepstepAccelerator"
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -108,10 +109,18 @@ def _before_arguments(survey: Survey) -> Iterator[Finding]:
 def _accelerate(survey: Survey) -> Iterator[Finding]:
     script = survey.script
     for call in _calls_of(survey, "accelerate", "Accelerator"):
+        by_name = (
+            node
+            for node in ast.walk(script.tree)
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "Accelerator" for alias in node.names)
+        )
+        imported = next(by_name, None)
         yield script.finding(
-            call,
+            call if imported is None else imported,
             Edit.REPLACE,
-            script.replaced(call.func, "KeepstepAccelerator"),
+            script.replaced(call.func, "KeepstepAccelerator")
+            if imported is None
+            else f"{ACCELERATOR} as {script.text(call.func)}",
             "KeepstepAccelerator from keepstep.integrations.accelerate joins the job, and protects what "
             "prepare() gets. See docs/integrations/accelerate.md.",
         )
