@@ -11,6 +11,7 @@ from keepstep.errors import ConfigurationError, KeepstepError
 
 EXIT_USAGE = 2
 COMMANDS = {
+    "adopt": ("adopt:main", "say which lines of a training script to change; changes and runs nothing"),
     "run": ("ahead:main", "run a training script; takes torchrun's flags"),
     "controller": ("cluster.controller:main", "decide for a job on several nodes"),
     "agent": ("cluster.agent:main", "serve one node of a job whose controller runs elsewhere"),

@@ -1,0 +1,63 @@
+"""Reads a training script, and says which lines to change so that it goes on where a rank is lost.
+
+`read` gets the source text and gives the findings; the script is never imported or run. What a script does is read from
+its text alone: names, the order of its lines, and calls of its own functions. A rule that cannot tell says nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.adopt import communication, protection, startup, steps, values
+from keepstep.adopt.frameworks import framework_findings
+from keepstep.adopt.loops import Survey
+from keepstep.adopt.script import Edit, Finding, Script
+
+RULES = (
+    startup.joining,
+    startup.ranks,
+    startup.once,
+    protection.refusals,
+    protection.protection,
+    steps.loops,
+    steps.carried,
+    steps.updates,
+    communication.collectives,
+    values.values,
+    values.checkpoints,
+)
+"""Each looks for one kind of line. They hold where no framework runs the loop."""
+
+__all__ = ["RULES", "Advice", "Edit", "Finding", "read"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What there is to say of a script.
+
+    Attributes:
+        findings: in the order of the lines.
+        loops: the lines in which a training loop begins.
+    """
+
+    findings: list[Finding]
+    loops: list[int]
+
+
+def read(text: str, name: str = "script") -> Advice:
+    """Finds the lines of a training script to change.
+
+    Args:
+        text: the source.
+        name: of the file, for errors.
+
+    Raises:
+        ConfigurationError: it is no Python.
+    """
+    survey = Survey(Script(text, name))
+    found = framework_findings(survey)
+    if found is None:
+        found = [finding for rule in RULES for finding in rule(survey)]
+    return Advice(
+        sorted(dict.fromkeys(found), key=lambda each: each.line), [loop.run.node.lineno for loop in survey.loops]
+    )

@@ -1,0 +1,180 @@
+"""`session.protect()`: where it stands, with which names, and what it refuses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from keepstep.adopt.loops import Survey
+from keepstep.adopt.objects import Sort
+from keepstep.adopt.script import Edit, Finding, Function
+
+PROTECTED = (Sort.MODEL, Sort.OPTIMIZER, Sort.SCHEDULER, Sort.SCALER, Sort.AVERAGE)
+"""In the order of the arguments."""
+
+
+def protection(survey: Survey) -> Iterator[Finding]:
+    """One line in front of the outermost loop."""
+    if survey.is_protected or not survey.loops:
+        return
+    script, loop = survey.script, survey.loops[0]
+    outermost = loop.outermost.node
+    function = script.function(outermost)
+    given = ", ".join(f"{name}={value}" for name, value in arguments(survey, function))
+    elsewhere = function is not _function_of_init(survey)
+    has_load = any(script.calls(node, "load") for node in ast.walk(script.tree))
+    loads = ", and behind the loading of a checkpoint" if has_load else ""
+    again = "A second keepstep.init() returns the same session." if elsewhere else ""
+    yield script.finding(
+        outermost,
+        Edit.INSERT_BEFORE,
+        f"{survey.session}.protect({given})",
+        f"It names everything that must be the same after a recovery. It comes once, before the first step{loads}. "
+        f"{again}",
+    )
+
+
+def arguments(survey: Survey, function: Function | None) -> list[tuple[str, str]]:
+    """The arguments of `protect()`: each a keyword, and a name that is known in the function."""
+    known = list(survey.objects.known_in(function))
+    wrapped = _wrapped(survey)
+    found: list[tuple[str, str]] = []
+    for sort in PROTECTED:
+        names = list(dict.fromkeys(name for name, each in known if each is sort))
+        if sort is Sort.MODEL:
+            names = [name for name in names if name in wrapped] or names
+        elif sort is Sort.OPTIMIZER and not names:
+            names = _updated_in(survey, function)
+        if len(names) == 1:
+            found.append((str(sort), names[0]))
+        else:
+            found += [(_keyword(name, sort, number), name) for number, name in enumerate(names)]
+        if not names and sort in (Sort.MODEL, Sort.OPTIMIZER):
+            found.append((str(sort), "..."))
+    return found
+
+
+def _keyword(name: str, sort: Sort, number: int) -> str:
+    last = name.rpartition(".")[2]
+    return last if last.isidentifier() else f"{sort}{number}"
+
+
+def _wrapped(survey: Survey) -> set[str]:
+    """Models that DDP, FSDP1 or `fully_shard` has had."""
+    names = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+    return {
+        made.name
+        for made in survey.objects.made
+        if made.sort is Sort.MODEL and any(survey.script.calls(each, *names) for each in ast.walk(made.node))
+    }
+
+
+def _updated_in(survey: Survey, function: Function | None) -> list[str]:
+    """The optimizers that the function itself steps."""
+    names: dict[str, None] = {}
+    for loop in survey.loops:
+        for update in loop.updates:
+            call = update.node
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                name = survey.script.text(call.args[0] if call.args else call.func.value)
+                if survey.script.function(call) is function or name.startswith("self."):
+                    names[name] = None
+    return list(names)
+
+
+def _function_of_init(survey: Survey) -> Function | None:
+    """Where the session is made, or will be."""
+    for node in ast.walk(survey.script.tree):
+        is_init = isinstance(node, ast.Call) and survey.script.dotted(node.func) == "keepstep.init"
+        if is_init or survey.script.calls(node, "init_process_group"):
+            return survey.script.function(node)
+    return survey.script.function(survey.loops[0].outermost.node)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusals(survey: Survey) -> Iterator[Finding]:
+    """What `protect()` would end the script for."""
+    script = survey.script
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if script.calls(node, "FullyShardedDataParallel"):
+            model = script.one_line(node.args[0]) if node.args else "model"
+            yield script.finding(
+                node,
+                Edit.REPLACE,
+                script.replaced(node, f"fully_shard({model})"),
+                "protect() refuses FSDP1, which flattens tensors. FSDP2 is torch.distributed.fsdp.fully_shard(): call "
+                "it for each block as well.",
+            )
+        elif script.calls(node, "DistributedDataParallel"):
+            yield from _ddp(survey, node)
+        elif script.dotted(node.func) == "torch.optim.LBFGS":
+            yield script.finding(
+                node,
+                Edit.REPLACE,
+                script.replaced(node.func, "torch.optim.AdamW"),
+                "protect() refuses LBFGS, which computes gradients in the middle of an update. Any optimizer without a "
+                "closure will do.",
+            )
+        elif script.calls(node, "DataLoader") and node.args:
+            yield from _iterable(survey, node)
+
+
+def _ddp(survey: Survey, call: ast.Call) -> Iterator[Finding]:
+    script = survey.script
+    on = {each.arg for each in call.keywords if isinstance(each.value, ast.Constant) and each.value.value is True}
+    if "static_graph" in on:
+        yield script.finding(
+            call,
+            Edit.REPLACE,
+            _without(survey, call, "static_graph"),
+            "protect() refuses static_graph=True: DDP learns its graph in the first step, which a replacement does not "
+            "see.",
+        )
+    if {"find_unused_parameters", "gradient_as_bucket_view"} <= on:
+        yield script.finding(
+            call,
+            Edit.REPLACE,
+            _without(survey, call, "gradient_as_bucket_view"),
+            "protect() refuses find_unused_parameters with gradient_as_bucket_view: which gradients are views then "
+            "depends on the past. One of the two is fine.",
+        )
+
+
+def _without(survey: Survey, call: ast.Call, option: str) -> str:
+    script = survey.script
+    given = [script.one_line(each) for each in call.args]
+    given += [f"{each.arg}={script.one_line(each.value)}" for each in call.keywords if each.arg and each.arg != option]
+    return script.replaced(call, f"{script.one_line(call.func)}({', '.join(given)})")
+
+
+def _iterable(survey: Survey, loader: ast.Call) -> Iterator[Finding]:
+    """A loader that a training loop goes over, of a dataset of the script's own that is iterable."""
+    script = survey.script
+    iterable = {
+        node.name
+        for node in ast.walk(script.tree)
+        if isinstance(node, ast.ClassDef)
+        and any(script.dotted(base).rpartition(".")[2] == "IterableDataset" for base in node.bases)
+    }
+    made = {
+        script.text(target): script.text(node.value.func)
+        for node in ast.walk(script.tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+    }
+    kind = script.text(getattr(loader.args[0], "func", None)) or made.get(script.text(loader.args[0]), "")
+    name = next((script.text(each) for each in getattr(script.statement(loader), "targets", [])), "")
+    goes_over = {
+        script.text(survey.iterated(loop.run.node.iter)) for loop in survey.loops if isinstance(loop.run.node, ast.For)
+    }
+    if kind in iterable and name in goes_over:
+        yield script.finding(
+            loader,
+            Edit.REPLACE,
+            f"for step in {survey.session}.steps(num_steps), with a batch that follows from step.index",
+            "session.batches() refuses an IterableDataset: no batch of it can be found again.",
+        )
