@@ -77,8 +77,9 @@ class Shape:
         worker = [str(WORKER), "--folder", str(folder), *sizes, *more]
         ranks = ["--nproc-per-node", str(num_ranks)]
         if kind == "keepstep":
-            # A rank that waits for its turn stands between two steps.
-            flags = [*ranks, "--spares", "0", "--between-steps", str(DEADLINE_S)]
+            # A rank that waits for its turn stands between two steps, or in a step of a framework's loop.
+            patience = ["--between-steps", str(DEADLINE_S), "--hang-floor", str(DEADLINE_S)]
+            flags = [*ranks, "--spares", "0", *patience]
             return [sys.executable, "-m", "keepstep.cli.main", "run", *flags, *worker, "--keepstep"]
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, *worker]
 

@@ -35,8 +35,8 @@ FIRES: list[tuple[str, str, str, str]] = [
     (
         "sampler=DistributedSampler(dataset))",
         "sampler=DistributedSampler(dataset, num_replicas=2, rank=args.rank, seed=1))",
-        "loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset, num_replicas=2, rank=args.rank, "
-        "seed=1))",
+        "loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset, num_replicas=2, "
+        "rank=args.rank, seed=1))",
         "loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset, seed=1))",
     ),
     # ---- what happens once
@@ -115,7 +115,8 @@ FIRES: list[tuple[str, str, str, str]] = [
     ),
     (
         BEHIND,
-        "def reduced(value):\n    dist.reduce(value, 0)\n    return value / 2\nmean = reduced(loss)\nis_best = mean > 3",
+        "def reduced(value):\n    dist.reduce(value, 0)\n    return value / 2\n"
+        "mean = reduced(loss)\nis_best = mean > 3",
         "mean = reduced(loss)",
         "in front of line 26, or in front of `with step:`",
     ),
@@ -168,7 +169,7 @@ def test_a_line_that_is_fine_is_not(place: str, lines: str) -> None:
     assert said(changed(ADOPTED, (place, lines))) == []
 
 
-# ---- updates in branches -----------------------------------------------------------------------------------------------
+# ---- updates in branches --------------------------------------------------------------------------------------------
 
 
 def test_updates_in_two_branches_are_one() -> None:
@@ -185,14 +186,14 @@ def test_updates_in_two_branches_are_one() -> None:
 
 
 def test_updates_behind_a_continue_are_others() -> None:
-    text = changed(ADOPTED, ("        # in front of the update", "if half:\n    optimizer.step()\n    continue"))
+    text = changed(ADOPTED, ("# in front of the update", "if half:\n    optimizer.step()\n    continue"))
     text = text.replace("        # behind the update", "        model(x).backward()\n        optimizer.step()")
     found = [finding.line for finding in findings(text)]
     assert len(found) == 1  # the second backward, between the update that always comes and the one added last
     assert "backward" in text.splitlines()[found[0] - 1]
 
 
-# ---- values of the script ----------------------------------------------------------------------------------------------
+# ---- values of the script -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_a_value_that_begins_before_the_job_is_joined() -> None:
     assert ("best = 0", "move", "behind keepstep.init(): state = session.state(best=0)") in said(text)
 
 
-# ---- a plain script ----------------------------------------------------------------------------------------------------
+# ---- a plain script -------------------------------------------------------------------------------------------------
 
 
 def loops(script: str) -> list[str]:

@@ -30,7 +30,7 @@ def changed_lines(plain: Path, changed: Path) -> int:
 
 def table() -> dict[str, int]:
     rows = re.findall(
-        r"^\| \[`(\w+)\.py`\]\(.*?\) \|.*\| (\d+) \|", (ROOT / "docs/integrations/README.md").read_text(), re.M
+        r"^\| \[`(\w+)\.py`\]\(.*?\) \|.*\| (\d+) \|", (ROOT / "docs/integrations/README.md").read_text(), re.MULTILINE
     )
     return {name: int(number) for name, number in rows}
 

@@ -71,8 +71,8 @@ def _trainer(survey: Survey) -> Iterator[Finding]:
             instead = script.replaced(call.func, "KeepstepTrainer")
             why = "KeepstepTrainer from keepstep.integrations.transformers goes on after a failure."
         else:
-            instead = script.replaced(call.func, f"Keepstep{name}")
-            why = f"Define `class Keepstep{name}(KeepstepMixin, {name})` with keepstep.integrations.transformers."
+            instead = script.replaced(call.func, f"protected({script.text(call.func)})")
+            why = f"protected() of keepstep.integrations.transformers has {name} go on after a failure."
         yield script.finding(
             call, Edit.REPLACE, instead, f"The Trainer runs the loop. {why} See docs/integrations/transformers.md."
         )

@@ -328,7 +328,7 @@ def _opens_anew(name: str, last: str, call: ast.Call) -> bool:
     mode = next((each.value for each in call.keywords if each.arg == "mode"), None)
     mode = call.args[position] if mode is None and len(call.args) > position else mode
     is_text = isinstance(mode, ast.Constant) and isinstance(mode.value, str)
-    return is_text and len(mode.value) <= 3 and bool(set("wx") & set(mode.value))  # type: ignore[union-attr]  # seen
+    return is_text and len(mode.value) <= 3 and bool(set("wx") & set(mode.value))  # type: ignore[union-attr]  # it is a string, as was seen
 
 
 def _label(last: str) -> str:

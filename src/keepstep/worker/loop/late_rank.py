@@ -50,21 +50,26 @@ class _LateRank:
 
 
 class Joined(Protocol):
-    """What this needs of a session."""
+    """What this needs of a `keepstep.Session`."""
 
     @property
-    def is_waiting_spare(self) -> bool: ...
+    def is_waiting_spare(self) -> bool:
+        """See there."""
 
     @property
-    def is_pretending(self) -> bool: ...
+    def is_pretending(self) -> bool:
+        """See there."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """See there."""
 
     @property
-    def local_rank(self) -> int: ...
+    def local_rank(self) -> int:
+        """See there."""
 
-    def pretending(self) -> AbstractContextManager[None]: ...
+    def pretending(self) -> AbstractContextManager[None]:
+        """See there."""
 
 
 def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
@@ -88,8 +93,8 @@ def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
             return
         with present.pretending():
             make(state, *arguments, **options)
-        for name in ("RANK", "LOCAL_RANK"):  # which Accelerate has made up
-            os.environ.pop(name, None)
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ.pop(name, None)  # environ: Accelerate has made them up
         vars(state).update(process_index=None, local_process_index=None)
 
     PartialState.__init__ = made
