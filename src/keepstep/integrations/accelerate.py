@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
@@ -45,6 +46,8 @@ class KeepstepAccelerator(Accelerator):
         self.session = init()
         super().__init__(*arguments, **keywords)
         self._has_begun = False
+        self._wrapped: list[torch.nn.Module] = []
+        """What `prepare_model` has made of models: those that communicate."""
 
     def epochs(self, loader: DataLoader[Any], num_epochs: int, **options: Any) -> Iterator[PreparedEpoch]:
         """Protects all that was prepared and registered for checkpointing, and hands out the epochs of a loader.
@@ -67,9 +70,16 @@ class KeepstepAccelerator(Accelerator):
         for epoch in self.session.epochs(loader, num_epochs, accumulate=accumulate):
             yield PreparedEpoch(self, epoch)
 
+    def prepare_model(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
+        """That of Accelerate."""
+        wrapped = super().prepare_model(model, *arguments, **keywords)
+        if isinstance(wrapped, torch.nn.Module) and not any(wrapped is known for known in self._wrapped):
+            self._wrapped.append(wrapped)
+        return wrapped
+
     def _protected(self) -> dict[str, Any]:
         named = {
-            "model": self._models,
+            "model": self._wrapped,
             "optimizer": self._optimizers,
             "scheduler": self._schedulers,
             "custom": self._custom_objects,

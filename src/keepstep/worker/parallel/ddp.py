@@ -33,6 +33,10 @@ class DataParallel(Replicated):
         for module in found:
             settle_buckets(module)
 
+    def hand_out(self) -> None:
+        """Has all ranks begin alike what the script does in front of the step, such as an evaluation."""
+        self.begin_step()
+
     def begin_step(self) -> None:
         """Has all ranks begin alike."""
         for module in self._ddp:
