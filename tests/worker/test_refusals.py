@@ -145,6 +145,16 @@ def flat(_path: Path) -> Objects:
     return {"model": model}
 
 
+def wrapped(_path: Path) -> Objects:
+    model = small()
+    HELD.append(DistributedDataParallel(model))
+    return {"model": model}
+
+
+HELD: list[torch.nn.Module] = []
+"""What a script would keep."""
+
+
 def trained(_path: Path) -> Objects:
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     for _ in range(2):
@@ -200,6 +210,7 @@ ROWS: dict[str, list[Make]] = {
     ],
     "a DDP that was trained before": [trained],
     OTHER_GROUP: [],
+    "a module that a DDP trains which is not protected": [wrapped],
     "a `checkpoint_dir` that is no folder, or in which this process may not write": [no_folder, no_right],
     'a `snapshot_every` that is no number from 1 on, "auto" or "off"': [
         lambda path: {"model": small(), "snapshot_every": 0}

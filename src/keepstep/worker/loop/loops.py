@@ -168,8 +168,8 @@ class Loops(abc.ABC):
     def _refuse_second_loop(self) -> None:
         if self._has_batches:
             raise UsageError(
-                "session.batches() or epochs() is iterated a second time: one loop has all epochs, session.batches("
-                "loader, epochs=...). For validation, iterate a DataLoader itself"
+                "session.batches() is iterated a second time: one loop has all epochs, session.batches(loader, "
+                "epochs=...) or session.epochs(loader, ...). For validation, iterate a DataLoader itself"
             )
         self._has_batches = True
 

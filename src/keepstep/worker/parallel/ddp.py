@@ -10,12 +10,14 @@ reducer in an echoing backward that gradients became ready in the reverse order 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigurationError
+from keepstep.weights.memory.blocks import is_dtensor
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.parallel.layout import Replicated
 
@@ -73,6 +75,34 @@ def find_ddp(modules: dict[str, torch.nn.Module]) -> list[DistributedDataParalle
                 _check(name, part)
                 found.append(part)
     return found
+
+
+def refuse_wrapped(modules: dict[str, torch.nn.Module]) -> None:
+    """Refuses a module that a DDP trains which is not protected with it.
+
+    Such a DDP would keep what it knows of an interrupted step; ranks would then wait in different collectives, or
+    average other gradients, and nobody would see it.
+
+    Raises:
+        ConfigurationError: with what to protect.
+    """
+    parts = [part for module in modules.values() for part in module.modules()]
+    inside = {id(each) for part in parts if type(part) is DistributedDataParallel for each in part.parameters()}
+    bare = {
+        id(parameter): name
+        for name, module in modules.items()
+        for parameter in module.parameters()
+        if parameter.requires_grad and id(parameter) not in inside and not is_dtensor(parameter)
+    }
+    if not bare:
+        return
+    # DDP leaves no trace in the module that it wraps. Looking at all objects of a process takes some 40 ms.
+    for ddp in [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]:
+        if name := next((bare[id(each)] for each in ddp.parameters() if id(each) in bare), None):
+            raise ConfigurationError(
+                f"protect({name}=...): a DistributedDataParallel trains this module, and is not protected: pass "
+                f"that one, protect({name}=DistributedDataParallel(...)), or what Accelerate's or Fabric's setup has returned"
+            )
 
 
 def _check(name: str, ddp: DistributedDataParallel) -> None:

@@ -12,6 +12,7 @@ from keepstep.errors import ConfigurationError, StateMismatch, UsageError
 from keepstep.typenames import is_named
 from keepstep.weights.memory.blocks import NamedBlock, is_dtensor, local_of
 from keepstep.weights.memory.bytes_of import digest_of, is_dense
+from keepstep.worker.parallel.ddp import refuse_wrapped
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
 from keepstep.worker.parallel.pipeline import is_schedule
 from keepstep.worker.parallel.zero import is_zero, local_optimizer
@@ -98,6 +99,7 @@ class ProtectedState:
         self._parameters = found
         self._refuse_flattened()
         self._refuse_others_parameters()
+        refuse_wrapped(self.modules)
 
     def refuse_added_parameters(self) -> None:
         """Looks for parameters that an optimizer got since `protect`: a replacement's would not have them.
