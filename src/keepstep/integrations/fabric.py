@@ -1,0 +1,217 @@
+"""Lightning Fabric: a strategy for training loops that lose ranks.
+
+::
+
+    fabric = Fabric(strategy=KeepstepFabricStrategy())
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(loader)
+    for epoch in fabric.strategy.epochs(loader, 3):
+        def train_step(step, batch):
+            ...                             # what was the body of the loop over batches
+        epoch.run(train_step)
+        ...                                 # evaluation, as before
+
+Without ``epochs()``, `Session.protect`, `Session.batches` and `Session.epochs` take what ``setup()`` gives.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
+from keepstep.errors import ConfigurationError, UsageError
+from keepstep.worker.loop.epochs import Epochs
+from keepstep.worker.session import Session, current_session, init
+
+TESTED = ((2, 6), (2, 7))
+"""Releases of Lightning for which the tests have passed, from and below."""
+EXCLUDED = ("2.6.2", "2.6.3")
+"""Their wheels carried malware (CVE-2026-44484)."""
+_REFUSED = {
+    "start_method": "keepstep run starts the processes",
+    "cluster_environment": "keepstep knows the ranks",
+    "parallel_devices": "each rank has the device that keepstep run gave it",
+    "ddp_comm_hook": "what it keeps from step to step is not protected",
+    "ddp_comm_state": "what it keeps from step to step is not protected",
+    "ddp_comm_wrapper": "what it keeps from step to step is not protected",
+    "model_averaging_period": "the ranks' models differ between two averagings, so none could replace another",
+}
+"""Arguments of DDPStrategy that make no sense here, or cannot be protected."""
+
+
+class KeepstepEnvironment(ClusterEnvironment):
+    """The ranks of a job of keepstep's. On a spare it waits for a rank where it is asked for one."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """They are there already."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """As torchrun's."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """As torchrun's."""
+        return int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    def detect() -> bool:
+        """It is only used where it is named."""
+        return False
+
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self._session.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """The job says how many ranks it has."""
+
+    def global_rank(self) -> int:
+        """This process's."""
+        return self._session.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """The job says which rank this is."""
+        rank_zero_only.rank = self.global_rank()
+
+    def local_rank(self) -> int:
+        """Number of this rank among those of its node."""
+        _ = self._session.rank  # the variable is set when a spare takes a rank
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def node_rank(self) -> int:
+        """Number of this node, as torchrun's ``GROUP_RANK``."""
+        return int(os.environ.get("GROUP_RANK", "0"))
+
+
+class KeepstepFabricStrategy(DDPStrategy):
+    """``lightning.fabric.strategies.DDPStrategy``, which calls `keepstep.init` first where the script has not.
+
+    On a spare it waits for a rank.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Args:
+            options: those of ``DDPStrategy``, such as ``find_unused_parameters``.
+
+        Raises:
+            ConfigurationError: an option that cannot be protected, or a release of Lightning that is harmful.
+        """
+        refuse_options("KeepstepFabricStrategy", options)
+        self._session = join()
+        super().__init__(cluster_environment=KeepstepEnvironment(self._session), **options)
+        self._modules: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._has_begun = False
+
+    def epochs(self, loader: DataLoader[Any], num_epochs: int, *, accumulate: int = 1, **others: Any) -> Epochs:
+        """Protects the modules and optimizers that were set up, and hands out the epochs of a loader.
+
+        See `Session.epochs`.
+
+        Args:
+            loader: one that ``fabric.setup_dataloaders()`` gave.
+            num_epochs: the length of the training, not of this run.
+            accumulate: batches of a step.
+            others: further objects and arguments for `Session.protect`, such as ``scheduler=scheduler``.
+
+        Raises:
+            UsageError: called twice, or the script has protected something by itself.
+        """
+        if self._has_begun:
+            raise UsageError("strategy.epochs() is called a second time: one loop has all epochs")
+        self._has_begun = True
+        self._session.protect(
+            **_numbered("model", self._modules), **_numbered("optimizer", self._optimizers), **others
+        )
+        return self._session.epochs(loader, num_epochs, accumulate=accumulate)
+
+    # ---- what Fabric asks for -------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's own."""
+        return self._session.device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which samples this rank reads."""
+        return {"num_replicas": self._session.world_size, "rank": self._session.rank}
+
+    def _configure_launcher(self) -> None:
+        """No process is to be launched."""
+
+    def setup_module(self, module: torch.nn.Module) -> Any:
+        """Wraps a module by DDP, and notes it for `epochs`."""
+        wrapped = super().setup_module(module)
+        self._modules.append(wrapped)
+        return wrapped
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Notes an optimizer for `epochs`."""
+        self._optimizers.append(optimizer)
+        return super().setup_optimizer(optimizer)
+
+
+def join() -> Session:
+    """The session of this process, which has a rank: a spare waits for one. Calls `keepstep.init` if need be.
+
+    Raises:
+        ConfigurationError: the release of Lightning is harmful.
+    """
+    _check_version(lightning.__version__)
+    session = current_session() or init(seed=global_seed())
+    rank_zero_only.rank = session.rank  # Lightning has taken it from the environment, where a spare has none
+    return session
+
+
+def global_seed() -> int:
+    """What ``seed_everything()`` was given; 0 where it was not called."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def refuse_options(name: str, options: dict[str, Any]) -> None:
+    """Refuses arguments of ``DDPStrategy``.
+
+    Raises:
+        ConfigurationError: says which, and why.
+    """
+    for option in options.keys() & _REFUSED.keys():
+        raise ConfigurationError(f"{name}({option}=...) is not supported: {_REFUSED[option]}")
+
+
+def _check_version(present: str) -> None:
+    if present in EXCLUDED:
+        raise ConfigurationError(
+            f"Lightning {present} was published with malware in its wheel (CVE-2026-44484): install another release, "
+            "and consider what this process could read as known to others"
+        )
+    version = tuple(int(part) for part in present.split(".")[:2])
+    if not TESTED[0] <= version < TESTED[1]:
+        between = " to ".join(".".join(map(str, each)) for each in TESTED)
+        warnings.warn(
+            f"keepstep was tested with Lightning {between} (exclusive); this is {present}", RuntimeWarning, stacklevel=4
+        )
+
+
+def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
+    """Under the name alone, or with numbers where there are several."""
+    if len(things) == 1:
+        return {name: things[0]}
+    return {f"{name}{number}": thing for number, thing in enumerate(things)}

@@ -1,0 +1,14 @@
+"""PyTorch Lightning: a strategy with which ``Trainer.fit`` goes on where a rank is lost.
+
+::
+
+    trainer = Trainer(strategy=KeepstepStrategy(), max_epochs=3)
+    trainer.fit(model, loader)
+
+The batches, hooks, validation and checkpoints are Lightning's own. `keepstep.integrations.lightning.training` says how
+its loops are left where a step is interrupted, and entered again.
+"""
+
+from keepstep.integrations.lightning.strategy import KeepstepStrategy
+
+__all__ = ["KeepstepStrategy"]

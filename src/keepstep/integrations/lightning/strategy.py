@@ -1,0 +1,173 @@
+"""The strategy that a ``Trainer`` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from keepstep.errors import ConfigurationError, UsageError
+from keepstep.integrations.fabric import KeepstepEnvironment, global_seed, join, refuse_options
+from keepstep.integrations.lightning.batches import NumberedLoader
+from keepstep.integrations.lightning.files import Logs
+from keepstep.integrations.lightning.training import KeepstepFitLoop, Training
+
+
+class KeepstepStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's has no types
+    """``lightning.pytorch.strategies.DDPStrategy`` for jobs that lose ranks.
+
+    It calls `keepstep.init` first where the script has not. On a spare it waits for a rank. How many devices and nodes
+    there are, ``keepstep run`` says; the Trainer's ``devices`` and ``num_nodes`` may be left out.
+    """
+
+    strategy_name = "keepstep"
+
+    def __init__(self, *, keepstep_options: dict[str, Any] | None = None, **options: Any) -> None:
+        """Args:
+            keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``.
+            options: those of ``DDPStrategy``, such as ``find_unused_parameters``.
+
+        Raises:
+            ConfigurationError: an option that cannot be protected, or a release of Lightning that is harmful.
+        """
+        refuse_options("KeepstepStrategy", options)
+        self._session = join()
+        super().__init__(cluster_environment=KeepstepEnvironment(self._session), **options)
+        self._keepstep_options = dict(keepstep_options or {})
+        self._logs: Logs | None = None
+        self._training: Training | None = None
+
+    @property
+    def training(self) -> Training:
+        """The training that ``fit()`` runs."""
+        assert self._training is not None, "fit() was not called"
+        return self._training
+
+    # ---- which process this is --------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's own."""
+        return self._session.device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which samples this rank reads."""
+        return {"num_replicas": self._session.world_size, "rank": self._session.rank}
+
+    def _configure_launcher(self) -> None:
+        """No process is to be launched."""
+
+    # ---- the start of fit() -----------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """The first that ``fit()`` asks for: before loggers open their files."""
+        super().setup_environment()
+        trainer = self._trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            if self._training is not None:
+                raise UsageError("fit() is called a second time in this process: keepstep protects one training")
+            _refuse(trainer)
+            self._logs = Logs(trainer, self._session)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wraps the model, makes the optimizers, and takes over the loop over epochs."""
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self._logs is not None
+            trainer.fit_loop.__class__ = KeepstepFitLoop
+            trainer._signal_connector.__class__ = _NoSignals
+            self._training = Training(trainer, self._session, self._logs, self._keepstep_options)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Has the batches of a training loader found again by their number."""
+        if not self._trainer.training:
+            return dataloader
+        return NumberedLoader(dataloader, global_seed(), lambda: self._session.rank)
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+        """That of the module; what it returns is kept for hooks that come again."""
+        output = super().training_step(*arguments, **keywords)
+        self.training.output = output
+        return output
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **keywords: Any
+    ) -> Any:
+        """Computes the gradients first and then updates: Lightning does both in ``optimizer.step(closure)``, of which
+        it cannot be said from outside when the update begins."""
+        self.training.has_stepped = True
+        precision = self.precision_plugin
+        if not _computes_inside(precision):
+            return super().optimizer_step(optimizer, closure, model, **keywords)
+        result = precision._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**keywords)
+        return result
+
+    # ---- files ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint, on rank 0."""
+        if self.is_global_zero and self._training is not None:
+            self._training.about_to_write(str(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
+class _NoSignals(_SignalConnector):  # type: ignore[misc]  # Lightning's has no types
+    """SIGTERM drains a job of keepstep's. Lightning's handler would run a collective in the middle of others."""
+
+    def register_signal_handlers(self) -> None:
+        """Leaves them as they are."""
+
+
+def _computes_inside(precision: Precision) -> bool:
+    """Whether a precision plugin leaves it to ``optimizer.step(closure)`` to compute the gradients."""
+    if isinstance(precision, MixedPrecision):
+        return precision.scaler is None
+    return type(precision).optimizer_step is Precision.optimizer_step
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Refuses what cannot be protected.
+
+    Raises:
+        ConfigurationError: says what, and why.
+    """
+    averaging = next(
+        (each for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging | WeightAveraging)), None
+    )
+    module = trainer.lightning_module
+    refused = {
+        "Trainer(overfit_batches=...)": (trainer.overfit_batches > 0, "it replaces the loader's sampler"),
+        "Trainer(reload_dataloaders_every_n_epochs=...)": (
+            trainer.reload_dataloaders_every_n_epochs > 0,
+            "a replacement would load others",
+        ),
+        "Trainer(val_check_interval=...) as a time": (
+            trainer._val_check_time_interval is not None,
+            "steps that come again would validate at other times; give it a number of batches",
+        ),
+        type(averaging).__name__: (averaging is not None, "it keeps a second model, which is not protected"),
+        "training_step(dataloader_iter)": (
+            is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True),
+            "no batch that it takes could be found again",
+        ),
+    }
+    for name, (is_there, why) in refused.items():
+        if is_there:
+            raise ConfigurationError(f"KeepstepStrategy: {name} is not supported: {why}")

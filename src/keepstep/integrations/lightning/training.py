@@ -1,0 +1,350 @@
+"""How ``Trainer.fit`` runs in units that may come again (`keepstep.worker.loop.foreign`).
+
+Lightning's loops hold what an interrupted step would have to put back in local variables and in iterators. So the
+training here calls the parts that they consist of, in their order:
+
+* a *step*: the batches up to an ``optimizer.step()``, with their hooks and the schedulers' steps;
+* what follows a step, where that may not be cut off: validation, a row of a log, a checkpoint, hooks of the user's;
+* the end of an epoch.
+
+Each is a unit. Where one is interrupted, an exception leaves it, the protected state goes back to its beginning, and
+all ranks, a replacement too, go on from there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.optimization.manual import ManualResult
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from keepstep.integrations.lightning.batches import TrainingBatches
+from keepstep.integrations.lightning.files import Logs, WrittenCheckpoints
+from keepstep.integrations.lightning.metrics import copied, local_values, put_local_values
+from keepstep.integrations.lightning.progress import Progress
+from keepstep.worker.loop.foreign import ForeignLoop
+from keepstep.worker.session import Session
+
+_MAX_OUTPUT_ELEMENTS = 1024
+"""Of a tensor that ``training_step`` returns, to be carried to a replacement with its rank's own values."""
+
+
+class KeepstepFitLoop(_FitLoop):  # type: ignore[misc]  # Lightning's has no types
+    """Lightning's own, whose epochs are run by a `Training`."""
+
+    def run(self) -> None:
+        """Runs all epochs."""
+        self.setup_data()
+        if self.skip:
+            return
+        self.reset()
+        self.on_run_start()
+        self.trainer.strategy.training.run()
+        self._restarting = False
+        self.on_run_end()
+
+
+class Training:
+    """One rank's part of a training.
+
+    Attributes:
+        output: what ``training_step`` has returned last.
+        has_stepped: whether an optimizer was called in the present unit.
+    """
+
+    def __init__(self, trainer: Trainer, session: Session, logs: Logs, options: dict[str, Any]) -> None:
+        """Args:
+        trainer: whose loops these are.
+        session: of this process.
+        logs: of the trainer.
+        options: arguments for `Session.protect`.
+        """
+        self._trainer, self._session, self._options = trainer, session, options
+        self._fit_loop, self._epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._module = trainer.lightning_module
+        self._forward = self._module.forward
+        self._logs, self._written = logs, WrittenCheckpoints()
+        self._loop = ForeignLoop(session.begin)
+        self._progress = Progress(trainer)
+        self._own: Any = None
+        """What this rank has for itself, as it left the rank last (`Session.state`)."""
+        self._kept: tuple[int, Any] = (-1, None)
+        """The number of a unit, and what this rank had for itself at its beginning."""
+        self._is_shared = False
+        """Whether that has left the rank in this unit."""
+        self._batch: Any = None
+        self.output: Any = None
+        self.has_stepped = False
+
+    def run(self) -> None:
+        """Runs all epochs that are left."""
+        self._begin()
+        batches = TrainingBatches(self._fit_loop._combined_loader)
+        self._read = batches.read
+        try:
+            while True:
+                try:
+                    while not self._is_over():
+                        self._run_epoch()
+                    if self._loop.finish():
+                        return
+                    self._put()
+                except BaseException as error:
+                    if not self._loop.is_interruption(error):
+                        raise
+                    self._loop.go_back()
+                    self._put()
+        finally:
+            batches.close()
+
+    def about_to_write(self, path: str) -> None:
+        """A checkpoint is about to be written by this rank."""
+        self._written.about_to_write(self._progress.unit, path)
+
+    # ---- units ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        trainer, strategy = self._trainer, self._trainer.strategy
+        register_optimizer_step_pre_hook(self._before_update)  # in front of keepstep's own, which passes the barrier
+        self._own = self._session.state("trainer", per_rank=True, values=self._local_values())
+        optimizers = [each for each in strategy.optimizers if not isinstance(each, _MockOptimizer)]
+        schedulers = [each.scheduler for each in strategy.lr_scheduler_configs]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._session.protect(
+            model=strategy.model,
+            trainer=self._progress,
+            **_numbered("optimizer", optimizers),
+            **_numbered("scheduler", schedulers),
+            **({} if scaler is None else {"scaler": scaler}),
+            **self._options,
+        )
+        self._logs.begin()
+        self._loop.enter()
+        self._put()
+
+    def _is_over(self) -> bool:
+        return not self._progress.is_in_epoch and self._fit_loop.done
+
+    def _run_epoch(self) -> None:
+        """The present epoch, from where the training stands in it."""
+        fit_loop, epoch_loop = self._fit_loop, self._epoch_loop
+        if not self._progress.is_in_epoch:
+            self._seed()
+            fit_loop.on_advance_start()
+            epoch_loop.reset()
+            self._progress.is_in_epoch = True
+        while self._progress.is_pending or not epoch_loop.done:
+            try:
+                has_trained = self._progress.is_pending or self._train()
+                self._follow(has_trained)
+            except StopIteration:  # on_train_batch_start() has returned -1
+                break
+            finally:
+                epoch_loop.on_iteration_done()
+            self._commit()
+        fit_loop.on_advance_end()
+        fit_loop.on_iteration_done()
+        self._progress.is_in_epoch = False
+        self._commit()
+
+    def _commit(self) -> None:
+        """The unit is done, unless it has begun to accumulate gradients."""
+        if self._loop.is_inside and not self.has_stepped:
+            return
+        self._share()
+        self._progress.unit += 1
+        self._loop.commit()
+        self._handed_out()
+
+    def _handed_out(self) -> None:
+        self._is_shared = self.has_stepped = False
+        self._kept = self._progress.unit, self._local_values()
+        self._seed()
+
+    def _put(self) -> None:
+        """Gives Lightning what the protected state says."""
+        trainer = self._trainer
+        trainer.training = True
+        self._module._current_fx_name = None
+        self._module.forward = self._forward  # training_step() stands in for it while it is called
+        self._epoch_loop.val_loop._results.reset()
+        self._batch = self.output = None
+        unit, kept = self._kept
+        is_own = unit == self._progress.unit
+        values = kept if is_own else self._own.values
+        put_local_values(trainer, values["trainer"])
+        self._logs.rewind(values["logs"])
+        self.output = values["output"]
+        if not is_own and self._progress.is_in_epoch and not self._progress.is_pending:
+            self._note_metrics()
+        if trainer.is_global_zero:
+            for path in self._written.undone(self._progress.unit):
+                trainer.strategy.checkpoint_io.remove_checkpoint(path)
+        self._handed_out()
+
+    def _note_metrics(self) -> None:
+        """What follows a step has noted them for callbacks, after they had left the rank."""
+        connector = self._trainer._logger_connector
+        if connector._first_loop_iter is not None:
+            metrics = connector.metrics
+            connector._progress_bar_metrics.update(metrics["pbar"])
+            connector._callback_metrics.update(metrics["callback"])
+            connector._logged_metrics.update(metrics["log"])
+
+    def _local_values(self) -> dict[str, Any]:
+        return {
+            "trainer": local_values(self._trainer),
+            "logs": self._logs.positions(),
+            "output": _carried(self.output),
+        }
+
+    def _before_update(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+        if self._loop.is_inside:
+            self._share()
+
+    def _share(self) -> None:
+        """What this rank has for itself leaves it with the gradients."""
+        if not self._is_shared:
+            self._is_shared = True
+            self._own.values = self._local_values()
+
+    def _seed(self) -> None:
+        self._loop.controller.seed(self._num_batches())
+
+    def _num_batches(self) -> int:
+        return int(self._epoch_loop.total_batch_idx + 1)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def _train(self) -> bool:
+        """One batch, as ``_TrainingEpochLoop.advance``. False where a checkpoint was loaded that has the batch done."""
+        trainer, loop = self._trainer, self._epoch_loop
+        if loop.restarting and loop._should_check_val_fx(self._fit_loop._data_fetcher):
+            if loop.val_loop.restarted_mid_evaluation:
+                return False
+            if loop.restarted_on_last:
+                loop._skip_next_val = True
+                return False
+            loop.val_loop.increment_progress_to_evaluation_end()
+        loop.val_loop.restarting = False
+        number = loop.batch_idx + 1
+        batch = self._read(self._fit_loop.epoch_progress.current.processed, number)
+        if self._loop.is_inside:
+            self._seed()
+        else:
+            self._loop.begin(draws_as=self._num_batches())
+        loop.batch_progress.is_last_batch = number + 1 >= trainer.num_training_batches
+        batch = self._batch = self._placed(batch)
+        loop.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        call._call_callback_hooks(trainer, "on_train_batch_start", batch, number)
+        response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
+        call._call_strategy_hook(trainer, "on_train_batch_start", batch, number)
+        if response == -1:
+            loop.batch_progress.increment_by(0, is_last_batch=True)
+        else:
+            loop.batch_progress.increment_started()
+            self._optimize(batch, number)
+        loop.batch_progress.increment_processed()
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if response == -1:
+            raise StopIteration
+        return True
+
+    def _placed(self, batch: Any) -> Any:
+        trainer = self._trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _optimize(self, batch: Any, number: int) -> None:
+        trainer, loop = self._trainer, self._epoch_loop
+        arguments = loop._build_kwargs(OrderedDict(), batch, number)
+        with trainer.profiler.profile("run_training_batch"):
+            if trainer.lightning_module.automatic_optimization:
+                loop.automatic_optimization.run(trainer.optimizers[0], number, arguments)
+            else:
+                loop.manual_optimization.run(arguments)
+
+    # ---- what follows it --------------------------------------------------------------------------------------------
+
+    def _follow(self, has_trained: bool) -> None:
+        """What follows a batch, as in ``_TrainingEpochLoop``: in the step's unit, or in one of its own."""
+        trainer, loop, progress = self._trainer, self._epoch_loop, self._progress
+        if has_trained and not progress.is_pending and self.has_stepped and self._needs_unit():
+            progress.is_pending = True
+            self._commit()
+        if has_trained:
+            if self._batch is None:
+                self._read_again()
+            batch, number, output = self._batch, loop.batch_idx, self._output()
+            call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, number)
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, number)
+            trainer._logger_connector.on_batch_end()
+            loop.batch_progress.increment_completed()
+            trainer._logger_connector.update_train_step_metrics()
+        loop.on_advance_end(self._fit_loop._data_fetcher)
+        self._batch = self.output = None
+        progress.is_pending = False
+
+    def _read_again(self) -> None:
+        """The batch of a step that is done, where what follows it comes again."""
+        number = self._epoch_loop.batch_idx
+        self._loop.controller.seed(self._num_batches() - 1)
+        self._batch = self._placed(self._read(self._fit_loop.epoch_progress.current.processed, number))
+        self._epoch_loop._results.batch = self._batch
+        self._seed()
+
+    def _output(self) -> Any:
+        """What the step's loop makes of it for hooks."""
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            return ManualResult.from_training_step_output(self.output).asdict()
+        result = ClosureResult.from_training_step_output(self.output, trainer.accumulate_grad_batches)
+        return {} if result.loss is None else result.asdict()
+
+    def _needs_unit(self) -> bool:
+        """Whether what follows the step writes, communicates or is the user's own: if so, it has to be done in whole."""
+        trainer, loop = self._trainer, self._epoch_loop
+        logs = bool(trainer.loggers) and (trainer._logger_connector.should_update_logs or bool(trainer.fast_dev_run))
+        return (
+            logs
+            or trainer.should_stop
+            or loop._should_check_val_fx(self._fit_loop._data_fetcher)
+            or is_overridden("on_train_batch_end", trainer.lightning_module)
+            or any(self._acts(callback) for callback in trainer.callbacks)
+            or any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
+        )
+
+    def _acts(self, callback: Callback) -> bool:
+        """Whether a callback does something of consequence behind this step."""
+        if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
+            every = callback._every_n_train_steps
+            return callback._train_time_interval is not None or (every > 0 and self._trainer.global_step % every == 0)
+        is_shown_only = isinstance(callback, ProgressBar)
+        return not is_shown_only and is_overridden("on_train_batch_end", callback, parent=Callback)
+
+
+def _carried(output: Any) -> Any:
+    """What ``training_step`` has returned, as far as it can be carried to a replacement."""
+    if isinstance(output, torch.Tensor):
+        return copied(output) if output.numel() <= _MAX_OUTPUT_ELEMENTS else None
+    if isinstance(output, dict):
+        kept = {name: _carried(value) for name, value in output.items() if isinstance(name, str)}
+        return {name: value for name, value in kept.items() if value is not None}
+    return output if isinstance(output, bool | int | float | str) else None
+
+
+def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
+    return {f"{name}{number}" if number else name: thing for number, thing in enumerate(things)}

@@ -1,0 +1,142 @@
+"""A Trainer of Lightning with everything around its steps: dropout, augmentation, accumulation, clipping, validation
+within epochs, metrics, a log, checkpoints, early stopping, schedulers.
+
+Usage: keepstep run --nproc-per-node 2 tests/scripts/lightning_trainer.py [--epochs N] [--accumulate N] [...]
+"""
+
+import argparse
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+
+from keepstep.integrations.lightning import KeepstepStrategy
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--validate", type=float, default=0.5)
+parser.add_argument("--log-every", type=int, default=3)
+parser.add_argument("--save-every", type=int, default=0)
+parser.add_argument("--manual", action="store_true")
+parser.add_argument("--precision", default="32-true")
+parser.add_argument("--resume")
+arguments = parser.parse_args()
+
+torch.set_num_threads(1)
+
+
+class Pictures(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        picture = torch.full((3, 8, 8), index / 130)
+        return picture + 0.1 * torch.rand(3, 8, 8), torch.tensor(index % 5)  # augmentation
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(144, 5)
+        )
+        self.mean = MeanMetric()
+
+    def forward(self, pictures):
+        return self.net(pictures)
+
+    def training_step(self, batch, batch_idx):
+        pictures, labels = batch
+        pictures -= pictures.mean()  # in place: the same batch must come again as it was
+        loss = nn.functional.cross_entropy(self(pictures + 0.01 * torch.randn_like(pictures)), labels)
+        self.mean(loss)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        if batch_idx % 4 == 1:
+            self.log("now_and_then", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+
+    def validation_step(self, batch, batch_idx):
+        pictures, labels = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(pictures), labels), sync_dist=True)
+        self.log("val_own", pictures.mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"},
+        ]
+
+
+class ManualModule(Module):
+    """Two optimizers, which are called in turns, one of them after two batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, pictures):
+        return self.net(pictures) + self.bias
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2 == 1:
+            self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            first.step()
+            if batch_idx % 4 == 3:
+                second.step()
+            first.zero_grad()
+            second.zero_grad()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        first = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        second = torch.optim.SGD([self.bias], lr=0.1)
+        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
+
+
+L.seed_everything(1)
+model = ManualModule() if arguments.manual else Module()
+trainer = L.Trainer(
+    strategy=KeepstepStrategy(),
+    accelerator="cpu",
+    max_epochs=arguments.epochs,
+    precision=arguments.precision,
+    log_every_n_steps=arguments.log_every,
+    val_check_interval=arguments.validate,
+    logger=CSVLogger(arguments.out),
+    callbacks=[
+        LearningRateMonitor("step"),
+        ModelCheckpoint(f"{arguments.out}/best", monitor="val_loss", save_top_k=2, save_last=True),
+        ModelCheckpoint(f"{arguments.out}/all", every_n_train_steps=arguments.save_every or None, save_top_k=-1),
+        EarlyStopping("val_loss", patience=30),
+    ],
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    **({} if arguments.manual else {"accumulate_grad_batches": arguments.accumulate, "gradient_clip_val": 0.5}),
+)
+trainer.fit(
+    model,
+    DataLoader(Pictures(130), batch_size=4, num_workers=arguments.workers, shuffle=True),
+    DataLoader(Pictures(30), batch_size=4),
+    ckpt_path=arguments.resume,
+)
+if trainer.is_global_zero:
+    print("best", trainer.checkpoint_callback.best_model_path, flush=True)
