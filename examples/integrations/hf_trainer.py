@@ -67,7 +67,8 @@ def main(args):
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
     )
-    config = GPT2Config(NUM_WORDS, LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    tokens = {"vocab_size": NUM_WORDS, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **tokens)
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
         args=arguments,

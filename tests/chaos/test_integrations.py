@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.jobs import EXAMPLES, drill
-from tests.support.layouts import in_every_phase
+from tests.support.layouts import SPACING
+
+from keepstep.drill.faults import IN_A_STEP
 
 RANKS = 3
 FILES = {
@@ -26,6 +28,28 @@ MORE = {
 """Options that make it long enough for all faults."""
 
 
+UNITS_BEHIND = {
+    "hf_trainer": lambda step: step % 2 == 0 or step % 5 == 0,
+    "sft": lambda step: (step % 3 == 0) + (step % 8 == 0),
+}
+"""How many units follow a training step, in which the framework logs, evaluates and saves: there is no backward."""
+
+
+def faults_of(name: str) -> str:
+    """A kill in each phase, and a hang, each in a step that trains."""
+    behind = UNITS_BEHIND.get(name, lambda _step: 0)
+    trains, index = [], 0
+    for step in range(1, 60):
+        trains.append(index)
+        index += 1 + behind(step)
+    faults = []
+    for number, phase in enumerate((*IN_A_STEP, "hang")):
+        at = next(each for each in trains if each >= 3 + SPACING * number)
+        kind = f"hang@step={at},phase=backward" if phase == "hang" else f"kill@step={at},phase={phase}"
+        faults.append(f"{kind},rank={number % RANKS}")
+    return ";".join(faults)
+
+
 def check(tmp_path: Path, name: str, faults: str, spares: int) -> None:
     compared = [option for pattern in FILES[name] for option in ("--compare", pattern)]
     arguments = ("--nproc-per-node", RANKS, "--spares", spares, *compared, "--faults", faults)
@@ -40,10 +64,9 @@ def check(tmp_path: Path, name: str, faults: str, spares: int) -> None:
 @pytest.mark.parametrize("spares", [1, 0])
 @pytest.mark.parametrize("name", FILES)
 def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, name: str, spares: int) -> None:
-    faults, _num_steps = in_every_phase(RANKS)
-    check(tmp_path, name, faults, spares)
+    check(tmp_path, name, faults_of(name), spares)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_two_ranks_at_once(tmp_path: Path, name: str) -> None:
-    check(tmp_path, name, "kill@step=5,phase=backward,rank=1;kill@step=5,phase=backward,rank=2", 2)
+    check(tmp_path, name, "kill@step=4,phase=backward,rank=1;kill@step=4,phase=backward,rank=2", 2)

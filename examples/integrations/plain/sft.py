@@ -32,8 +32,8 @@ def make_sentences(size, seed):
 
 def main(args):
     tokenizer = make_tokenizer()
-    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = GPT2Config(len(tokenizer), 32, n_embd=32, n_layer=2, n_head=2, pad_token_id=0, **tokens)
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=2, n_head=2, **tokens)
     arguments = SFTConfig(
         output_dir=args.output_dir,
         use_cpu=True,

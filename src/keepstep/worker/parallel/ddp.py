@@ -101,7 +101,7 @@ def refuse_wrapped(modules: dict[str, torch.nn.Module]) -> None:
         if name := next((bare[id(each)] for each in ddp.parameters() if id(each) in bare), None):
             raise ConfigurationError(
                 f"protect({name}=...): a DistributedDataParallel trains this module, and is not protected: pass "
-                f"that one, protect({name}=DistributedDataParallel(...)), or what Accelerate's or Fabric's setup has returned"
+                f"that one, protect({name}=DistributedDataParallel(...)), or what Accelerate or Fabric has made of it"
             )
 
 
