@@ -5,6 +5,8 @@ Usage: keepstep run --nproc-per-node 2 tests/scripts/lightning_trainer.py [--epo
 """
 
 import argparse
+import os
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -112,6 +114,15 @@ class ManualModule(Module):
         return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
 
 
+def without_folder(value):
+    """A checkpoint with paths relative to the working directory, which each run of a drill has of its own."""
+    if isinstance(value, str):
+        return value.replace(os.getcwd(), ".")
+    if isinstance(value, dict):
+        return type(value)((without_folder(key), without_folder(each)) for key, each in value.items())
+    return value
+
+
 L.seed_everything(1)
 model = ManualModule() if arguments.manual else Module()
 trainer = L.Trainer(
@@ -139,4 +150,7 @@ trainer.fit(
     ckpt_path=arguments.resume,
 )
 if trainer.is_global_zero:
+    for path in Path(arguments.out).rglob("*.ckpt"):
+        content = torch.load(path, weights_only=False)
+        torch.save(without_folder(content), path)
     print("best", trainer.checkpoint_callback.best_model_path, flush=True)

@@ -6,6 +6,7 @@ It is turned into plain values, which `Session.state` carries to a replacement, 
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ _CHECKPOINT = (
     *("last_model_path", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
 )
 """Attributes of ``ModelCheckpoint``: its ``load_state_dict()`` leaves out some of them."""
+
+
+_HERE = "."
 
 
 def local_values(trainer: Trainer) -> dict[str, Any]:
@@ -61,7 +65,7 @@ def put_local_values(trainer: Trainer, values: dict[str, Any]) -> None:
         setattr(trainer._logger_connector, name, value)
     for callback, content in zip(monitors(trainer), values["callbacks"], strict=True):
         if isinstance(callback, ModelCheckpoint):
-            vars(callback).update(content)
+            vars(callback).update(_with_paths(content, _HERE, os.getcwd()))
         else:
             callback.load_state_dict(content)
 
@@ -82,9 +86,19 @@ def copied(value: Any) -> Any:
     return copy.copy(value)
 
 
+def _with_paths(value: Any, before: str, after: str) -> Any:
+    """Values in which paths begin with another folder: two runs, or nodes, may have working directories of their own."""
+    if isinstance(value, str) and value.startswith(before + os.sep):
+        return after + value[len(before) :]
+    if isinstance(value, dict):
+        return {_with_paths(key, before, after): _with_paths(each, before, after) for key, each in value.items()}
+    return value
+
+
 def _monitor(callback: Callback) -> dict[str, Any]:
     if isinstance(callback, ModelCheckpoint):
-        return {name: getattr(callback, name) for name in _CHECKPOINT if hasattr(callback, name)}
+        values = {name: getattr(callback, name) for name in _CHECKPOINT if hasattr(callback, name)}
+        return _with_paths(values, os.getcwd(), _HERE)
     return callback.state_dict()
 
 
