@@ -16,6 +16,8 @@ FILES = {
     "cv_accelerate": ("out",),
     "hf_trainer": ("out/lines.jsonl", "out/best.pt"),
     "sft": ("out/last.pt",),
+    "lightning_auto": ("out/lightning_logs",),  # its checkpoints have absolute paths in them
+    "fabric": ("out/last.pt",),
 }
 """What each writes, without files that hold times."""
 MORE = {
@@ -24,6 +26,8 @@ MORE = {
     "cv_accelerate": ("--epochs", 4),
     "hf_trainer": ("--epochs", 6),
     "sft": ("--epochs", 6),
+    "lightning_auto": ("--devices", RANKS),
+    "fabric": ("--devices", RANKS),
 }
 """Options that make it long enough for all faults."""
 
@@ -31,6 +35,7 @@ MORE = {
 UNITS_BEHIND = {
     "hf_trainer": lambda step: step % 2 == 0 or step % 5 == 0,
     "sft": lambda step: (step % 3 == 0) + (step % 8 == 0),
+    "lightning_auto": lambda step: (step % 4 == 0 or step % 10 == 0) + (step % 10 == 0),
 }
 """How many units follow a training step, in which the framework logs, evaluates and saves: there is no backward."""
 

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: a strategy with which ``Trainer.fit`` goes on where a rank is lost.
+"""PyTorch Lightning and Fabric: strategies with which a training goes on where a rank is lost.
 
 ::
 
@@ -9,6 +9,7 @@ The batches, hooks, validation and checkpoints are Lightning's own. `keepstep.in
 its loops are left where a step is interrupted, and entered again.
 """
 
+from keepstep.integrations.lightning.fabric import KeepstepFabricStrategy
 from keepstep.integrations.lightning.strategy import KeepstepStrategy
 
-__all__ = ["KeepstepStrategy"]
+__all__ = ["KeepstepFabricStrategy", "KeepstepStrategy"]

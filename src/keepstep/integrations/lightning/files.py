@@ -20,7 +20,7 @@ from keepstep.worker.session import Session
 _KEY = "keepstep/lightning/checkpoints"
 
 
-class RewindableWriter(ExperimentWriter):  # type: ignore[misc]  # Lightning's has no types
+class RewindableWriter(ExperimentWriter):
     """The writer of a ``CSVLogger``, which can go back to as many rows as there were."""
 
     def __init__(self, log_dir: str, *, is_first: bool) -> None:
@@ -41,7 +41,7 @@ class RewindableWriter(ExperimentWriter):  # type: ignore[misc]  # Lightning's h
     def save(self) -> None:
         """Appends the new rows to the file."""
         if self._is_held:
-            self.metrics = []
+            self.metrics.clear()
         self._num_saved += len(self.metrics)
         super().save()
 
@@ -52,7 +52,8 @@ class RewindableWriter(ExperimentWriter):  # type: ignore[misc]  # Lightning's h
     def rewind(self, position: dict[str, Any]) -> None:
         """Goes back to where `position` said, here or in another process."""
         self._is_held = False
-        self.metrics, self.metrics_keys = [], list(position["keys"])
+        self.metrics.clear()
+        self.metrics_keys = list(position["keys"])
         self._num_saved = position["rows"]
         path = Path(self.metrics_file_path)
         if not path.exists():

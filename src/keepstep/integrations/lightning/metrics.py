@@ -35,12 +35,13 @@ _CHECKPOINT = (
 
 
 _HERE = "."
+"""Stands for the working directory, where values leave the process."""
 
 
 def local_values(trainer: Trainer) -> dict[str, Any]:
     """What this rank has for itself, as plain values and tensors that nobody else holds."""
     connector = trainer._logger_connector
-    return copied(
+    values: dict[str, Any] = copied(
         {
             "results": _results(trainer.fit_loop.epoch_loop._results),
             "metrics": {name: _metric(metric) for name, metric in _metrics(trainer.lightning_module).items()},
@@ -48,6 +49,7 @@ def local_values(trainer: Trainer) -> dict[str, Any]:
             "callbacks": [_monitor(callback) for callback in monitors(trainer)],
         }
     )
+    return values
 
 
 def put_local_values(trainer: Trainer, values: dict[str, Any]) -> None:
@@ -87,7 +89,7 @@ def copied(value: Any) -> Any:
 
 
 def _with_paths(value: Any, before: str, after: str) -> Any:
-    """Values in which paths begin with another folder: two runs, or nodes, may have working directories of their own."""
+    """Values in which paths begin with another folder: each run, or node, may have a working directory of its own."""
     if isinstance(value, str) and value.startswith(before + os.sep):
         return after + value[len(before) :]
     if isinstance(value, dict):
@@ -97,9 +99,10 @@ def _with_paths(value: Any, before: str, after: str) -> Any:
 
 def _monitor(callback: Callback) -> dict[str, Any]:
     if isinstance(callback, ModelCheckpoint):
-        values = {name: getattr(callback, name) for name in _CHECKPOINT if hasattr(callback, name)}
-        return _with_paths(values, os.getcwd(), _HERE)
-    return callback.state_dict()
+        kept = {name: getattr(callback, name) for name in _CHECKPOINT if hasattr(callback, name)}
+        values: dict[str, Any] = _with_paths(kept, os.getcwd(), _HERE)
+        return values
+    return dict(callback.state_dict())
 
 
 # ---- self.log() -----------------------------------------------------------------------------------------------------

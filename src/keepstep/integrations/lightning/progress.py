@@ -15,7 +15,7 @@ _FLAGS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
 """Attributes of loops that say how a Lightning checkpoint was loaded; they count until the first batch is done."""
 
 
-class Progress:
+class LightningProgress:
     """What `Session.protect` is given of a trainer.
 
     Attributes:

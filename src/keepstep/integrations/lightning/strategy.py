@@ -15,13 +15,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.integrations.fabric import KeepstepEnvironment, global_seed, join, refuse_options
 from keepstep.integrations.lightning.batches import NumberedLoader
+from keepstep.integrations.lightning.fabric import KeepstepEnvironment, global_seed, join, refuse_options
 from keepstep.integrations.lightning.files import Logs
-from keepstep.integrations.lightning.training import KeepstepFitLoop, Training
+from keepstep.integrations.lightning.training import KeepstepFitLoop, LightningTraining
 
 
-class KeepstepStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's has no types
+class KeepstepStrategy(DDPStrategy):
     """``lightning.pytorch.strategies.DDPStrategy`` for jobs that lose ranks.
 
     It calls `keepstep.init` first where the script has not. On a spare it waits for a rank. How many devices and nodes
@@ -43,10 +43,10 @@ class KeepstepStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's has no
         super().__init__(cluster_environment=KeepstepEnvironment(self._session), **options)
         self._keepstep_options = dict(keepstep_options or {})
         self._logs: Logs | None = None
-        self._training: Training | None = None
+        self._training: LightningTraining | None = None
 
     @property
-    def training(self) -> Training:
+    def training(self) -> LightningTraining:
         """The training that ``fit()`` runs."""
         assert self._training is not None, "fit() was not called"
         return self._training
@@ -85,7 +85,7 @@ class KeepstepStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's has no
             assert self._logs is not None
             trainer.fit_loop.__class__ = KeepstepFitLoop
             trainer._signal_connector.__class__ = _NoSignals
-            self._training = Training(trainer, self._session, self._logs, self._keepstep_options)
+            self._training = LightningTraining(trainer, self._session, self._logs, self._keepstep_options)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Has the batches of a training loader found again by their number."""
@@ -135,7 +135,7 @@ class KeepstepStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's has no
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
-class _NoSignals(_SignalConnector):  # type: ignore[misc]  # Lightning's has no types
+class _NoSignals(_SignalConnector):
     """SIGTERM drains a job of keepstep's. Lightning's handler would run a collective in the middle of others."""
 
     def register_signal_handlers(self) -> None:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from keepstep.integrations.lightning.batches import TrainingBatches
 from keepstep.integrations.lightning.files import Logs, WrittenCheckpoints
 from keepstep.integrations.lightning.metrics import copied, local_values, put_local_values
-from keepstep.integrations.lightning.progress import Progress
+from keepstep.integrations.lightning.progress import LightningProgress
 from keepstep.worker.loop.foreign import ForeignLoop
 from keepstep.worker.session import Session
 
@@ -38,8 +38,8 @@ _MAX_OUTPUT_ELEMENTS = 1024
 """Of a tensor that ``training_step`` returns, to be carried to a replacement with its rank's own values."""
 
 
-class KeepstepFitLoop(_FitLoop):  # type: ignore[misc]  # Lightning's has no types
-    """Lightning's own, whose epochs are run by a `Training`."""
+class KeepstepFitLoop(_FitLoop):
+    """Lightning's own, whose epochs are run by a `LightningTraining`."""
 
     def run(self) -> None:
         """Runs all epochs."""
@@ -53,7 +53,7 @@ class KeepstepFitLoop(_FitLoop):  # type: ignore[misc]  # Lightning's has no typ
         self.on_run_end()
 
 
-class Training:
+class LightningTraining:
     """One rank's part of a training.
 
     Attributes:
@@ -74,7 +74,7 @@ class Training:
         self._forward = self._module.forward
         self._logs, self._written = logs, WrittenCheckpoints()
         self._loop = ForeignLoop(session.begin)
-        self._progress = Progress(trainer)
+        self._progress = LightningProgress(trainer)
         self._own: Any = None
         """What this rank has for itself, as it left the rank last (`Session.state`)."""
         self._kept: tuple[int, Any] = (-1, None)
@@ -98,7 +98,7 @@ class Training:
                     if self._loop.finish():
                         return
                     self._put()
-                except BaseException as error:
+                except BaseException as error:  # an interruption may be of any kind
                     if not self._loop.is_interruption(error):
                         raise
                     self._loop.go_back()
@@ -315,7 +315,7 @@ class Training:
         return {} if result.loss is None else result.asdict()
 
     def _needs_unit(self) -> bool:
-        """Whether what follows the step writes, communicates or is the user's own: if so, it has to be done in whole."""
+        """Whether what follows the step writes, communicates or is the user's own: it has to be done in whole then."""
         trainer, loop = self._trainer, self._epoch_loop
         logs = bool(trainer.loggers) and (trainer._logger_connector.should_update_logs or bool(trainer.fast_dev_run))
         return (

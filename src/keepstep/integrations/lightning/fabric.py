@@ -63,12 +63,12 @@ class KeepstepEnvironment(ClusterEnvironment):
     @property
     def main_address(self) -> str:
         """As torchrun's."""
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")  # environ: as torchrun sets it
 
     @property
     def main_port(self) -> int:
         """As torchrun's."""
-        return int(os.environ.get("MASTER_PORT", "0"))
+        return int(os.environ.get("MASTER_PORT", "0"))  # environ: as torchrun sets it
 
     @staticmethod
     def detect() -> bool:
@@ -93,11 +93,11 @@ class KeepstepEnvironment(ClusterEnvironment):
     def local_rank(self) -> int:
         """Number of this rank among those of its node."""
         _ = self._session.rank  # the variable is set when a spare takes a rank
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return int(os.environ.get("LOCAL_RANK", "0"))  # environ: as torchrun sets it
 
     def node_rank(self) -> int:
         """Number of this node, as torchrun's ``GROUP_RANK``."""
-        return int(os.environ.get("GROUP_RANK", "0"))
+        return int(os.environ.get("GROUP_RANK", "0"))  # environ: as torchrun sets it
 
 
 class KeepstepFabricStrategy(DDPStrategy):
@@ -137,9 +137,7 @@ class KeepstepFabricStrategy(DDPStrategy):
         if self._has_begun:
             raise UsageError("strategy.epochs() is called a second time: one loop has all epochs")
         self._has_begun = True
-        self._session.protect(
-            **_numbered("model", self._modules), **_numbered("optimizer", self._optimizers), **others
-        )
+        self._session.protect(**_numbered("model", self._modules), **_numbered("optimizer", self._optimizers), **others)
         return self._session.epochs(loader, num_epochs, accumulate=accumulate)
 
     # ---- what Fabric asks for -------------------------------------------------------------------------------------
@@ -166,7 +164,8 @@ class KeepstepFabricStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Notes an optimizer for `epochs`."""
         self._optimizers.append(optimizer)
-        return super().setup_optimizer(optimizer)
+        wrapped: torch.optim.Optimizer = super().setup_optimizer(optimizer)
+        return wrapped
 
 
 def join() -> Session:
@@ -183,7 +182,7 @@ def join() -> Session:
 
 def global_seed() -> int:
     """What ``seed_everything()`` was given; 0 where it was not called."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))  # environ: Lightning's own
 
 
 def refuse_options(name: str, options: dict[str, Any]) -> None:

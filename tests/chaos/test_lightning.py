@@ -1,0 +1,26 @@
+"""Lightning's Trainer loses ranks: weights, logs and checkpoints come out as without a loss."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import SCRIPTS, drill
+
+FAULTS = (
+    "kill@step=4,phase=forward,rank=1;kill@step=10,phase=backward,rank=2;kill@step=13,phase=synced,rank=0;"
+    "kill@step=17,phase=barrier,rank=1;kill@step=21,phase=updated,rank=0"
+)
+
+
+@pytest.mark.parametrize("spares", [1, 0])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--manual",), ("--accumulate", 2, "--workers", 1, "--epochs", 5), ("--precision", "bf16-mixed")],
+    ids=["automatic", "manual", "accumulation and workers", "mixed precision"],
+)
+def test_kills_and_every_file(tmp_path: Path, spares: int, options: tuple[object, ...]) -> None:
+    arguments = ("--nproc-per-node", 3, "--spares", spares, "--compare", "out", "--faults", FAULTS)
+    code, result, output = drill(tmp_path, *arguments, SCRIPTS / "lightning_trainer.py", *options)
+    assert result["identical"], output
+    assert [file for file in result["files"] if file["difference"]] == [], output
+    assert len(result["faults"]) >= 4, output  # some step has no backward: behind it Lightning logs and validates
+    assert code in (0, 1)
