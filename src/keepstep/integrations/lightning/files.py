@@ -46,8 +46,10 @@ class RewindableWriter(ExperimentWriter):
         super().save()
 
     def position(self) -> dict[str, Any]:
-        """Where the log stands."""
-        return {"rows": self._num_saved + len(self.metrics), "keys": list(self.metrics_keys)}
+        """Where the log stands. All rows are in the file by then: this process may be lost, and its memory with it."""
+        if self.metrics:
+            self.save()
+        return {"rows": self._num_saved, "keys": list(self.metrics_keys)}
 
     def rewind(self, position: dict[str, Any]) -> None:
         """Goes back to where `position` said, here or in another process."""
