@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.jobs import SCRIPTS, drill
+from tests.support.layouts import in_every_phase
 
 FAULTS = (
     "kill@step=4,phase=forward,rank=1;kill@step=10,phase=backward,rank=2;kill@step=13,phase=synced,rank=0;"
@@ -24,3 +25,26 @@ def test_kills_and_every_file(tmp_path: Path, spares: int, options: tuple[object
     assert [file for file in result["files"] if file["difference"]] == [], output
     assert len(result["faults"]) >= 4, output  # some step has no backward: behind it Lightning logs and validates
     assert code in (0, 1)
+
+
+WHOLE_EPOCHS = ("--log-every", 1000, "--validate", 1.0)
+"""Nothing follows a step but the last one of an epoch, so that every phase comes in the steps that are struck."""
+
+
+@pytest.mark.parametrize("spares", [1, 0])
+@pytest.mark.parametrize("options", [(), ("--keys", 150)], ids=["few keys", "many keys"])
+def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, spares: int, options: tuple[object, ...]) -> None:
+    faults, _num_steps = in_every_phase(3)
+    arguments = ("--nproc-per-node", 3, "--spares", spares, "--compare", "out", "--faults", faults)
+    code, result, output = drill(tmp_path, *arguments, SCRIPTS / "lightning_trainer.py", *WHOLE_EPOCHS, *options)
+    assert code == 0, output
+    assert result["identical"]
+    assert result["missed"] == []
+
+
+def test_two_ranks_at_once(tmp_path: Path) -> None:
+    faults = "kill@step=5,phase=backward,rank=0;kill@step=5,phase=backward,rank=2"
+    arguments = ("--nproc-per-node", 3, "--spares", 2, "--compare", "out", "--faults", faults)
+    code, result, output = drill(tmp_path, *arguments, SCRIPTS / "lightning_trainer.py", *WHOLE_EPOCHS)
+    assert code == 0, output
+    assert result["identical"]

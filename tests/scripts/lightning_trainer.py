@@ -28,6 +28,7 @@ parser.add_argument("--log-every", type=int, default=3)
 parser.add_argument("--save-every", type=int, default=0)
 parser.add_argument("--manual", action="store_true")
 parser.add_argument("--precision", default="32-true")
+parser.add_argument("--keys", type=int, default=0)
 parser.add_argument("--resume")
 arguments = parser.parse_args()
 
@@ -70,6 +71,8 @@ class Module(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer):
         self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+        named = {f"gradients/layer.{number}.weight": torch.rand(()) for number in range(arguments.keys)}
+        self.log_dict(named, on_step=True, on_epoch=True)
 
     def validation_step(self, batch, batch_idx):
         pictures, labels = batch
