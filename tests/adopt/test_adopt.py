@@ -58,7 +58,7 @@ FOUND = {
         (7, "replace", "class WeightedTrainer(KeepstepMixin, Trainer):"),
         (13, "insert before", "keepstep.init(seed=0)"),
         (15, "replace", "trainer = KeepstepTrainer(model=model, args=args, train_dataset=dataset)"),
-        (18, "replace", "protected(SFTTrainer)(model=model, args=args, train_dataset=dataset).train()"),
+        (18, "replace", "KeepstepSFTTrainer(model=model, args=args, train_dataset=dataset).train()"),
     ],
 }
 
