@@ -253,6 +253,11 @@ def test_a_counter_of_steps_is_the_steps_own_number() -> None:
     assert said(text) == [("num_steps += 1", "remove", "")]
 
 
+def test_a_counter_in_epochs_is_computed() -> None:
+    text = in_epochs("for epoch in range(3):", changed(PLAIN, (FRONT, "num = 0"), (BEHIND, "num += 1")))
+    assert ("num += 1", "replace", "num = step.epoch * len(loader) + step.position + 1") in said(text)
+
+
 @pytest.mark.parametrize(
     ("first", "change"),
     [
@@ -451,6 +456,7 @@ def test_what_is_protected(lines: str, given: str) -> None:
 def test_an_iterable_dataset() -> None:
     stream = "class Stream(torch.utils.data.IterableDataset): ...\nloader = DataLoader(Stream())"
     found = said(changed(PLAIN, ("# in front of the loop", stream)))
-    assert any("follows from step.index" in instead for _source, _edit, instead in found)
-    plain = stream.replace("Iterable", "")
-    assert not any("step.index" in to for _at, _edit, to in said(changed(PLAIN, ("# in front of the loop", plain))))
+    assert "loader = StatefulDataLoader(Stream())" in [instead for _source, _edit, instead in found]
+    for fine in (stream.replace("Iterable", ""), stream.replace("...", "\n    def state_dict(self): ...")):
+        found = said(changed(PLAIN, ("# in front of the loop", fine)))
+        assert "Stateful" not in "".join(instead for _source, _edit, instead in found)
