@@ -55,9 +55,8 @@ FOUND = {
         (16, "replace", "def train_step(step, batch):"),
     ],
     "trainer": [
-        (7, "replace", "class WeightedTrainer(KeepstepMixin, Trainer):"),
+        (3, "replace", "from keepstep.integrations.transformers import KeepstepTrainer as Trainer"),
         (13, "insert before", "keepstep.init(seed=0)"),
-        (15, "replace", "trainer = KeepstepTrainer(model=model, args=args, train_dataset=dataset)"),
         (18, "replace", "protected(SFTTrainer)(model=model, args=args, train_dataset=dataset).train()"),
     ],
 }
@@ -72,6 +71,21 @@ def test_shapes_of_well_known_scripts(name: str) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_adopted(path: Path) -> None:
     assert said(path.read_text("utf-8")) == []
+
+
+ADOPTED_LOOPS = sorted((ROOT / "examples" / "integrations").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", ADOPTED_LOOPS, ids=lambda path: path.stem)
+def test_examples_in_other_loops_are_adopted(path: Path) -> None:
+    """That of nanoGPT asks for the rank while it starts, to read samples of its own, and its spare waits there."""
+    expected = ["rank = dist.get_rank()"] if path.stem == "nanogpt" else []
+    assert [source for source, _edit, _instead in said(path.read_text("utf-8"))] == expected
+
+
+@pytest.mark.parametrize("path", ADOPTED_LOOPS, ids=lambda path: path.stem)
+def test_what_they_were_before_is_not(path: Path) -> None:
+    assert said((path.parent / "plain" / path.name).read_text("utf-8"))
 
 
 def test_their_loops_are_seen() -> None:

@@ -12,24 +12,64 @@ from keepstep.adopt import frameworks
 ROOT = Path(__file__).resolve().parents[2]
 
 
+LIGHTNING = "import lightning as L\nL.Trainer(max_epochs=3, strategy='ddp').fit(model)\n"
+FABRIC = """\
+from lightning.fabric import Fabric
+fabric = Fabric(devices=8)
+loader = fabric.setup_dataloaders(loader)
+for epoch in range(3):
+    for batch in loader:
+        fabric.backward(model(batch))
+        optimizer.step()
+"""
+TITAN = "from torchtitan.train import Trainer\nTrainer(config).train()\n"
+
+
+def test_lightning() -> None:
+    assert [to for _source, _edit, to in said(LIGHTNING)] == [
+        "L.Trainer(max_epochs=3, strategy=KeepstepStrategy()).fit(model)"
+    ]
+    adopted = "from keepstep.integrations.lightning import KeepstepStrategy\n"
+    assert said(adopted + LIGHTNING.replace("'ddp'", "KeepstepStrategy()")) == []
+
+
+def test_fabric() -> None:
+    assert [to for _source, _edit, to in said(FABRIC)] == [
+        "fabric = Fabric(devices=8, strategy=KeepstepFabricStrategy())",
+        "for epoch in fabric.strategy.epochs(loader, 3):",
+        "def train_step(step, batch):",
+    ]
+
+
+@pytest.mark.parametrize("text", [LIGHTNING, FABRIC, TITAN])
+def test_a_release_without_the_integration_says_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameworks, "is_there", lambda module: False)
+    (finding,) = findings(text)
+    assert "unprotected" in finding.why
+
+
+def test_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameworks, "is_there", lambda module: True)
+    assert [finding.instead for finding in findings(TITAN)] == ["see docs/integrations/torchtitan.md"]
+
+
+TRAINER = "from transformers import Trainer\nTrainer(model).train()\n"
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "instead"),
     [
-        "import lightning as L\nL.Trainer(max_epochs=3).fit(model)\n",
-        "from lightning.fabric import Fabric\nfabric = Fabric()\n",
-        "import pytorch_lightning as pl\ntrainer = pl.Trainer()\n",
-        "from torchtitan.train import Trainer\nTrainer(config).train()\n",
+        (TRAINER, ["from keepstep.integrations.transformers import KeepstepTrainer as Trainer"]),
+        ("import transformers\ntransformers.Trainer(model)\n", ["protected(transformers.Trainer)(model)"]),
+        ("import trl\nclass Mine(trl.SFTTrainer):\n    pass\n", ["class Mine(protected(trl.SFTTrainer)):"]),
+        (
+            "from trl import SFTConfig, SFTTrainer\nSFTTrainer(args=SFTConfig())\n",
+            ["keepstep.init(seed=0)", "protected(SFTTrainer)(args=SFTConfig())"],
+        ),
     ],
 )
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_integration_is_named_if_there_is_one(text: str, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frameworks, "is_there", lambda module: is_there)
-    (finding,) = findings(text)
-    module = "torchtitan" if "torchtitan" in text else "lightning"
-    if is_there:
-        assert finding.instead == f"see docs/integrations/{module}.md"
-    else:
-        assert "unprotected" in finding.why
+def test_trainers(text: str, instead: list[str]) -> None:
+    assert [to for _source, _edit, to in said(text)] == instead
 
 
 def test_each_integration_that_is_named_has_its_page() -> None:
@@ -57,6 +97,10 @@ def test_an_import_alone_is_no_framework(line: str) -> None:
         "KeepstepTrainer(model=model).train()\n",
         "from keepstep.integrations.accelerate import KeepstepAccelerator as Accelerator\n"
         "accelerator = Accelerator()\nfor epoch in accelerator.epochs(loader, 3):\n    epoch.run(train_step)\n",
+        "from keepstep.integrations.lightning import KeepstepFabricStrategy\n"
+        + FABRIC.replace("range(3)", "fabric.strategy.epochs(loader, 3)").replace(
+            "devices=8", "strategy=KeepstepFabricStrategy()"
+        ),
     ],
 )
 def test_what_is_adopted_is_fine(text: str) -> None:

@@ -35,8 +35,8 @@ FIRES: list[tuple[str, str, str, str]] = [
     (
         "sampler=DistributedSampler(dataset))",
         "sampler=DistributedSampler(dataset, num_replicas=2, rank=args.rank, seed=1))",
-        "loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset, num_replicas=2, "
-        "rank=args.rank, seed=1))",
+        "loader = DataLoader(dataset, batch_size=8, "
+        "sampler=DistributedSampler(dataset, num_replicas=2, rank=args.rank, seed=1))",
         "loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset, seed=1))",
     ),
     # ---- what happens once
@@ -185,12 +185,43 @@ def test_updates_in_two_branches_are_one() -> None:
     assert said(text) == []
 
 
-def test_updates_behind_a_continue_are_others() -> None:
-    text = changed(ADOPTED, ("# in front of the update", "if half:\n    optimizer.step()\n    continue"))
-    text = text.replace("        # behind the update", "        model(x).backward()\n        optimizer.step()")
-    found = [finding.line for finding in findings(text)]
-    assert len(found) == 1  # the second backward, between the update that always comes and the one added last
-    assert "backward" in text.splitlines()[found[0] - 1]
+@pytest.mark.parametrize(("last", "num"), [("continue", 0), ("pass", 1)])
+def test_what_stands_behind_a_continue_is_another_pass(last: str, num: int) -> None:
+    early = f"if half:\n    optimizer.step()\n    {last}\nloss.backward()"
+    found = findings(changed(ADOPTED, ("loss.backward()", early)))
+    assert [finding.source for finding in found] == ["loss.backward()"] * num
+
+
+EPOCHS = """\
+def train_step(step, batch):
+    loss = model(batch[0]).mean()
+    loss.backward()
+    optimizer.step()
+    # behind the update
+for epoch in session.epochs(loader, 3):
+    epoch.run(train_step)
+    # behind the epoch
+"""
+INNER = """\
+for epoch in session.epochs(loader, 3):
+    for step, batch in epoch:
+        with step:
+            loss = model(batch[0]).mean()
+            loss.backward()
+            optimizer.step()
+            # behind the update
+    # behind the epoch
+"""
+
+
+@pytest.mark.parametrize("loop", [EPOCHS, INNER], ids=["run", "with"])
+def test_the_end_of_an_epoch_is_protected_like_a_step(loop: str) -> None:
+    script = ADOPTED.split("# in front of the loop")[0] + loop
+    decides = "dist.all_reduce(loss)\nif loss < 3: print()"
+    assert said(script) == []
+    assert said(changed(script, ("# behind the epoch", decides))) == []
+    found = [source for source, _edit, _instead in said(changed(script, ("# behind the update", decides)))]
+    assert found == ["dist.all_reduce(loss)"]
 
 
 # ---- values of the script -------------------------------------------------------------------------------------------
@@ -220,6 +251,11 @@ def test_values_are_declared_together() -> None:
 def test_a_counter_of_steps_is_the_steps_own_number() -> None:
     text = changed(ADOPTED, (FRONT, "num_steps = 0"), ("    # behind the step", "    num_steps += 1"))
     assert said(text) == [("num_steps += 1", "remove", "")]
+
+
+def test_a_counter_in_epochs_is_computed() -> None:
+    text = in_epochs("for epoch in range(3):", changed(PLAIN, (FRONT, "num = 0"), (BEHIND, "num += 1")))
+    assert ("num += 1", "replace", "num = step.epoch * len(loader) + step.position + 1") in said(text)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +416,13 @@ def test_init_is_asked_for_once() -> None:
     assert ("model = DDP(torch.nn.Linear(8, 1))", "insert before", "session = keepstep.init(seed=0)") in said(alone)
 
 
+def test_a_condition_on_torchrun_goes() -> None:
+    text = 'if "RANK" in os.environ:\n    dist.init_process_group("gloo")'
+    found = said(PLAIN.replace('dist.init_process_group("gloo")', text).replace("import torch\n", "import os, torch\n"))
+    assert ('if "RANK" in os.environ:', "remove", "") in found
+    assert ('dist.init_process_group("gloo")', "replace", "session = keepstep.init(seed=0)") in found
+
+
 @pytest.mark.parametrize(("seed", "given"), [("3", "3"), ("args.seed", "0")])
 def test_the_seed_is_the_scripts(seed: str, given: str) -> None:
     found = said(PLAIN.replace("model =", f"torch.manual_seed({seed})\nmodel ="))
@@ -413,6 +456,7 @@ def test_what_is_protected(lines: str, given: str) -> None:
 def test_an_iterable_dataset() -> None:
     stream = "class Stream(torch.utils.data.IterableDataset): ...\nloader = DataLoader(Stream())"
     found = said(changed(PLAIN, ("# in front of the loop", stream)))
-    assert any("follows from step.index" in instead for _source, _edit, instead in found)
-    plain = stream.replace("Iterable", "")
-    assert not any("step.index" in to for _at, _edit, to in said(changed(PLAIN, ("# in front of the loop", plain))))
+    assert "loader = StatefulDataLoader(Stream())" in [instead for _source, _edit, instead in found]
+    for fine in (stream.replace("Iterable", ""), stream.replace("...", "\n    def state_dict(self): ...")):
+        found = said(changed(PLAIN, ("# in front of the loop", fine)))
+        assert "Stateful" not in "".join(instead for _source, _edit, instead in found)

@@ -17,8 +17,7 @@ def test_the_page_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = blocks(section(USAGE, "keepstep adopt"))
-    script, output = shown[0], shown[-1]
-    assert (script.language, output.language) == ("python", "text")
+    script, output = (next(each for each in shown if each.language == name) for name in ("python", "text"))
     monkeypatch.chdir(tmp_path)
     assert script.file_name is not None
     Path(script.file_name).write_text(script.text)

@@ -24,10 +24,10 @@ def collectives(survey: Survey) -> Iterator[Finding]:
         seen: set[ast.AST] = set()
         for visit in survey.in_loop(loop.run):
             update = _update_before(loop, visit)
-            if update is None or not _is_collective(survey, visit.node):
+            if update is None or not _is_collective(survey, visit.node) or _is_epoch_end(survey, loop, update, visit):
                 continue
             decision = _Spread(survey, loop, visit).decision()
-            call = _in_function_of(survey, loop, visit)
+            call = _beside(survey, loop, update, visit)
             if decision is None or call in seen:
                 continue
             seen.add(call)
@@ -46,18 +46,31 @@ def _update_before(loop: TrainingLoop, visit: Visit) -> Visit | None:
     return before[0] if before else None
 
 
+def _is_epoch_end(survey: Survey, loop: TrainingLoop, update: Visit, visit: Visit) -> bool:
+    """Whether it stands at the end of an epoch of `session.epochs()`, which is protected like a step."""
+    node = loop.run.node
+    if not loop.is_adopted or isinstance(node, ast.While) or not survey.is_of_session(node.iter, "epochs"):
+        return False
+    steps = [each for each in survey.flow.loops if each.outer[:1] == (loop.run,) and each.holds(update)]
+    if steps:
+        return not steps[0].holds(visit)
+    depth = len(loop.run.stack)  # epoch.run(train_step)
+    return update.stack[: depth + 1] != visit.stack[: depth + 1]
+
+
 def _is_collective(survey: Survey, node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not survey.script.calls(node, *IN_PLACE):
         return False
     return survey.script.dotted(node.func).startswith("torch.distributed")
 
 
-def _in_function_of(survey: Survey, loop: TrainingLoop, visit: Visit) -> ast.AST:
-    """The collective, or the call in the loop's own function that leads to it."""
-    function = survey.script.function(loop.run.node)
-    for call in visit.stack[len(loop.run.stack) :]:
-        if survey.script.function(call) is function:
-            return call
+def _beside(survey: Survey, loop: TrainingLoop, update: Visit, visit: Visit) -> ast.AST:
+    """The collective, or the call that leads to it in the function of the update, else in that of the loop."""
+    for beside in (update.node, loop.run.node):
+        function = survey.script.function(beside)
+        for node in (*visit.stack[len(loop.run.stack) :], visit.node):
+            if survey.script.function(node) is function:
+                return node
     return visit.node
 
 

@@ -11,6 +11,7 @@ from keepstep.adopt.objects import Sort
 from keepstep.adopt.script import Edit, Finding
 
 ACCELERATOR = "from keepstep.integrations.accelerate import KeepstepAccelerator"
+TRL_ARGUMENTS = ("trl.SFTConfig", "trl.DPOConfig", "trl.GRPOConfig", "trl.RewardConfig")
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -43,39 +44,50 @@ def _calls_of(survey: Survey, package: str, *names: str) -> Iterator[ast.Call]:
 
 
 def _trainer(survey: Survey) -> Iterator[Finding]:
+    """Trainers of `transformers` and `trl`, and classes that are derived from them."""
     script = survey.script
-    own = {
-        node.name: node
+    classes = [node for node in ast.walk(script.tree) if isinstance(node, ast.ClassDef)]
+    bases = [(base, each) for each in classes for base in each.bases if _is_trainer(script.dotted(base))]
+    calls = [
+        (node.func, node)
         for node in ast.walk(script.tree)
-        if isinstance(node, ast.ClassDef) and any(_is_trainer(script.dotted(base)) for base in node.bases)
-    }
-    made = [
-        node for node in ast.walk(script.tree) if isinstance(node, ast.Call) and _is_trainer(script.dotted(node.func))
+        if isinstance(node, ast.Call) and _is_trainer(script.dotted(node.func))
     ]
-    if not own and not made:
-        return
-    if not survey.has_session:
+    used: list[tuple[ast.expr, ast.AST]] = [*bases, *calls]
+    if used and not survey.has_session:
         yield from _before_arguments(survey)
-    for owner in own.values():
-        base = next(each for each in owner.bases if _is_trainer(script.dotted(each)))
+    imported = _import_of(survey, "Trainer", "transformers")
+    if imported is not None and any(script.dotted(name) == "transformers.Trainer" for name, _node in used):
         yield script.finding(
-            owner,
+            imported,
             Edit.REPLACE,
-            script.replaced(base, f"KeepstepMixin, {script.text(base)}"),
-            "The Trainer runs the loop; keepstep.integrations.transformers.KeepstepMixin has it go on after a failure. "
-            "See docs/integrations/transformers.md.",
+            "from keepstep.integrations.transformers import KeepstepTrainer as Trainer",
+            "The Trainer runs the loop, and KeepstepTrainer has it go on after a failure. Other names of this line "
+            "stay. See docs/integrations/transformers.md.",
         )
-    for call in made:
-        name = script.text(call.func).rpartition(".")[2]
-        if name == "Trainer":
-            instead = script.replaced(call.func, "KeepstepTrainer")
-            why = "KeepstepTrainer from keepstep.integrations.transformers goes on after a failure."
-        else:
-            instead = script.replaced(call.func, f"protected({script.text(call.func)})")
-            why = f"protected() of keepstep.integrations.transformers has {name} go on after a failure."
-        yield script.finding(
-            call, Edit.REPLACE, instead, f"The Trainer runs the loop. {why} See docs/integrations/transformers.md."
-        )
+    for name, node in used:
+        if imported is None or script.dotted(name) != "transformers.Trainer":
+            yield _protected(survey, name, node)
+
+
+def _protected(survey: Survey, name: ast.expr, node: ast.AST) -> Finding:
+    text = survey.script.text(name)
+    return survey.script.finding(
+        node,
+        Edit.REPLACE,
+        survey.script.replaced(name, f"protected({text})"),
+        f"The Trainer runs the loop, and protected() of keepstep.integrations.transformers has {text} go on after a "
+        "failure. See docs/integrations/transformers.md.",
+    )
+
+
+def _import_of(survey: Survey, name: str, module: str) -> ast.ImportFrom | None:
+    """The line that imports a name by itself."""
+    for node in ast.walk(survey.script.tree):
+        is_module = isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == module
+        if isinstance(node, ast.ImportFrom) and is_module and any(alias.name == name for alias in node.names):
+            return node
+    return None
 
 
 def _is_trainer(name: str) -> bool:
@@ -89,7 +101,7 @@ def _before_arguments(survey: Survey) -> Iterator[Finding]:
             node
             for node in ast.walk(survey.script.tree)
             if isinstance(node, ast.Call)
-            and survey.script.dotted(node.func).rpartition(".")[2].endswith(("TrainingArguments", "HfArgumentParser"))
+            and survey.script.dotted(node.func).endswith(("TrainingArguments", "HfArgumentParser", *TRL_ARGUMENTS))
         ),
         None,
     )
@@ -109,12 +121,7 @@ def _before_arguments(survey: Survey) -> Iterator[Finding]:
 def _accelerate(survey: Survey) -> Iterator[Finding]:
     script = survey.script
     for call in _calls_of(survey, "accelerate", "Accelerator"):
-        by_name = (
-            node
-            for node in ast.walk(script.tree)
-            if isinstance(node, ast.ImportFrom) and any(alias.name == "Accelerator" for alias in node.names)
-        )
-        imported = next(by_name, None)
+        imported = _import_of(survey, "Accelerator", "accelerate")
         yield script.finding(
             call if imported is None else imported,
             Edit.REPLACE,
@@ -126,8 +133,7 @@ def _accelerate(survey: Survey) -> Iterator[Finding]:
         )
         name = _assigned(survey, call) or "accelerator"
         for loop in survey.loops:
-            if not loop.is_adopted:
-                yield from _accelerated_loop(survey, loop, name)
+            yield from _framed_loop(survey, loop, name)
 
 
 def _assigned(survey: Survey, call: ast.Call) -> str:
@@ -135,8 +141,11 @@ def _assigned(survey: Survey, call: ast.Call) -> str:
     return survey.script.text(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
 
 
-def _accelerated_loop(survey: Survey, loop: TrainingLoop, accelerator: str) -> Iterator[Finding]:
+def _framed_loop(survey: Survey, loop: TrainingLoop, owner: str) -> Iterator[Finding]:
+    """A loop of the script's own, with a model that a framework has prepared: its `owner` hands out the epochs."""
     script, inner = survey.script, loop.run.node
+    if loop.is_adopted:
+        return
     outer = None if loop.epochs is None else loop.epochs.node
     if not isinstance(inner, ast.For) or not isinstance(outer, ast.For):
         return
@@ -147,10 +156,8 @@ def _accelerated_loop(survey: Survey, loop: TrainingLoop, accelerator: str) -> I
     yield script.finding(
         outer,
         Edit.REPLACE,
-        f"for {script.one_line(outer.target)} in {accelerator}.epochs({script.one_line(loader)}, "
-        f"{script.one_line(limit)}):",
-        "It protects what was prepared, and hands out the epochs from where the job stands. The number of the epoch "
-        "is the attribute `index`.",
+        f"for {script.one_line(outer.target)} in {owner}.epochs({script.one_line(loader)}, {script.one_line(limit)}):",
+        "It protects what was prepared, and hands out the epochs from where the job stands.",
     )
     is_counted = isinstance(inner.target, ast.Tuple) and script.text(getattr(inner.iter, "func", None)) == "enumerate"
     names = [script.one_line(each) for each in inner.target.elts] if isinstance(inner.target, ast.Tuple) else []
@@ -171,7 +178,35 @@ def _accelerated_loop(survey: Survey, loop: TrainingLoop, accelerator: str) -> I
 def _lightning(survey: Survey) -> Iterator[Finding]:
     for package in LIGHTNING:
         for call in _calls_of(survey, package, "Trainer", "Fabric", "LightningCLI"):
-            yield _loop_of(survey, call, "Lightning", "lightning")
+            kind = survey.script.dotted(call.func).rpartition(".")[2]
+            if kind == "LightningCLI" or not is_there("lightning"):
+                yield _loop_of(survey, call, "Lightning", "lightning")
+                continue
+            strategy = "KeepstepFabricStrategy" if kind == "Fabric" else "KeepstepStrategy"
+            given = next((each.value for each in call.keywords if each.arg == "strategy"), None)
+            if given is not None and survey.script.text(getattr(given, "func", given)).endswith(strategy):
+                continue
+            yield survey.script.finding(
+                call,
+                Edit.REPLACE,
+                _with_strategy(survey, call, f"{strategy}()"),
+                f"Lightning runs the loop; {strategy} from keepstep.integrations.lightning has it go on after a "
+                "failure. See docs/integrations/lightning.md.",
+            )
+            if kind == "Fabric":
+                name = _assigned(survey, call) or "fabric"
+                for loop in survey.loops:
+                    yield from _framed_loop(survey, loop, f"{name}.strategy")
+
+
+def _with_strategy(survey: Survey, call: ast.Call, strategy: str) -> str:
+    script = survey.script
+    given = [script.one_line(each) for each in call.args]
+    given += [
+        f"{each.arg}={script.one_line(each.value)}" for each in call.keywords if each.arg not in (None, "strategy")
+    ]
+    given += [f"strategy={strategy}", *(f"**{script.one_line(each.value)}" for each in call.keywords if not each.arg)]
+    return script.replaced(call, f"{script.one_line(call.func)}({', '.join(given)})")
 
 
 def _torchtitan(survey: Survey) -> Iterator[Finding]:

@@ -123,11 +123,13 @@ class Survey:
         return self.script.text(node.func.value) in (self.session, f"self.{self.session}", "session", "self.session")
 
     def hands_out_steps(self, node: ast.AST) -> bool:
-        """Whether a loop goes over the steps, batches or epochs of a session, or over the epochs of an accelerator."""
+        """Whether a loop goes over the steps, batches or epochs of a session, or over the epochs of a framework."""
         if not isinstance(node, ast.For):
             return False
         each = self.iterated(node.iter)
-        if isinstance(each, ast.Call) and self.script.text(each.func).endswith("accelerator.epochs"):
+        if isinstance(each, ast.Call) and self.script.text(each.func).endswith(
+            ("accelerator.epochs", "strategy.epochs")
+        ):
             return True
         return any(self.is_of_session(each, name) for name in HANDED_OUT)
 

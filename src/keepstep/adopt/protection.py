@@ -152,13 +152,14 @@ def _without(survey: Survey, call: ast.Call, option: str) -> str:
 
 
 def _iterable(survey: Survey, loader: ast.Call) -> Iterator[Finding]:
-    """A loader that a training loop goes over, of a dataset of the script's own that is iterable."""
+    """A loader that a training loop goes over, of an iterable dataset of the script's own that has no position."""
     script = survey.script
     iterable = {
         node.name
         for node in ast.walk(script.tree)
         if isinstance(node, ast.ClassDef)
         and any(script.dotted(base).rpartition(".")[2] == "IterableDataset" for base in node.bases)
+        and not any(isinstance(each, ast.FunctionDef) and each.name == "state_dict" for each in node.body)
     }
     made = {
         script.text(target): script.text(node.value.func)
@@ -175,6 +176,7 @@ def _iterable(survey: Survey, loader: ast.Call) -> Iterator[Finding]:
         yield script.finding(
             loader,
             Edit.REPLACE,
-            f"for step in {survey.session}.steps(num_steps), with a batch that follows from step.index",
-            "session.batches() refuses an IterableDataset: no batch of it can be found again.",
+            script.replaced(loader.func, "StatefulDataLoader"),
+            "A batch of an IterableDataset cannot be found by its number. torchdata's StatefulDataLoader has a "
+            f"position to go back to: `{survey.session}.batches({name}, steps=num_steps)` takes the training's length.",
         )

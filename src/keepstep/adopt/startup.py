@@ -173,6 +173,8 @@ def _rank(survey: Survey, node: ast.expr, name: str, assigned: str) -> Finding:
     script, session = survey.script, survey.session
     compared = node if isinstance(node, ast.Compare) else _comparison(survey, node)
     why = ""
+    if compared is not None and name == "RANK" and _is_about_joining(survey, compared):
+        return script.finding(node, Edit.REMOVE, "", "keepstep.init() needs no condition.")
     if compared is not None and name == "RANK" and (compared is node or _is_sentinel(compared)):
         instead = script.replaced(compared, f"{session}.world_size > 1")
         why = "A spare that waits for a rank has no RANK in its environment, and would take itself for alone."
@@ -198,6 +200,14 @@ def _rank(survey: Survey, node: ast.expr, name: str, assigned: str) -> Finding:
     if survey.is_in_front_of_init(script.statement(node)):
         why += " keepstep.init() has to stand in front of this line."
     return script.finding(node, Edit.REPLACE, instead, why)
+
+
+def _is_about_joining(survey: Survey, compared: ast.Compare) -> bool:
+    """Whether a process group is all that a condition is for."""
+    around = survey.script.statement(compared)
+    if not isinstance(around, ast.If) or around.test is not compared or len(around.body) != 1:
+        return False
+    return any(survey.script.calls(each, "init_process_group") for each in ast.walk(around.body[0]))
 
 
 def _as_number(survey: Survey, node: ast.expr) -> ast.expr:
@@ -327,8 +337,9 @@ def _opens_anew(name: str, last: str, call: ast.Call) -> bool:
     position = 1 if name in ("open", "io.open") else 0
     mode = next((each.value for each in call.keywords if each.arg == "mode"), None)
     mode = call.args[position] if mode is None and len(call.args) > position else mode
-    is_text = isinstance(mode, ast.Constant) and isinstance(mode.value, str)
-    return is_text and len(mode.value) <= 3 and bool(set("wx") & set(mode.value))  # type: ignore[union-attr]  # it is a string, as was seen
+    if not isinstance(mode, ast.Constant) or not isinstance(mode.value, str):
+        return False
+    return len(mode.value) <= 3 and bool(set("wx") & set(mode.value))
 
 
 def _label(last: str) -> str:

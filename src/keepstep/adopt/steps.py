@@ -89,6 +89,18 @@ def _goes_over_loader(survey: Survey, loop: TrainingLoop) -> bool:
     return not isinstance(node, ast.While) and survey.objects.sort_of(survey.iterated(node.iter)) is Sort.LOADER
 
 
+def loader_of_epochs(survey: Survey, loop: TrainingLoop) -> str:
+    """The loader of a loop that is, or ought to be, within `session.epochs()`; "" of another."""
+    node = loop.run.node
+    if isinstance(node, ast.While):
+        return ""
+    each = survey.iterated(node.iter)
+    if isinstance(each, ast.Call) and survey.is_of_session(each, "epochs") and each.args:
+        return survey.script.one_line(each.args[0])
+    is_within = loop.epochs is not None and _epochs_of(survey, loop.epochs) is not None
+    return survey.script.one_line(each) if is_within and _goes_over_loader(survey, loop) else ""
+
+
 def _loader_loop(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
     """`for batch in loader`, with a loop over epochs around it or without."""
     script, node = survey.script, loop.run.node
@@ -103,7 +115,7 @@ def _loader_loop(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
     inside = f"        for {batch} in batches:" if every else ""
     counted = f"`{number}` becomes step.position." if number else ""
     if outer is not None and limit is not None:
-        yield _epoch_loop(survey, loop, outer, f"{_loader_outside(survey, loop, loader)}, {limit}{accumulate}")
+        yield _epoch_loop(survey, outer, f"{_loader_outside(survey, loop, loader)}, {limit}{accumulate}")
         epoch = script.one_line(outer.node.target) if isinstance(outer.node, ast.For) else "epoch"
         over = epoch if epoch.isidentifier() and epoch != "_" else "epoch"
         elsewhere = f"`{over}` is what session.epochs() hands out." if outer.stack != loop.run.stack else ""
@@ -188,7 +200,7 @@ def _less_one(survey: Survey, node: ast.expr) -> str:
     return f"{survey.script.one_line(node)} - 1"
 
 
-def _epoch_loop(survey: Survey, loop: TrainingLoop, outer: LoopRun, given: str) -> Finding:
+def _epoch_loop(survey: Survey, outer: LoopRun, given: str) -> Finding:
     script, node = survey.script, outer.node
     assert not isinstance(node, ast.While)
     target = script.one_line(node.target)
@@ -203,20 +215,12 @@ def _epoch_loop(survey: Survey, loop: TrainingLoop, outer: LoopRun, given: str) 
     sharded = any(script.calls(each, "fully_shard") for each in ast.walk(script.tree))
     batches = "Where a part of the state has no replica, session.batches() has to take its place." if sharded else ""
     name = "epoch" if target == "_" else target
-    index = f"The number of the epoch is {name}.index." if _uses(survey, loop, outer) else ""
     return script.finding(
         node,
         Edit.REPLACE,
         f"for {name} in {survey.session}.epochs({given}):",
-        f"It hands out the epochs from where the job stands, and finds each batch again. {index} {whence} {batches}",
+        f"It hands out the epochs from where the job stands, and finds each batch again. {whence} {batches}",
     )
-
-
-def _uses(survey: Survey, loop: TrainingLoop, outer: LoopRun) -> bool:
-    """Whether the number of the epoch is used at all."""
-    assert not isinstance(outer.node, ast.While)
-    target = survey.script.text(outer.node.target)
-    return any(isinstance(each, ast.Name) and each.id == target for part in outer.node.body for each in ast.walk(part))
 
 
 def _set_epoch(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
@@ -340,7 +344,7 @@ def _without_with(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
     if not isinstance(node, ast.For) or not loop.updates:
         return
     each = survey.iterated(node.iter)
-    if survey.is_of_session(each, "epochs") or (isinstance(each, ast.Call) and "accelerator" in ast.unparse(each.func)):
+    if isinstance(each, ast.Call) and ast.unparse(each.func).endswith(".epochs"):
         return
     for visit in survey.in_loop(loop.run):
         if isinstance(visit.node, ast.With | ast.AsyncWith) and any(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from keepstep.adopt.flow import Visit
 from keepstep.adopt.loops import Survey, TrainingLoop
 from keepstep.adopt.script import Edit, Finding, Function
+from keepstep.adopt.steps import loader_of_epochs
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ def values(survey: Survey) -> Iterator[Finding]:
             yield _kept(survey, change, group if number == 0 else [], is_own)
     for change in changes:
         if change.counts_steps:
+            loader = loader_of_epochs(survey, survey.loops[0])
+            formula = f"{change.name} = step.epoch * len({loader}) + step.position + 1" if loader else ""
             yield survey.script.finding(
                 change.statement,
-                Edit.REMOVE,
-                "",
+                Edit.REPLACE if formula else Edit.REMOVE,
+                formula,
                 f"`{change.name}` counts the passes of the loop, and line {change.start.lineno} begins anew on a "
-                "replacement: step.index counts the steps.",
+                f"replacement{'.' if formula else ': step.index counts the steps.'}",
             )
 
 
