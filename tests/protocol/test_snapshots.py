@@ -11,6 +11,7 @@ from keepstep.protocol.messages import Member, Membership
 from keepstep.protocol.snapshots import (
     NUM_TRIALS,
     SHARE,
+    TRIAL_EVERY,
     SnapshotSchedule,
     buddies,
     fewest_steps,
@@ -60,12 +61,12 @@ def test_auto_measures_in_the_first_steps_of_a_job() -> None:
     schedule = SnapshotSchedule(None)
     schedule.resumed(0, LONE)
     trials = range(NUM_TRIALS)
-    assert due(schedule, trials) == list(trials)
-    assert agreed_in(schedule, range(20)) == [0, trials[-1]]
+    assert due(schedule, trials) == list(trials)[::TRIAL_EVERY]
+    assert agreed_in(schedule, range(2 * NUM_TRIALS)) == [0, trials[-1]]
     assert schedule.known == 0
     schedule.agreed(5)
-    assert agreed_in(schedule, range(20)) == []
-    assert due(schedule, range(NUM_TRIALS, 12)) == [5, 10]
+    assert agreed_in(schedule, range(2 * NUM_TRIALS)) == []
+    assert due(schedule, range(NUM_TRIALS, NUM_TRIALS + 10)) == [20, 25]
 
 
 def test_auto_knows_from_the_first_step_on_what_was_agreed_before() -> None:

@@ -24,9 +24,13 @@ from keepstep.protocol.messages import Membership
 
 NUM_KEPT = 2
 """Snapshots of one rank in one place: the newest, and the one that is written meanwhile."""
-NUM_TRIALS = 5
-"""Steps that have a snapshot each, to measure what one costs. Of a new job's first one there is no optimizer state yet,
-and the next two touch the memory for the first time, each another part of it."""
+TRIAL_EVERY = 2
+"""Steps from one snapshot to the next while it is measured what one costs: the others show what steps are without."""
+NUM_TRIALS = 16
+"""Steps in which that is measured. Of a new job's first snapshot there is no optimizer state yet, and the next two
+touch the memory for the first time, each another part of it. Five more are left, and what they cost is their median: a
+trial of five steps in all chose two to four times as many as were needed (benchmarks/results/2026-11-25-snapshots.md).
+"""
 SHARE = 0.01
 """What snapshots may cost by themselves, of the time of all steps."""
 
@@ -70,7 +74,7 @@ class SnapshotSchedule:
         """Whether a snapshot of this step is to be taken, or held already."""
         if self._every == 0:
             return False
-        return (step - self._first) % (self._every or 1) == 0
+        return (step - self._first) % (self._every or TRIAL_EVERY) == 0
 
     def is_second_copy_due(self, step: int) -> bool:
         """Whether a rank may pass the gradient barrier of ``step`` only when its buddy has all of its newest snapshot.

@@ -11,7 +11,7 @@ from tests.worker.state.parts import OPTIMIZERS, Keeps, content, small, train
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
 from keepstep.protocol.messages import Member, Membership
-from keepstep.protocol.snapshots import NUM_TRIALS
+from keepstep.protocol.snapshots import NUM_TRIALS, TRIAL_EVERY
 from keepstep.shared import snapshotfile
 from keepstep.shared.snapshotfile import SnapshotFile
 from keepstep.shared.tagpage import SnapshotMoment
@@ -226,6 +226,7 @@ def test_how_often_is_agreed_after_some_steps(memory: int) -> None:
     said = []
     for step in range(NUM_TRIALS + 1):
         rank.step(step)
+        assert (step in rank.snapshots.steps(RANK)) is (step % TRIAL_EVERY == 0)
         said.append(rank.snapshots.proposal(step))
     assert said[0] == 0, "it cannot tell yet"
     assert [step for step, each in enumerate(said) if each is not None] == [0, NUM_TRIALS - 1]

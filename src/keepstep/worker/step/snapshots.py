@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import math
 import mmap
 import os
 import time
@@ -22,21 +21,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
-import psutil
 import torch
 import xxhash
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.freememory import free_bytes
 from keepstep.protocol.messages import Membership, SnapshotsByRank
-from keepstep.protocol.snapshots import NUM_KEPT, SnapshotSchedule, fewest_steps, outdated
+from keepstep.protocol.snapshots import NUM_KEPT, SnapshotSchedule, outdated
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
 from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
 from keepstep.weights.memory.pieces import Held
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.step import snapshot_cost
 from keepstep.worker.step.second_copies import SecondCopies
+from keepstep.worker.step.snapshot_cost import SnapshotCost
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
@@ -116,64 +116,6 @@ def _ignore(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> No
     """Where no observer was given."""
 
 
-class _Cost:
-    """By how much snapshots make steps longer, as far as one rank can see it in a few steps.
-
-    A copy costs what the training thread is at it and waits for it, and what it takes of cores that the ranks would
-    have used. That is not measured but estimated, for the difference is lost in the noise of so few steps: as much of
-    the copy's processor time as exceeds this rank's share of what the machine's cores had left of each step.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        """Args:
-        num_ranks: of this node, which share what its cores have left.
-        """
-        self._num_ranks = num_ranks
-        self._begun_s = self._idle_s = self._prepared_s = 0.0
-        self._num_bytes = 0
-        """Of a copy. It grows once, when there is optimizer state; what cost less before that tells nothing."""
-        self._sending_s = 0.0
-        self._step_s = self._cost_s = math.inf
-        """The least of all; steps are the same, and what disturbs them only makes them longer."""
-
-    def begin(self) -> None:
-        """A step is handed out."""
-        self._begun_s, self._idle_s = time.monotonic(), psutil.cpu_times().idle
-
-    def prepared(self) -> None:
-        """The copy has begun; until here the training thread was at it."""
-        self._prepared_s = time.monotonic() - self._begun_s
-
-    def waited(self, waited_s: float, processor_s: float, num_bytes: int) -> None:
-        """The forward and backward of the step are through, and its copy is.
-
-        Args:
-            waited_s: how long they had to wait for the copy.
-            processor_s: what the copy took of a core.
-            num_bytes: its size.
-        """
-        if num_bytes > self._num_bytes:
-            self._num_bytes, self._cost_s = num_bytes, math.inf
-        idle_s = (psutil.cpu_times().idle - self._idle_s) / self._num_ranks
-        self._step_s = min(self._step_s, time.monotonic() - self._begun_s)
-        cost_s = self._prepared_s + waited_s + max(0.0, processor_s - idle_s)
-        self._cost_s = min(self._cost_s, cost_s)
-
-    def sent(self, sending_s: float) -> None:
-        """A buddy has the step's copy.
-
-        Args:
-            sending_s: how long that took. The next one cannot be on its way before.
-        """
-        self._sending_s = min(self._sending_s or sending_s, sending_s)
-
-    def fewest_steps(self) -> int:
-        """How many steps must lie between two snapshots; 1 where none was taken that could be measured."""
-        if math.isinf(self._cost_s):
-            return 1
-        return max(fewest_steps(self._cost_s, self._step_s), math.ceil(self._sending_s / self._step_s))
-
-
 class Snapshots:
     """The snapshots of one rank. All methods are called by the training thread."""
 
@@ -200,7 +142,7 @@ class Snapshots:
         self._copies = copies
         self._rank = -1
         self._schedule = SnapshotSchedule(every)
-        self._cost = _Cost(num_ranks)
+        self._cost = SnapshotCost(num_ranks)
         self._thread = ThreadPoolExecutor(1, "keepstep-snapshot")
         self._copy: _Copy | None = None
         self._running: Future[None] | None = None
@@ -239,10 +181,10 @@ class Snapshots:
         Raises:
             ConfigurationError: there is no memory for it.
         """
+        if self._schedule.every is None:
+            self._cost.begin(*snapshot_cost.now())
         if self._copy is not None or not self._schedule.is_due(step):
             return
-        if self._schedule.every is None:
-            self._cost.begin()
         self._copies.hand_out()
         if (held := self._file.find(self._rank, step)) is not None:
             self._copies.send(held)
@@ -270,7 +212,7 @@ class Snapshots:
         self._on_moment(SnapshotMoment.BEGUN, step, end, begun_ns)
         self._running = self._thread.submit(self._run, self._copy)
         if self._schedule.every is None:
-            self._cost.prepared()
+            self._cost.prepared((time.monotonic_ns() - begun_ns) / 1e9)
 
     def _run(self, copy: _Copy) -> None:
         """Runs in the thread of the snapshots."""
@@ -417,6 +359,7 @@ class Snapshots:
             kept_step: see `keepstep.protocol.messages.Recover`.
         """
         self._cancel()
+        self._cost.interrupted()
         self._rank = rank
         for slot in outdated(self._file.held, step):
             self._file.discard(slot)
