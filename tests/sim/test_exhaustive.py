@@ -25,6 +25,23 @@ def test_two_ranks_with_a_shard_each(snapshot_every: int, numbers: tuple[int, in
     assert (found.num_states, found.num_transitions, found.num_ends) == numbers, "docs/SIMULATION.md cites these"
 
 
+@pytest.mark.parametrize(("max_delays", "numbers"), [(0, (9_946, 12_060, 273)), (1, (25_950, 53_151, 716)), (2, None)])
+def test_two_shards_with_two_replicas_each(max_delays: int, numbers: tuple[int, int, int] | None) -> None:
+    """They have the groups of HSDP, of which some are kept."""
+    found = Explorer(small_job(4, num_shards=2), max_delays).explore()
+    assert found.violation is None, "\n".join((found.violation, *found.path))
+    print(f"{found.num_states} states, {found.num_transitions} transitions, {found.num_ends} ways to resume")
+    if numbers is not None:
+        assert (found.num_states, found.num_transitions, found.num_ends) == numbers, "docs/SIMULATION.md cites these"
+
+
+def test_a_bound_on_delays_that_none_exceeds_leaves_out_nothing() -> None:
+    whole, bounded = Explorer(small_job(2)).explore(), Explorer(small_job(2), max_delays=100).explore()
+    assert bounded.num_states == whole.num_states
+    assert bounded.num_ends == whole.num_ends
+    assert Explorer(small_job(2), max_delays=1).explore().num_states < whole.num_states / 2
+
+
 def test_three_ranks_and_a_spare() -> None:
     found = Explorer(small_job(3)).explore()
     assert found.violation is None, "\n".join((found.violation, *found.path))
@@ -36,14 +53,17 @@ def test_the_number_of_states_does_not_depend_on_the_run() -> None:
     assert first == second
 
 
-def test_a_fault_in_a_machine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_shards", "max_delays"), [(2, 1, None), (4, 2, 0)])
+def test_a_fault_in_a_machine_is_found(
+    num_ranks: int, num_shards: int, max_delays: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that has completed step i says that it can be at i, where it is not any more."""
 
     def wrong_reach(step: int, phase: Phase) -> frozenset[int]:
         return frozenset({step}) if phase is Phase.UPDATED and step > 0 else reach(step, phase)
 
     monkeypatch.setattr(resume, "reach", wrong_reach)
-    found = Explorer(small_job(2)).explore()
+    found = Explorer(small_job(num_ranks, num_shards=num_shards), max_delays).explore()
     assert found.violation is not None
     assert Check.RAISED in found.violation
     assert "is killed in" in "\n".join(found.path)

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     chosen = _parser().parse_args(arguments)
     console = Console(soft_wrap=True)
     if chosen.exhaustive is not None:
-        return _explore(console, chosen.exhaustive)
+        return _explore(console, chosen.exhaustive, chosen.shards, chosen.delays)
     if chosen.seed is not None:
         return _replay(console, chosen)
     end = None if chosen.seeds is None and chosen.seconds else chosen.first + (chosen.seeds or DEFAULT_SEEDS)
@@ -59,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--faults", help="only these faults of its plan, by number: 0,2")
     one.add_argument("--record", type=Path, metavar="DIR", help="write it into a folder, for 'keepstep dashboard DIR'")
     one.add_argument("--shrink", action="store_true", help="find the smallest set of its faults that still fails")
-    parser.add_argument("--exhaustive", type=int, metavar="RANKS", help="all interleavings around one failure")
+    small = parser.add_argument_group("all interleavings around one failure")
+    small.add_argument("--exhaustive", type=int, metavar="RANKS", help="of a job of so many ranks and a spare")
+    small.add_argument("--shards", type=int, default=1, metavar="N", help="with so many shards (default: %(default)s)")
+    small.add_argument("--delays", type=int, metavar="N", help="only those that pass over older events so many times")
     return parser
 
 
@@ -78,15 +81,23 @@ def _replay(console: Console, chosen: argparse.Namespace) -> int:
     return int(outcome.check is not None)
 
 
-def _explore(console: Console, num_ranks: int) -> int:
+def _explore(console: Console, num_ranks: int, num_shards: int, max_delays: int | None) -> int:
     from keepstep.sim.exhaustive.explorer import Explorer, small_job
 
     if num_ranks < 2:
         raise ConfigurationError(f"--exhaustive {num_ranks}: allowed are 2 and more")
-    found = Explorer(small_job(num_ranks)).explore()
+    if num_shards < 1 or num_ranks % num_shards:
+        raise ConfigurationError(f"--shards {num_shards}: {num_ranks} ranks hold as many replicas of each shard")
+    if max_delays is not None and max_delays < 0:
+        raise ConfigurationError(f"--delays {max_delays}: allowed are 0 and more")
+    snapshot_every = int(num_shards == num_ranks)  # without replicas there is nothing else to go back to
+    found = Explorer(small_job(num_ranks, snapshot_every, num_shards), max_delays).explore()
+    shards = f" with {num_shards} shards" if num_shards > 1 else ""
+    delays = "" if max_delays is None else f", up to {max_delays} delays"
     console.print(
-        f"{num_ranks} ranks and a spare, one rank killed at any point of a step: {found.num_states:,} states, "
-        f"{found.num_transitions:,} transitions, {found.num_ends:,} ways to resume, at most {found.longest} events",
+        f"{num_ranks} ranks{shards} and a spare, one rank killed at any point of a step{delays}: "
+        f"{found.num_states:,} states, {found.num_transitions:,} transitions, {found.num_ends:,} ways to resume, "
+        f"at most {found.longest} events",
         highlight=False,
     )
     if found.violation is not None:

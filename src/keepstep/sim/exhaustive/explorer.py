@@ -4,11 +4,16 @@ The job starts up and completes a step in one fixed order. From there on everyth
 each message of each line (in the order of that line), each phase that a rank computes, each end of a collective, and
 once the death of a rank. Worlds that are equal are explored once. When training has resumed, the rest of the job has
 no choices of interest left and runs in one order to its end, where the oracle has its last word.
+
+Jobs that have too many interleavings for that are explored with a bound on delays (Emmi, Qadeer and Rakamarić,
+"Delay-bounded scheduling", POPL 2011): what has been under way longest happens next, and up to so many times something
+that could have happened is passed over.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 from keepstep.errors import KeepstepError
@@ -127,21 +132,30 @@ class Explored:
     path: tuple[str, ...] = ()
 
 
-def small_job(world_size: int, snapshot_every: int = 0) -> ClusterLayout:
+def small_job(world_size: int, snapshot_every: int = 0, num_shards: int | None = None) -> ClusterLayout:
     """So many ranks and one spare, two steps. No quarantine, for which it takes two failures of one place.
 
     Args:
         world_size: number of ranks.
-        snapshot_every: 0: the ranks are replicas; else each has a shard of its own, and a snapshot every so many steps.
+        snapshot_every: steps from one snapshot to the next; 0: there are none.
+        num_shards: None: each rank has a shard of its own if there are snapshots, else all are replicas. Where there
+            are several shards with several replicas each the job has the groups of HSDP.
     """
+    if num_shards is None:
+        num_shards = world_size if snapshot_every else 1
     settings = dataclasses.replace(
         SETTINGS, world_size=world_size, num_spares=1, ranks_per_node=world_size, quarantine_failures=0
     )
-    node = NodeLayout("node-0", world_size + 1, "rack-0")
-    network = NetworkLayout(0.001, 0.001)
-    shards = tuple(str(rank) if snapshot_every else "0" for rank in range(world_size))
     return ClusterLayout(
-        (node,), shards, settings, LIVENESS, network, _INSTANT, num_steps=2, snapshot_every=snapshot_every
+        (NodeLayout("node-0", world_size + 1, "rack-0"),),
+        tuple(str(rank % num_shards) for rank in range(world_size)),
+        settings,
+        LIVENESS,
+        NetworkLayout(0.001, 0.001),
+        _INSTANT,
+        num_steps=2,
+        snapshot_every=snapshot_every,
+        has_mesh=1 < num_shards < world_size,
     )
 
 
@@ -152,13 +166,29 @@ class _UntimedWorld(World):
         return duration_s
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """A world that was reached."""
+
+    world: World
+    path: tuple[str, ...]
+    num_delays: int
+
+
 class Explorer:
     """Explores one small job with the death of any of its ranks at any point of its second step."""
 
-    def __init__(self, layout: ClusterLayout) -> None:
+    def __init__(self, layout: ClusterLayout, max_delays: int | None = None) -> None:
+        """Args:
+        layout: the job.
+        max_delays: how often something is passed over that has been under way longer than what happens instead. None:
+            as often as you like.
+        """
         self.found = Explored()
+        self._max_delays = math.inf if max_delays is None else max_delays
         self._copier = Copier({SimulatedWorker: _what_is_left})
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}
+        """Fingerprint of a world -> the fewest delays that have led to it. 0 where they are not bounded."""
         self._start = _UntimedWorld(layout, seed=0)
         self._start.schedule = Untimed()  # type: ignore[assignment]  # the same methods, without times
 
@@ -167,41 +197,51 @@ class Explorer:
         world = self._start
         world.boot()
         self._run_in_order(world, lambda: self._has_begun_step(world, 1) and self._spare_is_warm(world))
-        stack: list[tuple[World, tuple[str, ...]]] = [(world, ())]
+        stack = [_Place(world, (), 0)]
         while stack and (limit is None or self.found.num_states < limit):
-            present, path = stack.pop()
-            for following, moves in self._next(present):
-                self.found.num_transitions += 1
-                mark = self._fingerprint(following)
-                if mark not in self._seen:
-                    self._seen.add(mark)
-                    self.found.num_states += 1
-                    self.found.longest = max(self.found.longest, len(path) + len(moves))
-                    if self._is_over(following):
-                        self._finish(following)
-                    else:
-                        stack.append((following, path + moves))
+            for place in self._next(stack.pop()):
+                if self._is_worth_exploring(place):
+                    stack.append(place)
                 if self.found.violation is not None:
-                    self.found.path = path + moves
+                    self.found.path = place.path
                     return self.found
         return self.found
 
     # ---- one step of the exploration --------------------------------------------------------------------------------
 
-    def _next(self, world: World) -> Iterator[tuple[World, tuple[str, ...]]]:
-        """Every world that may come right after this one and leaves a choice, and what leads there."""
-        for kind, number in self._moves(world):
+    def _is_worth_exploring(self, place: _Place) -> bool:
+        """Whether what follows is not known; notes the world, and runs one in which training has resumed to its end."""
+        self.found.num_transitions += 1
+        mark = self._fingerprint(place.world)
+        fewest = self._seen.get(mark)
+        if self.found.violation is not None or (fewest is not None and fewest <= place.num_delays):
+            return False
+        self._seen[mark] = place.num_delays
+        is_over = self._is_over(place.world)
+        if fewest is None:
+            self.found.num_states += 1
+            self.found.longest = max(self.found.longest, len(place.path))
+            if is_over:
+                self._finish(place.world)
+        return not is_over
+
+    def _next(self, place: _Place) -> Iterator[_Place]:
+        """Every world that may come right after this one and leaves a choice."""
+        for index, (kind, number) in enumerate(self._moves(place.world)):
+            delays = 0 if kind == "kill" or self._max_delays == math.inf else index
+            if place.num_delays + delays > self._max_delays:
+                continue
             answers: tuple[bool, ...] | None = ()
             while answers is not None:
-                copy = self._copier.copy(world)
+                copy = self._copier.copy(place.world)
                 tape = Tape(answers)
                 copy.rng = tape
                 path = [self._perform(copy, kind, number)]
                 while not self._is_over(copy) and len(moves := self._moves(copy)) == 1:
                     path.append(self._perform(copy, *moves[0]))
-                    self._check_patience(copy, world.schedule.now_s, len(path))
+                    self._check_patience(copy, place.world.schedule.now_s, len(path))
                 answers = tape.next()
-                yield copy, tuple(path)
+                yield _Place(copy, (*place.path, *path), place.num_delays + delays)
 
     def _moves(self, world: World) -> list[tuple[str, int]]:
         """What may happen next: ("event", its number), ("deadline", 0) or ("kill", the process)."""

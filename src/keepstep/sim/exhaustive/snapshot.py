@@ -71,7 +71,10 @@ class Copier:
         """A number that is the same for equal worlds, and as good as never for others."""
         parts: list[Any] = []
         self._describe(world, {}, parts)
-        return hash(tuple(parts))
+        try:
+            return hash(tuple(parts))
+        except TypeError:  # messages with dicts in them are shared, and have no hash
+            return hash(tuple(part if _has_hash(part) else repr(part) for part in parts))
 
     def _is_shared(self, value: Any, kind: type) -> bool:
         """Whether objects of a type cannot change; if so that is remembered."""
@@ -200,6 +203,14 @@ class Copier:
                 self._describe(part, seen, parts)
 
         return describe
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_frozen(value: Any) -> bool:
