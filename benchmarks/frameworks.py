@@ -1,6 +1,6 @@
 """What keepstep costs in the loops of frameworks while nothing fails: steps of about 100 ms on 2 ranks.
 
-    python benchmarks/frameworks.py            everything; about ten minutes on two idle cores
+    python benchmarks/frameworks.py            everything; about fifteen minutes on two idle cores
     python benchmarks/frameworks.py --quick    a smoke test; nothing is written
 
 For each framework the same script (`train_framework.py`) runs under torchrun without keepstep, and under keepstep with
@@ -24,7 +24,7 @@ from page import RESULTS, Section
 from rich.console import Console
 
 WORKER = Path(__file__).with_name("train_framework.py")
-FRAMEWORKS = ("transformers", "accelerate")
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric")
 RANKS = 2
 STEP_MS, WIDTH, DEPTH = 100, 512, 8
 QUICK = {"starts": 1, "pairs": 1, "block_s": 0.2, "step_ms": 2, "width": 64, "depth": 2}

@@ -7,6 +7,7 @@ block of them begins, is `train_timed.py`'s.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def with_transformers(args: argparse.Namespace) -> None:
 
 
 class _Few(Rows):
-    """For a Trainer, which shuffles all of an epoch at its beginning."""
+    """Where all of an epoch is shuffled at its beginning."""
 
     def __len__(self) -> int:
         return 100_000
@@ -119,7 +120,94 @@ def with_accelerate(args: argparse.Namespace) -> None:
             train_step(step, batch)
 
 
-FRAMEWORKS = {"transformers": with_transformers, "accelerate": with_accelerate}
+def with_lightning(args: argparse.Namespace) -> None:
+    """Lightning's Trainer."""
+    import lightning
+
+    strategy: Any = "ddp"
+    if args.keepstep:
+        from keepstep.integrations.lightning import KeepstepStrategy
+
+        strategy = KeepstepStrategy()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model(args.width, args.depth)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.model(batch["x"])["loss"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + step * 1e-6))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class Watch(lightning.Callback):
+        times: Times
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self.times = Times(args.folder, trainer.global_rank, args.block)
+            self.times.before(batch_idx)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.times.after()
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),  # environ: how both launchers tell it
+        strategy=strategy,
+        max_steps=args.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Watch()],
+    )
+    trainer.fit(Module(), DataLoader(_Few(args.width), batch_size=args.batch))
+
+
+def with_fabric(args: argparse.Namespace) -> None:
+    """Lightning Fabric, with a loop of the user's."""
+    from lightning.fabric import Fabric
+
+    strategy: Any = "ddp"
+    if args.keepstep:
+        from keepstep.integrations.lightning import KeepstepFabricStrategy
+
+        strategy = KeepstepFabricStrategy()
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])  # environ: how both launchers tell it
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    bare = Model(args.width, args.depth)
+    model, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=1e-4))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + step * 1e-6))
+    loader = fabric.setup_dataloaders(DataLoader(_Few(args.width), batch_size=args.batch))
+    times = Times(args.folder, fabric.global_rank, args.block)
+
+    def train_step(step: Any, batch: Any) -> None:
+        times.before(step.index if args.keepstep else step)
+        fabric.backward(model(batch["x"])["loss"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        times.after()
+
+    if args.keepstep:
+        for epoch in fabric.strategy.epochs(loader, 1, scheduler=scheduler):
+            epoch.run(train_step)
+    else:
+        for step, batch in enumerate(loader):
+            train_step(step, batch)
+
+
+FRAMEWORKS = {
+    "transformers": with_transformers,
+    "accelerate": with_accelerate,
+    "lightning": with_lightning,
+    "fabric": with_fabric,
+}
 
 
 def main() -> None:
