@@ -147,12 +147,12 @@ def with_lightning(args: argparse.Namespace) -> None:
         times: Times
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            # Not at the end of a batch: what a callback does there is a unit of its own, which not every script has.
             if batch_idx == 0:
                 self.times = Times(args.folder, trainer.global_rank, args.block)
+            else:
+                self.times.after()
             self.times.before(batch_idx)
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.times.after()
 
     trainer = lightning.Trainer(
         accelerator="cpu",
