@@ -44,5 +44,5 @@ def test_snapshots(tmp_path: Path) -> None:
 
 def test_frameworks(tmp_path: Path) -> None:
     result, page = measured("frameworks", tmp_path)
-    assert {name: len(starts) for name, starts in result["frameworks"].items()} == {"transformers": 1, "accelerate": 1}
+    assert {name: len(starts) for name, starts in result["frameworks"].items()} == {"accelerate": 1, "lightning": 1}
     assert "in the loops of frameworks" in page
