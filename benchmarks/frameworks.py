@@ -27,7 +27,15 @@ WORKER = Path(__file__).with_name("train_framework.py")
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric")
 RANKS = 2
 STEP_MS, WIDTH, DEPTH = 100, 512, 8
-QUICK = {"frameworks": ["accelerate", "lightning"], "starts": 1, "pairs": 1, "block_s": 0.2, "step_ms": 2, "width": 64, "depth": 2}
+QUICK = {
+    "frameworks": ["accelerate", "lightning"],
+    "starts": 1,
+    "pairs": 1,
+    "block_s": 0.2,
+    "step_ms": 2,
+    "width": 64,
+    "depth": 2,
+}
 
 
 @dataclasses.dataclass(frozen=True)
