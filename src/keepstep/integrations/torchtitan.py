@@ -67,7 +67,7 @@ class KeepstepMixin(_Base):
     """
 
     def __init__(self, config: Any) -> None:
-        """Calls `keepstep.init` where the script has not. A spare waits in it for a rank, where meshes are made.
+        """Calls `keepstep.init` where the script has not. A spare waits here for a rank.
 
         Args:
             config: any ``Trainer.Config``.
@@ -79,6 +79,7 @@ class KeepstepMixin(_Base):
         _refuse(type(self), config)
         self.session = current_session() or init(seed=config.debug.seed or 0)
         self._is_late = self.session.is_waiting_spare
+        _ = self.session.rank  # torchtitan looks it up in the environment, where a spare has none before
         self.keepstep_options: dict[str, Any] = {}
         self._progress = _Progress(self)
         self._loop = ForeignLoop(self.session.begin)
@@ -95,6 +96,9 @@ class KeepstepMixin(_Base):
     def init_distributed(self) -> ParallelDims:
         """The process group is there already."""
         torch.autograd.set_multithreading_enabled(False)  # as torchtitan: recomputation looks up its mesh by thread
+        if self.device.type == "cuda":  # the node says which one, and not the number of the rank
+            self.device = self.session.device
+            torch.cuda.set_device(self.device)
         return ParallelDims.from_config(self.config.parallelism, self.session.world_size)
 
     def train(self) -> None:
