@@ -31,7 +31,7 @@ from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import init_logger
 
-from keepstep.integrations.torchtitan import KeepstepTrainer as Trainer
+from keepstep.integrations.torchtitan import TitanTrainer as Trainer
 
 
 class Bytes(BaseTokenizer):

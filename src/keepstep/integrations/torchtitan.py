@@ -2,18 +2,18 @@
 
 ::
 
-    from keepstep.integrations.torchtitan import KeepstepTrainer as Trainer
+    from keepstep.integrations.torchtitan import TitanTrainer as Trainer
 
-    trainer = Trainer.Config(...).build()       # or KeepstepTrainer(config), with any Trainer.Config
+    trainer = Trainer.Config(...).build()       # or TitanTrainer(config), with any Trainer.Config
     trainer.train()
 
 For a trainer that is derived from ``Trainer``: ``protected(FluxTrainer)(config)``. Without a script of one's own:
 ``keepstep run -m keepstep.integrations.torchtitan --module llama3 --config llama3_8b``, in place of
 ``torchrun -m torchtitan.train``.
 
-The trainer's own ``train_step()`` runs, with its logging, validation and checkpoints around it. Its loop is another one,
-of units that may come again (`keepstep.worker.loop.foreign`): a step, and what follows a step where the trainer
-validates or saves there.
+The trainer's own ``train_step()`` runs, and its logging, validation and checkpoints. Around them is another loop, of
+units that may come again (`keepstep.worker.loop.foreign`): a step, and what follows a step where the trainer validates
+or saves there.
 
 * Batches are fetched apart from what is computed with them: a step that comes again gets the same ones, and a
   replacement continues at the loader's position.
@@ -37,10 +37,11 @@ import torchtitan
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.metrics import BaseLogger
+from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import token_dispatcher
 from torchtitan.observability import structured_logger
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
 
 from keepstep.data.reader import random_numbers_of
@@ -57,7 +58,7 @@ _POSITION = "the state of the dataloader"
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
-class KeepstepMixin(_Base):
+class TitanMixin(_Base):
     """What makes a class derived from ``Trainer`` go on after a failure. It stands in front of that class.
 
     Attributes:
@@ -65,6 +66,11 @@ class KeepstepMixin(_Base):
         keepstep_options: further arguments for `Session.protect`, such as ``snapshot_every``. To be set before
             ``train()``.
     """
+
+    device: torch.device
+    """Of ``Trainer``, as the next two."""
+    step: int
+    ntokens_seen: int
 
     def __init__(self, config: Any) -> None:
         """Calls `keepstep.init` where the script has not. A spare waits here for a rank.
@@ -115,6 +121,7 @@ class KeepstepMixin(_Base):
         if not self._is_late:  # else its state comes from the other ranks, or from its node's memory
             self.checkpointer.load(step=config.checkpoint.load_step)
         self._protect()
+        self._enter()
         self._first_step = self.step
         logger.info(f"Training starts at step {self.step + 1}")
         with config.profiler.build(global_step=self.step, base_folder=config.dump_folder) as profiler:
@@ -126,7 +133,7 @@ class KeepstepMixin(_Base):
 
     def _protect(self) -> None:
         self._batches = _Batches(self)
-        self._own = self.session.state("torchtitan", per_rank=True, tokens=self.ntokens_seen, lines=[])
+        self._own: Any = self.session.state("torchtitan", per_rank=True, tokens=self.ntokens_seen, lines=[])
         schedule = {"schedule": self.pp_schedule} if self.parallel_dims.pp_enabled else {}
         self.session.protect(
             **_numbered("model", self.model_parts),
@@ -136,6 +143,8 @@ class KeepstepMixin(_Base):
             **schedule,
             **self.keepstep_options,
         )
+
+    def _enter(self) -> None:
         self._loop.enter()
         self._put()
         for number, line in enumerate(self._own.lines):  # of a unit after which the former rank may have died
@@ -244,12 +253,12 @@ class KeepstepMixin(_Base):
                 metrics.tell(line)
 
 
-class KeepstepTrainer(KeepstepMixin, Trainer):
+class TitanTrainer(TitanMixin, Trainer):
     """``torchtitan.trainer.Trainer`` for jobs that lose ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """That of ``Trainer``; its ``build()`` makes a `KeepstepTrainer`."""
+        """That of ``Trainer``; its ``build()`` makes a `TitanTrainer`."""
 
 
 def protected(trainer: type[Trainer]) -> type[Any]:
@@ -258,7 +267,23 @@ def protected(trainer: type[Trainer]) -> type[Any]:
     Args:
         trainer: that class.
     """
-    return type(f"Keepstep{trainer.__name__}", (KeepstepMixin, trainer), {})
+    return type(f"Keepstep{trainer.__name__}", (TitanMixin, trainer), {})
+
+
+def main() -> None:
+    """What ``torchtitan.train`` does with its command line, with a trainer that is protected."""
+    init_logger()
+    config = ConfigManager().parse_args()
+    structured_logger.init_structured_logger(
+        source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
+    )
+    if config.checkpoint.create_seed_checkpoint:
+        raise ConfigurationError("create_seed_checkpoint needs one process and no protection: run torchtitan.train")
+    trainer = protected(config._owner)(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
 
 
 class _Progress:
@@ -378,7 +403,7 @@ def _listen(metrics: Any, hear: Callable[[list[Any]], object]) -> None:
     """Has ``hear`` told of each line that is to be logged; ``metrics.tell()`` logs it."""
     kind: Any = type(metrics)
 
-    class Listening(kind):
+    class DeferringMetrics(kind):
         def log(self, *arguments: Any, **keywords: Any) -> None:
             hear(["log", list(arguments), keywords])
 
@@ -389,7 +414,7 @@ def _listen(metrics: Any, hear: Callable[[list[Any]], object]) -> None:
             name, arguments, keywords = line
             getattr(super(), name)(*arguments, **keywords)
 
-    metrics.__class__ = Listening
+    metrics.__class__ = DeferringMetrics
 
 
 def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
@@ -421,7 +446,7 @@ def _refuse(kind: type, config: Any) -> None:
     )
     refused = {
         f"{kind.__name__}.train()": (
-            kind.train is not KeepstepMixin.train,  # type: ignore[attr-defined]  # of a Trainer
+            kind.train is not TitanMixin.train,  # type: ignore[attr-defined]  # of a Trainer
             "keepstep has a loop in place of Trainer.train(); override train_step() or what it calls",
         ),
         f"comm.mode={config.comm.mode!r}": (
@@ -448,4 +473,8 @@ def _refuse(kind: type, config: Any) -> None:
     }
     for name, (is_there, why) in refused.items():
         if is_there:
-            raise ConfigurationError(f"KeepstepTrainer: {name} is not supported: {why}")
+            raise ConfigurationError(f"TitanTrainer: {name} is not supported: {why}")
+
+
+if __name__ == "__main__":
+    main()

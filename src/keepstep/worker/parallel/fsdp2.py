@@ -115,7 +115,7 @@ def find_fully_sharded(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
 
 
 def _is_computed(thing: Any, name: str) -> bool:
-    """Whether an attribute has no value of its own: in torch 2.15 the gradient of the gathered parameter is all there is."""
+    """Whether an attribute has no value of its own. In torch 2.15 it is the gradient of the gathered parameter."""
     return isinstance(getattr(type(thing), name, None), property)
 
 
