@@ -73,6 +73,7 @@ def main(args):
     config.training.steps, config.training.seq_len, config.training.local_batch_size = args.steps, 32, 2
     config.training.global_batch_size = args.global_batch
     config.training.mixed_precision_param = "float32"
+    config.debug.seed = 7
     config.parallelism.data_parallel_replicate_degree = args.replicas
     config.checkpoint = CheckpointManager.Config(enable=True, interval=10, last_save_in_hf=True)
     config.metrics = MetricsProcessor.Config(log_freq=2, enable_tensorboard=True, disable_color_printing=True)
