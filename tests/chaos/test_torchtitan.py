@@ -111,6 +111,55 @@ def runs_of_drill(tmp_path: Path, faults: str, steps: int) -> list[Path]:
     return [tmp_path / "runs" / name / "work" for name in ("reference", "with-faults")]
 
 
+REFUSING = """
+from dataclasses import dataclass
+from keepstep.errors import ConfigurationError
+from keepstep.integrations.torchtitan import TitanTrainer, protected
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+class Own(Trainer):
+    def train(self):
+        pass
+
+class OtherManager(BaseCheckpointManager):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        pass
+
+def saved(kind, **options):
+    return lambda config: setattr(config, "checkpoint", kind.Config(enable=True, **options))
+
+for kind, change in (
+    (protected(Own), lambda config: None),
+    (TitanTrainer, lambda config: setattr(config.comm, "mode", "local_tensor")),
+    (TitanTrainer, lambda config: setattr(config.parallelism, "enable_fsdp_symm_mem", True)),
+    (TitanTrainer, saved(Trainer.Config().checkpoint._owner, async_mode="async")),
+    (TitanTrainer, saved(OtherManager)),
+):
+    config = llama3_debugmodel()
+    change(config)
+    try:
+        kind(config)
+    except ConfigurationError as error:
+        print(error)
+"""
+
+
+def test_what_cannot_be_protected_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSING], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused = [line.split(" is not supported: ")[0] for line in done.stdout.splitlines()]
+    assert refused == [
+        "KeepstepOwn: a train() of its own",
+        "TitanTrainer: comm.mode='local_tensor'",
+        "TitanTrainer: parallelism.enable_fsdp_symm_mem",
+        "TitanTrainer: checkpoint.async_mode='async'",
+        "TitanTrainer: OtherManager.Config",
+    ]
+
+
 def weights(out: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(out.glob("checkpoint/*/*.safetensors"))]
 

@@ -34,8 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torchtitan
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
@@ -84,7 +86,6 @@ class TitanMixin(_Base):
         _warn_of_version()
         _refuse(type(self), config)
         self.session = current_session() or init(seed=config.debug.seed or 0)
-        self._is_late = self.session.is_waiting_spare
         _ = self.session.rank  # torchtitan looks it up in the environment, where a spare has none before
         self.keepstep_options: dict[str, Any] = {}
         self._progress = _Progress(self)
@@ -118,7 +119,7 @@ class TitanMixin(_Base):
         self._was_entered = True
         config = self.config
         structured_logger.log_trace_instant("training_start")
-        if not self._is_late:  # else its state comes from the other ranks, or from its node's memory
+        if not self.session.is_late:
             self.checkpointer.load(step=config.checkpoint.load_step)
         self._protect()
         self._enter()
@@ -132,6 +133,7 @@ class TitanMixin(_Base):
     # ---- what they need ---------------------------------------------------------------------------------------------
 
     def _protect(self) -> None:
+        _settle(self.loss_fn)
         self._batches = _Batches(self)
         self._own: Any = self.session.state("torchtitan", per_rank=True, tokens=self.ntokens_seen, lines=[])
         schedule = {"schedule": self.pp_schedule} if self.parallel_dims.pp_enabled else {}
@@ -375,6 +377,17 @@ class _Batches:
         self._iterator = None
 
 
+def _settle(loss: Any) -> None:
+    """Sets in FSDP2 what the loss in chunks leaves there at its first call, and what a replacement would not have: it
+    would gather the head's parameters once less than the others.
+    """
+    head = getattr(loss, "lm_head", None)
+    if isinstance(loss, ChunkedLossWrapper) and isinstance(head, FSDPModule):
+        head.set_reshard_after_forward(True)
+        head.set_reshard_after_backward(True)
+        head.set_requires_gradient_sync(True, recurse=False)
+
+
 def _postpone(thing: Any, calls: list[Callable[[], object]]) -> None:
     """Has ``thing.step()`` note itself, to be called later.
 
@@ -445,8 +458,8 @@ def _refuse(kind: type, config: Any) -> None:
         token_dispatcher.MinimalAsyncEPTokenDispatcher.Config,
     )
     refused = {
-        f"{kind.__name__}.train()": (
-            kind.train is not TitanMixin.train,  # type: ignore[attr-defined]  # of a Trainer
+        "a train() of its own": (
+            any("train" in vars(each) for each in kind.__mro__ if each not in (TitanMixin, Trainer)),
             "keepstep has a loop in place of Trainer.train(); override train_step() or what it calls",
         ),
         f"comm.mode={config.comm.mode!r}": (
@@ -473,7 +486,7 @@ def _refuse(kind: type, config: Any) -> None:
     }
     for name, (is_there, why) in refused.items():
         if is_there:
-            raise ConfigurationError(f"TitanTrainer: {name} is not supported: {why}")
+            raise ConfigurationError(f"{kind.__name__}: {name} is not supported: {why}")
 
 
 if __name__ == "__main__":
