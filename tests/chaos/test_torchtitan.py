@@ -4,11 +4,15 @@
 """
 
 import os
+import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.support.jobs import EXAMPLES, drill, run
@@ -109,6 +113,69 @@ def runs_of_drill(tmp_path: Path, faults: str, steps: int) -> list[Path]:
     assert code == 0, output
     assert result["missed"] == []
     return [tmp_path / "runs" / name / "work" for name in ("reference", "with-faults")]
+
+
+class Numbers:
+    """A dataloader whose position takes more bytes than may travel, where it says so."""
+
+    def __init__(self, is_large: Callable[[int], bool]) -> None:
+        self.next, self.is_large = 0, is_large
+
+    def __iter__(self) -> Iterator[tuple[dict[str, int], float]]:
+        while True:
+            self.next += 1
+            yield {"input": self.next}, random.random()
+
+    def state_dict(self) -> dict[str, object]:
+        return {"next": self.next, "buffer": random.randbytes(1 << 17) if self.is_large(self.next) else b""}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchtitan's packages, when they are imported
+def test_a_replacement_reads_what_the_former_rank_would_have_read() -> None:
+    from keepstep.integrations.torchtitan import _Batches
+
+    own = SimpleNamespace()
+
+    def batches(loader: Numbers) -> Any:
+        return _Batches(
+            SimpleNamespace(
+                dataloader=loader,
+                parallel_dims=SimpleNamespace(dp_enabled=False),
+                config=SimpleNamespace(debug=SimpleNamespace(seed=3)),
+                gradient_accumulation_steps=2,
+                num_pipeline_parallel_microbatches=1,
+                batch_generator=iter,
+                session=SimpleNamespace(state=lambda *_, **values: vars(own).update(values, **vars(own)) or own),
+            )
+        )
+
+    def train(present: Any, first: int, last: int) -> list[Any]:
+        read = []
+        for step in range(first, last):
+            present.go_to(step)
+            read.append([next(present), next(present)])
+            present.share()
+        return read
+
+    loader = Numbers(lambda position: position > 4)
+    one = batches(loader)
+    whole = train(one, 1, 6)
+    assert own.ahead == 6, "the position behind the second step is the last that could travel"
+    before = dict(vars(own))
+    further = train(one, 6, 8)
+    vars(own).update(before)  # as if the job went back
+    again = train(one, 6, 8)
+    vars(own).update(before)
+    assert train(batches(Numbers(lambda _position: False)), 6, 8) == again == further
+    assert [batch["input"] for step in whole + further for batch, _label in step] == list(range(1, 15))
+    vars(own).update(before)
+    one.go_to(6)
+    assert (loader.next, next(one)) == (10, further[0][0])
+    one.stand_before(6)
+    assert loader.next == 10, "what a checkpoint in front of the step has to have"
 
 
 REFUSING = """

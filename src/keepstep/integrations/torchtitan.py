@@ -127,7 +127,6 @@ class TitanMixin(_Base):
         logger.info(f"Training starts at step {self.step + 1}")
         with config.profiler.build(global_step=self.step, base_folder=config.dump_folder) as profiler:
             self._run(profiler)
-        self._batches.close()
         logger.info("Training completed")
 
     # ---- what they need ---------------------------------------------------------------------------------------------
@@ -212,7 +211,7 @@ class TitanMixin(_Base):
     def _follow(self) -> None:
         """What the trainer does behind a step: a unit."""
         self._loop.controller.seed(self.step)
-        self._batches.go_to(self.step + 1)  # the checkpoint has the loader's position in it
+        self._batches.stand_before(self.step + 1)  # the checkpoint has the loader's position in it
         self.checkpointer.save(self.step, last_step=self._is_last)
         if self.config.validator.enable and self.validator.should_validate(self.step):
             self.validator.validate(self.model_parts, self.step)
@@ -322,6 +321,7 @@ class _Batches:
         dims = trainer.parallel_dims
         self._rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
         self._seed = trainer.config.debug.seed or 0
+        self._per_step = trainer.gradient_accumulation_steps * trainer.num_pipeline_parallel_microbatches
         if getattr(self._loader, "snapshot_every_n_steps", 1) is None:
             self._loader.snapshot_every_n_steps = 1  # torchtitan leaves it out where it writes no checkpoint
         self._own = trainer.session.state("torchtitan's dataloader", per_rank=True, position=self._packed(), ahead=0)
@@ -330,7 +330,6 @@ class _Batches:
         """Whose batches are kept."""
         self._kept: list[Any] = []
         self._given = 0
-        self._is_exhausted = False
 
     def go_to(self, step: int) -> None:
         """The next batches that are asked for are those of this step, the one of which the protected state tells."""
@@ -338,15 +337,26 @@ class _Batches:
             self._given = 0
             return
         if self._iterator is None or self._step is None or step != self._step + 1:
-            self._load()
+            self._load(step)
         self._step, self._kept, self._given = step, [], 0
 
-    def _load(self) -> None:
-        position, ahead = self._own.position, self._own.ahead
-        self._loader.load_state_dict(from_bytes(zlib.decompress(position), _POSITION))
+    def stand_before(self, step: int) -> None:
+        """As `go_to`; the loader itself stands there, too."""
+        if self._kept and step == self._step:
+            self._step = None
+        self.go_to(step)
+
+    def _load(self, step: int) -> None:
+        self._loader.load_state_dict(from_bytes(zlib.decompress(self._own.position), _POSITION))
         self._iterator = self._trainer.batch_generator(self._loader)
-        for _ in range(ahead):
-            next(self._iterator)
+        for back in range(self._own.ahead, 0, -1):
+            self._read(step, -back)
+
+    def _read(self, step: int, number: int) -> Any:
+        """Reads a batch, with random numbers of its own."""
+        assert self._iterator is not None
+        with random_numbers_of(self._seed, self._rank, step * self._per_step + number):
+            return next(self._iterator)
 
     def __iter__(self) -> _Batches:
         return self
@@ -354,9 +364,7 @@ class _Batches:
     def __next__(self) -> Any:
         if self._given == len(self._kept):
             assert self._step is not None
-            assert self._iterator is not None
-            with random_numbers_of(self._seed, self._rank, self._step):
-                self._kept.append(next(self._iterator))
+            self._kept.append(self._read(self._step, len(self._kept)))
         inputs, labels = self._kept[self._given]
         self._given += 1
         return dict(inputs), labels  # train_step() puts other tensors into the dict
@@ -371,10 +379,6 @@ class _Batches:
 
     def _packed(self) -> bytes:
         return zlib.compress(to_bytes(self._loader.state_dict(), _POSITION), level=1)
-
-    def close(self) -> None:
-        """Drops the iterator, and with it the loader's workers."""
-        self._iterator = None
 
 
 def _settle(loss: Any) -> None:
