@@ -67,9 +67,10 @@ def test_both_ranks_at_once(tmp_path: Path) -> None:
     check(tmp_path, "kill@step=5,phase=backward,rank=1;kill@step=5,phase=backward,rank=0", 2)
 
 
-def test_with_replicas_of_the_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--replicas", "--tensor"])
+def test_in_two_dimensions(tmp_path: Path, option: str) -> None:
     faults = [f"kill@step={unit_of(4 + 5 * n)},phase={phase},rank={n}" for n, phase in enumerate(IN_A_STEP[:4])]
-    check(tmp_path, ";".join(faults), 1, "--replicas", 2, ranks=4)
+    check(tmp_path, ";".join(faults), 1, option, 2, ranks=4)
 
 
 @pytest.mark.parametrize("phase", ["synced", "updated"])
