@@ -6,10 +6,10 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch durations soak fuzz bench bench-peers bench-weights docs lint clean
+.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-torchtitan durations soak fuzz bench bench-peers bench-weights docs lint clean
 
 help: ## show this list
-	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the weights came out the same
 	$(BIN)/keepstep drill --nproc-per-node 3 --spares 1 examples/train_gpt.py
@@ -39,6 +39,13 @@ test-torch: ## the worker's and the chaos tests with another release: make test-
 		--disable-pip-version-check --quiet --requirement /dev/stdin
 	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
 	$(TORCH_VENV)/bin/python -m pytest tests/worker tests/chaos
+
+TITAN_VENV = .venv-torchtitan
+test-torchtitan: ## the drills of torchtitan, in an environment of its own: it needs a later torch than all other tests
+	test -x $(TITAN_VENV)/bin/pip || $(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
+		--editable '.[torchtitan]' torch==2.15.* "pytest>=8.4" "hypothesis>=6.120"
+	$(TITAN_VENV)/bin/python -m pytest -m "" tests/chaos/test_torchtitan.py
 
 durations: $(STAMP) ## write down how long the tests of make test take, slowest first, in tests/durations.txt
 	$(BIN)/python -m pytest -m quick --record-durations=tests/durations.txt

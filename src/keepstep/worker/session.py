@@ -162,6 +162,12 @@ class Session(Loops):
         return self._coordination.machine.rank is None
 
     @property
+    def is_late(self) -> bool:
+        """Whether this process was started as a spare, or in place of a lost rank: its state comes from other ranks, or
+        from its node's memory, and not from a file that its script loads. Does not block."""
+        return self._settings is not None and self._settings.rank is None
+
+    @property
     def is_pretending(self) -> bool:
         """Whether a spare is told at present that it has a rank; see `pretending`."""
         return self._coordination.is_warming_up and self.is_waiting_spare

@@ -92,7 +92,8 @@ class FullySharded(Replicated):
                 module.reset_iter_state()
         for group in self._groups():
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if not _is_computed(parameter, "unsharded_accumulated_grad"):
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # it was gathered once
                     parameter._unsharded_param.grad = None
         for flag in self._flags:
@@ -111,6 +112,11 @@ def find_fully_sharded(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
         for path, part in module.named_modules()
         if is_named(part, "FSDPModule")
     }
+
+
+def _is_computed(thing: Any, name: str) -> bool:
+    """Whether an attribute has no value of its own. In torch 2.15 it is the gradient of the gathered parameter."""
+    return isinstance(getattr(type(thing), name, None), property)
 
 
 def _state_of(module: Any) -> Any:

@@ -14,6 +14,7 @@ from tests.worker.ranks import DEADLINE_S, file_store, run_ranks
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp, ReduceScatterOptions
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepstep.worker.backends.gloo.scattering import CopyingWork, ScatteringGloo
 
@@ -105,3 +106,24 @@ def test_what_torch_refuses_is_refused(tmp_path: Path) -> None:
     for theirs, ours in run_ranks(2, ask_wrongly, tmp_path):
         assert theirs == ours
         assert "none" not in theirs
+
+
+class Seen(TorchDispatchMode):
+    """What a mode of this thread sees, such as selective activation checkpointing's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.names.append(str(operation))
+        return operation(*arguments, **(keywords or {}))
+
+
+def test_no_mode_sees_the_copy() -> None:
+    """Which thread copies is not known; checkpointing, which counts operations twice, would count it once."""
+    output = torch.zeros(2, 2)
+    work = CopyingWork([], torch.arange(4.0), output)
+    with Seen() as seen:
+        work.copy()
+    assert (output.tolist(), seen.names) == ([[0.0, 1.0], [2.0, 3.0]], [])

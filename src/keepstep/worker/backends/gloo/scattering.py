@@ -72,8 +72,13 @@ class CopyingWork(dist.Work):
         self._source, self._output = source, output
 
     def copy(self) -> None:
-        """Writes the output. The operations have ended well."""
-        self._output.copy_(self._source.view_as(self._output))
+        """Writes the output. The operations have ended well.
+
+        It is the thread that learns of their end first, so modes of a thread must not see it: selective activation
+        checkpointing counts the operations that it sees, in forward and once more.
+        """
+        with torch._C._DisableTorchDispatch():
+            self._output.copy_(self._source.view_as(self._output))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the operations have ended."""
