@@ -17,7 +17,7 @@ EXPLANATION = {
 
 def result(**changes: Any) -> dict[str, Any]:
     good = {"identical": True, "reference_digest": "abc", "digest": "abc", "exit_code": 0, "reason": "", "missed": []}
-    return good | {"faults": [], "files": [], "step_ms": 1.5, "explanation": None} | changes
+    return good | {"faults": [], "files": [], "raised": [], "step_ms": 1.5, "explanation": None} | changes
 
 
 def printed(capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
@@ -45,9 +45,19 @@ def test_files_that_differ_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
     assert printed(capsys, files=files[:1])[-1] == "files identical: yes (1 of 1)"
 
 
+def test_an_exception_that_nothing_has_raised_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, raised=["step 3, rank 1: exit code 1: KeyError: ['x']"])
+    assert "lost by an exception that no fault has raised: step 3, rank 1: exit code 1: KeyError: ['x']" in lines
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"identical": False}, {"missed": ["kill@step=9"]}, {"files": [{"file": "a", "difference": "differs"}]}],
+    [
+        {"identical": False},
+        {"missed": ["kill@step=9"]},
+        {"raised": ["step 3, rank 1: KeyError: 'x'"]},
+        {"files": [{"file": "a", "difference": "differs"}]},
+    ],
     ids=str,
 )
 def test_only_a_whole_yes_is_good(changes: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Which recovery dealt with which fault."""
 
-from keepstep.drill.drill import recovery_from
+from keepstep.drill.drill import own_exceptions, recovery_from
 from keepstep.protocol.recovery.records import Failure, RecoveryRecord
 
 
@@ -28,3 +28,20 @@ def test_a_hang_counts_from_the_last_move() -> None:
 def test_none_without_a_loss_of_that_rank() -> None:
     assert recovery_from(10.0, 1, [record(2, 10.01, (0, 10.01)), record(3, 8.0, (1, 8.0))]) is None
     assert recovery_from(10.0, None, [record(2, 10.01, (0, 10.01))]) is None
+
+
+def raised(generation: int, rank: int, since_s: float) -> RecoveryRecord:
+    failure = Failure(rank, "exception", "exit code 1: KeyError: 'x'", 5, "backward", since_s)
+    return RecoveryRecord(generation, "exception", "", since_s, [failure])
+
+
+def test_an_exception_belongs_to_a_fault_or_to_the_script() -> None:
+    records = [raised(2, 1, 10.0), record(3, 11.0, (0, 11.0)), raised(4, 1, 12.0)]
+    fault = {"fault": "raise", "rank": 1}
+    assert own_exceptions(records, [fault, fault, {"fault": "kill", "rank": 0}]) == []
+    assert own_exceptions(records, [fault]) == ["step 5, rank 1: exit code 1: KeyError: 'x'"]
+    assert len(own_exceptions(records, [{"fault": "kill", "rank": 1}])) == 2
+
+
+def test_a_recovery_that_was_cut_short_hands_its_losses_on() -> None:
+    assert len(own_exceptions([raised(2, 1, 10.0), raised(3, 1, 10.0)], [])) == 1

@@ -45,6 +45,9 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"a step without a failure takes {result['step_ms']:.1f} ms (median).")
     for fault in result["missed"]:
         console.print(f"[red]never came about:[/red] {fault} (are there enough steps?)")
+    for loss in result["raised"]:
+        console.print("[red]lost by an exception that no fault has raised:[/red]", end=" ")
+        console.print(loss, markup=False, highlight=False)
     if result["exit_code"] != 0:
         console.print(f"[red]the second run ended with exit code {result['exit_code']}:[/red] {result['reason']}")
     answer = "[bold green]yes[/bold green]" if result["identical"] else "[bold red]NO[/bold red]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from keepstep.drill.records import States, read_states
 from keepstep.drill.workdir import make_working_dir
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.job import Job, JobOptions, run_job
+from keepstep.protocol.messages import Cause
 from keepstep.protocol.recovery.records import RecoveryRecord
 from keepstep.trace.record import runfolder
 from keepstep.trace.timeline.describe import describe_recovery
@@ -185,14 +187,42 @@ def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], direct
         "explanation": explanation.as_json() if explanation else None,
         "faults": rows,
         "missed": missed,
+        "raised": own_exceptions(second.records, rows),
         "step_ms": first.step_ms,
         "recoveries": second.report["recoveries"],
     }
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Whether a drill's result is a yes: identical weights and files, and every fault came about."""
-    return result["identical"] and not result["missed"] and all(file["difference"] is None for file in result["files"])
+    """Whether a drill's result is a yes: identical weights and files, every fault came about, and no rank was lost by
+    an exception of its script's."""
+    files_are_equal = all(file["difference"] is None for file in result["files"])
+    return result["identical"] and not result["missed"] and not result["raised"] and files_are_equal
+
+
+def own_exceptions(records: Sequence[RecoveryRecord], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The ranks that were lost by an exception which no fault of the drill has raised.
+
+    They are replaced as any other lost rank, so that the weights come out right; but what raised is wrong.
+
+    Args:
+        records: of the run with failures.
+        rows: its faults; see `_row`.
+    """
+    lost = {
+        (failure.rank, failure.since_s): f"step {failure.step}, rank {failure.rank}: {failure.detail}"
+        for record in records
+        for failure in record.failures
+        if failure.cause == Cause.EXCEPTION
+    }
+    raised = Counter(row["rank"] for row in rows if row["fault"] == "raise")
+    own = []
+    for (rank, _since_s), text in sorted(lost.items(), key=lambda entry: entry[0][1]):
+        if raised[rank]:
+            raised[rank] -= 1
+        else:
+            own.append(text)
+    return own
 
 
 def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecord]) -> RecoveryRecord | None:
