@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import SCRIPTS, drill
+from tests.support.jobs import SCRIPTS, drill, run
 from tests.support.layouts import in_every_phase
 
 FAULTS = (
@@ -48,3 +48,19 @@ def test_two_ranks_at_once(tmp_path: Path) -> None:
     code, result, output = drill(tmp_path, *arguments, SCRIPTS / "lightning_trainer.py", *WHOLE_EPOCHS)
     assert code == 0, output
     assert result["identical"]
+
+
+@pytest.mark.parametrize("spares", [1, 0])
+def test_a_gan_that_alternates_by_batch(tmp_path: Path, spares: int) -> None:
+    faults, _num_steps = in_every_phase(3)
+    arguments = ("--nproc-per-node", 3, "--spares", spares, "--faults", faults)
+    code, result, output = drill(tmp_path, *arguments, SCRIPTS / "lightning_gan.py")
+    assert code == 0, output
+    assert result["identical"]
+    assert result["missed"] == []
+
+
+def test_a_gan_that_updates_both_in_each_batch_is_refused(tmp_path: Path) -> None:
+    code, _out, err = run("run", "--nproc-per-node", 2, SCRIPTS / "lightning_gan.py", "--both", cwd=tmp_path)
+    assert code != 0
+    assert "the discriminator in even steps, the generator in odd ones" in err
