@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import SCRIPTS, drill
 
-
 FAULTS = "kill@step=6,phase=forward,rank=1;kill@step=14,phase=backward,rank=0"
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import EXAMPLES, drill
-from tests.support.layouts import SPACING
+from tests.support.jobs import EXAMPLES, SCRIPTS, drill, run
+from tests.support.layouts import SPACING, in_every_phase
 
 from keepstep.drill.faults import IN_A_STEP
 
@@ -84,3 +84,20 @@ def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, name: str, spares: int
 def test_two_ranks_at_once(tmp_path: Path, name: str) -> None:
     at = next(each for each in steps_that_train(name) if each >= 4)
     check(tmp_path, name, f"kill@step={at},phase=backward,rank=1;kill@step={at},phase=backward,rank=2", 2)
+
+
+@pytest.mark.parametrize("spares", [1, 0])
+def test_fsdp2_by_the_plugin_of_accelerate(tmp_path: Path, spares: int) -> None:
+    faults, _num_steps = in_every_phase(RANKS)
+    arguments = ("--nproc-per-node", RANKS, "--spares", spares, "--faults", faults)
+    script = SCRIPTS / "accelerate_fsdp2.py"
+    code, result, output = drill(tmp_path, *arguments, script, "--snapshot-every", 2)
+    assert code == 0, output
+    assert result["identical"]
+    assert result["missed"] == []
+
+
+def test_fsdp2_in_a_loop_over_epochs_is_refused(tmp_path: Path) -> None:
+    code, _out, err = run("run", "--nproc-per-node", 2, SCRIPTS / "accelerate_fsdp2.py", "--epochs", cwd=tmp_path)
+    assert code != 0
+    assert "a part of the state has no replica" in err
