@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 import keepstep
@@ -22,6 +23,8 @@ parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--strategy", default="steps", choices=("steps", "epoch"))
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--fsdp", action="store_true", help="FSDP2, which Accelerate leaves aside on CPUs by itself")
+parser.add_argument("--snapshot-every", type=int)
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -87,6 +90,15 @@ trainer = KeepstepTrainer(
     eval_dataset=Sentences(50, 10),
     callbacks=[Lines(), EarlyStoppingCallback(early_stopping_patience=20)],
 )
+if arguments.fsdp:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
+    )
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    state, trainer.is_fsdp_enabled = trainer.accelerator.state, True
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+if arguments.snapshot_every:
+    trainer.keepstep_options["snapshot_every"] = arguments.snapshot_every
 print(f"built, with rank {os.environ.get('RANK', 'none')}", flush=True)
 result = trainer.train(resume_from_checkpoint=arguments.resume or None)
 if trainer.is_world_process_zero():

@@ -47,7 +47,7 @@ class KeepstepAccelerator(Accelerator):
         super().__init__(*arguments, **keywords)
         self._has_begun = False
         self._wrapped: list[torch.nn.Module] = []
-        """What `prepare_model` has made of models: those that communicate."""
+        """What `prepare` has made of models: those that communicate."""
 
     def epochs(self, loader: DataLoader[Any], num_epochs: int, **options: Any) -> Iterator[PreparedEpoch]:
         """Protects all that was prepared and registered for checkpointing, and hands out the epochs of a loader.
@@ -70,12 +70,22 @@ class KeepstepAccelerator(Accelerator):
         for epoch in self.session.epochs(loader, num_epochs, accumulate=accumulate):
             yield PreparedEpoch(self, epoch)
 
+    def prepare(self, *arguments: Any, **keywords: Any) -> Any:
+        """That of Accelerate, which shards models for FSDP2 here."""
+        prepared = super().prepare(*arguments, **keywords)
+        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
+            self._note(thing)
+        return prepared
+
     def prepare_model(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
-        """That of Accelerate."""
+        """That of Accelerate, which wraps a model by DDP here."""
         wrapped = super().prepare_model(model, *arguments, **keywords)
-        if isinstance(wrapped, torch.nn.Module) and not any(wrapped is known for known in self._wrapped):
-            self._wrapped.append(wrapped)
+        self._note(wrapped)
         return wrapped
+
+    def _note(self, thing: Any) -> None:
+        if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._wrapped):
+            self._wrapped.append(thing)
 
     def _protected(self) -> dict[str, Any]:
         named = {

@@ -21,6 +21,7 @@ import copy
 import dataclasses
 import functools
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -170,6 +171,13 @@ class KeepstepMixin(_Base):
         if not self._loop.is_inside:
             self._loop.begin(draws_as=self.state.global_step)
         return super().training_step(*arguments, **keywords)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """That of the Trainer, which looks for the folder next, to note it as the best one on each rank. Where it saves
+        shards it has not made it yet."""
+        super().save_model(output_dir, _internal_call)
+        if output_dir is not None and self.is_fsdp_enabled and self.args.should_save:
+            os.makedirs(output_dir, exist_ok=True)
 
     def _maybe_log_save_evaluate(
         self,

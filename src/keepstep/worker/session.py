@@ -18,6 +18,7 @@ from torch import distributed as dist
 from keepstep import config
 from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.protocol.phases import Phase
+from keepstep.protocol.snapshots import lone_shards
 from keepstep.shared import lifeline, tagpage
 from keepstep.shared.snapshotfile import SnapshotFile
 from keepstep.weights.channels.group import Carrier
@@ -442,7 +443,10 @@ class Session(Loops):
         return reached if is_short else None
 
     def _goes_back(self) -> bool:
-        return self.world_size > 1 and self._recovery is not None and self._recovery.takes_snapshots
+        membership = self._coordination.machine.membership
+        if self.world_size == 1 or membership is None or self._recovery is None or self.generation > 1:
+            return False  # also where it may by now: a job that trains already goes on as long as it can
+        return self._recovery.takes_snapshots and bool(lone_shards(membership))
 
     def _check_replicas(self, start: int) -> None:
         """Compares what this rank begins with to what its replicas do, while all ranks start together."""

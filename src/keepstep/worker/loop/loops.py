@@ -67,7 +67,7 @@ class Loops(abc.ABC):
 
     @abc.abstractmethod
     def _goes_back(self) -> bool:
-        """Whether the job may have to go back by several steps."""
+        """Whether the loss of one rank may take the job back by several steps."""
 
     def steps(self, num_steps: int, *, start: int = 0) -> Iterator[Step]:
         """Hands out the steps up to ``num_steps``, beginning where the job stands.
@@ -151,11 +151,13 @@ class Loops(abc.ABC):
 
         def start() -> StepController:
             self._begin_reading(loader)
-            controller = self.begin()
-            self._refuse_going_back()
-            return controller
+            return self.begin()
 
-        return Epochs(self._reading(loader, num_epochs, accumulate), start, self._hand)
+        def present(step: Step) -> None:
+            self._refuse_going_back()  # with the first step it is known who holds what
+            self._hand(step)
+
+        return Epochs(self._reading(loader, num_epochs, accumulate), start, present)
 
     def _reading(self, loader: DataLoader[Any], epochs: int, accumulate: int) -> Reading:
         return Reading(loader, epochs, accumulate, self._seed, lambda: self.data_rank)
