@@ -15,8 +15,24 @@ FAULTS = (
 @pytest.mark.parametrize("spares", [1, 0])
 @pytest.mark.parametrize(
     "options",
-    [(), ("--manual",), ("--accumulate", 2, "--workers", 1, "--epochs", 5), ("--precision", "bf16-mixed")],
-    ids=["automatic", "manual", "accumulation and workers", "mixed precision"],
+    [
+        (),
+        ("--manual",),
+        ("--accumulate", 2, "--workers", 1, "--epochs", 5),
+        ("--precision", "bf16-mixed"),
+        ("--precision", "16-mixed"),
+        ("--loaders", "max_size_cycle"),
+        ("--loaders", "max_size", "--workers", 1),
+    ],
+    ids=[
+        "automatic",
+        "manual",
+        "accumulation and workers",
+        "mixed precision",
+        "scaled",
+        "two loaders",
+        "uneven loaders",
+    ],
 )
 def test_kills_and_every_file(tmp_path: Path, spares: int, options: tuple[object, ...]) -> None:
     arguments = ("--nproc-per-node", 3, "--spares", spares, "--compare", "out", "--faults", FAULTS)
@@ -64,3 +80,16 @@ def test_a_gan_that_updates_both_in_each_batch_is_refused(tmp_path: Path) -> Non
     code, _out, err = run("run", "--nproc-per-node", 2, SCRIPTS / "lightning_gan.py", "--both", cwd=tmp_path)
     assert code != 0
     assert "the discriminator in even steps, the generator in odd ones" in err
+
+
+def test_faults_in_a_training_that_is_resumed_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    script, ranks = SCRIPTS / "lightning_trainer.py", ("--nproc-per-node", 3)
+    code, _out, err = run("run", *ranks, script, "--epochs", 1, cwd=tmp_path / "first")
+    assert code == 0, err
+    faults = "kill@step=4,phase=backward,rank=0;kill@step=10,phase=updated,rank=1"
+    resumed = (script, *WHOLE_EPOCHS, "--resume", tmp_path / "first/out/best/last.ckpt")
+    code, result, output = drill(tmp_path, *ranks, "--spares", 1, "--compare", "out", "--faults", faults, *resumed)
+    assert code == 0, output
+    assert result["identical"]
+    assert result["missed"] == []

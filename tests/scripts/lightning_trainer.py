@@ -12,6 +12,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
@@ -29,6 +31,7 @@ parser.add_argument("--save-every", type=int, default=0)
 parser.add_argument("--manual", action="store_true")
 parser.add_argument("--precision", default="32-true")
 parser.add_argument("--keys", type=int, default=0)
+parser.add_argument("--loaders", choices=("min_size", "max_size_cycle", "max_size"), help="two of them, and how")
 parser.add_argument("--resume")
 arguments = parser.parse_args()
 
@@ -47,6 +50,12 @@ class Pictures(Dataset):
         return picture + 0.1 * torch.rand(3, 8, 8), torch.tensor(index % 5)  # augmentation
 
 
+def combined(batch):
+    """One batch of what two loaders give, of which the shorter one may have come to its end."""
+    parts = [part for part in (batch["many"], batch["few"]) if part is not None]
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -59,7 +68,7 @@ class Module(L.LightningModule):
         return self.net(pictures)
 
     def training_step(self, batch, batch_idx):
-        pictures, labels = batch
+        pictures, labels = combined(batch) if arguments.loaders else batch
         pictures -= pictures.mean()  # in place: the same batch must come again as it was
         loss = nn.functional.cross_entropy(self(pictures + 0.01 * torch.randn_like(pictures)), labels)
         self.mean(loss)
@@ -128,11 +137,17 @@ def without_folder(value):
 
 L.seed_everything(1)
 model = ManualModule() if arguments.manual else Module()
+in_half = [MixedPrecision("16-mixed", "cpu")] if arguments.precision == "16-mixed" else None
+training = DataLoader(Pictures(130), batch_size=4, num_workers=arguments.workers, shuffle=True)
+if arguments.loaders:
+    few = DataLoader(Pictures(50), batch_size=2, num_workers=arguments.workers, shuffle=True)
+    training = CombinedLoader({"many": training, "few": few}, arguments.loaders)
 trainer = L.Trainer(
     strategy=KeepstepStrategy(),
     accelerator="cpu",
     max_epochs=arguments.epochs,
-    precision=arguments.precision,
+    precision=None if in_half else arguments.precision,
+    plugins=in_half,
     log_every_n_steps=arguments.log_every,
     val_check_interval=arguments.validate,
     logger=CSVLogger(arguments.out),
@@ -148,7 +163,7 @@ trainer = L.Trainer(
 )
 trainer.fit(
     model,
-    DataLoader(Pictures(130), batch_size=4, num_workers=arguments.workers, shuffle=True),
+    training,
     DataLoader(Pictures(30), batch_size=4),
     ckpt_path=arguments.resume,
 )
