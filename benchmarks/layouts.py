@@ -13,15 +13,13 @@ Prints a table, and writes ``benchmarks/results/DATE-layouts.md`` with the raw f
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import drills
 import page
-from jobs import JobFailed, RunningJob
 from page import RESULTS, Section
 from rich.console import Console
 
@@ -29,8 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support import layouts
 
 QUICK = {"only": "HSDP 2 × 2", "random_kills": 2}
-DEADLINE_S = 300.0
-"""For one drill."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,30 +42,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def drill(layout: str, spares: int, faults: tuple[str, int]) -> dict[str, Any]:
-    """What came of one drill.
-
-    Raises:
-        JobFailed: the weights are not the same, or there was no end.
-    """
-    with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
-        found = Path(folder) / "drill.json"
-        arguments = ["drill", "--json", str(found), *layouts.arguments(layout, spares, faults)]
-        with RunningJob([sys.executable, "-m", "keepstep.cli.main", *arguments], Path(folder)) as job:
-            job.wait(DEADLINE_S)
-        result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-    struck = result["faults"]
-    if not result["identical"] or result["missed"]:
-        raise JobFailed(f"{layout}: identical: {result['identical']}, never came about: {result['missed']}")
-    return {
-        "layout": layout,
-        "spares": spares,
-        "faults": faults[0],
-        "num_faults": len(struck),
-        "again": [each["steps_recomputed"] for each in struck],
-        "state_from": sorted({each["state_from"] for each in struck}),
-        "recovery_ms": [each["gap_ms"] - each["first_step_ms"] for each in struck if each["fault"] != "hang"],
-        "step_ms": result["step_ms"],
-    }
+    """What came of one drill. See `drills.drilled`."""
+    found = drills.drilled(layout, layouts.arguments(layout, spares, faults))
+    return {"layout": layout, "spares": spares, "faults": faults[0], **found}
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:

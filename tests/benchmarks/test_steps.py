@@ -46,3 +46,11 @@ def test_frameworks(tmp_path: Path) -> None:
     result, page = measured("frameworks", tmp_path)
     assert {name: len(starts) for name, starts in result["frameworks"].items()} == {"accelerate": 1, "lightning": 1}
     assert "in the loops of frameworks" in page
+
+
+def test_loops(tmp_path: Path) -> None:
+    result, page = measured("loops", tmp_path)
+    (example,) = result["examples"]
+    assert example["spare"]["num_faults"] == example["no_spare"]["num_faults"] > 1
+    assert example["two_at_once"]["num_faults"] == 2
+    assert "Loops of frameworks" in page

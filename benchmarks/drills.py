@@ -1,0 +1,45 @@
+"""One drill, as `layouts.py` and `loops.py` run many."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jobs import JobFailed, RunningJob
+
+DEADLINE_S = 300.0
+"""For one drill."""
+
+
+def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
+    """What came of it.
+
+    Args:
+        name: of what is drilled, for messages.
+        arguments: what comes after ``keepstep drill``.
+
+    Raises:
+        JobFailed: the weights or files are not the same, or there was no end.
+    """
+    with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
+        found = Path(folder) / "drill.json"
+        command = [sys.executable, "-m", "keepstep.cli.main", "drill", "--json", str(found), *arguments]
+        with RunningJob(command, Path(folder)) as job:
+            job.wait(DEADLINE_S)
+        result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+    struck, different = result["faults"], [file["name"] for file in result["files"] if file["difference"]]
+    if not result["identical"] or result["missed"] or different:
+        raise JobFailed(
+            f"{name}: identical: {result['identical']}, other files: {different}, never came about: {result['missed']}"
+        )
+    return {
+        "num_faults": len(struck),
+        "again": [each["steps_recomputed"] for each in struck],
+        "state_from": sorted({each["state_from"] for each in struck}),
+        "recovery_ms": [each["gap_ms"] - each["first_step_ms"] for each in struck if each["fault"] != "hang"],
+        "step_ms": result["step_ms"],
+        "files": [file["name"] for file in result["files"]],
+    }

@@ -1,0 +1,109 @@
+"""Every example of docs/integrations under the drill, with a spare and without, and with two ranks lost at once.
+
+    python benchmarks/loops.py                  about fifteen minutes on two idle cores
+    python benchmarks/loops.py --quick          a smoke test with one example; nothing is written
+
+Each example is a training on three ranks in a loop of a framework, or in a user's loop over epochs. It loses a rank in
+each phase of a step, and one that hangs; in a second run two ranks at once. Weights, metrics, logs and checkpoints have
+to be those of a run without failures: else the benchmark ends with an error.
+
+Prints a table, and writes ``benchmarks/results/DATE-loops.md`` with the raw figures in a .json beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import drills
+import page
+from page import RESULTS, Section
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support import loops
+
+QUICK = {"only": ["fabric"]}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=loops.FILES, default=list(loops.FILES), help="some examples")
+    parser.add_argument("--results", type=Path, help="where the page goes (default: results)")
+    return page.parsed(parser, QUICK)
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All drills, one after the other."""
+    found = []
+    for name in args.only:
+        console.print(f"{name} ...", highlight=False)
+        one = {"example": name}
+        for key, spares, faults in (
+            ("spare", 1, loops.in_every_phase(name)),
+            ("no_spare", 0, loops.in_every_phase(name)),
+            ("two_at_once", 2, loops.two_at_once(name)),
+        ):
+            one[key] = drills.drilled(name, loops.arguments(name, spares, faults))
+        found.append(one)
+    return {"examples": found}
+
+
+def sections(result: dict[str, Any]) -> list[Section]:
+    """The table."""
+    rows = [
+        [
+            f"`{each['example']}.py`",
+            str(len(each["spare"]["files"])),
+            *(text for key in ("spare", "no_spare", "two_at_once") for text in _figures(each[key])),
+        ]
+        for each in result["examples"]
+    ]
+    columns = (
+        "example",
+        "files",
+        "again",
+        "recovery, ms",
+        "no spare: again",
+        "recovery, ms",
+        "two: again",
+        "recovery, ms",
+    )
+    notes = [
+        f"{result['examples'][0]['spare']['num_faults']} faults in each of the first two runs: a kill in each phase of "
+        "a step, and a rank that hangs in its backward. two: two of three ranks are killed in one backward, with two "
+        "spares.",
+        "The weights of all runs, and so many files that they wrote, are those of a run without failures, bit for bit.",
+        "again: steps computed again after one fault, at the most. recovery: median of the kills, from the kill to the "
+        "first completed step, without that step's own time.",
+    ]
+    return [Section("A kill in every phase, and a hang; two at once", columns, rows, notes)]
+
+
+def _figures(result: dict[str, Any]) -> list[str]:
+    """How many steps came again at the most, and the median recovery."""
+    return [f"≤ {max(result['again'])}", f"{statistics.median(result['recovery_ms']):,.0f}"]
+
+
+def markdown(result: dict[str, Any], raw: str) -> str:
+    """The page."""
+    job = "* Jobs: three ranks on one node; the scripts are those of examples/integrations.\n"
+    head = page.heading("Loops of frameworks", result) + job + page.measured_in(result, raw) + "\n"
+    return head + "\n".join(section.markdown() for section in sections(result))
+
+
+def main() -> int:
+    """Runs, shows, writes."""
+    args = parse_arguments()
+    console = Console()
+    folder = args.results or (None if args.quick else RESULTS)
+    known = page.provenance("loops.py")
+    return page.carry_out("loops", known, lambda: measure(args, console), sections, markdown, console, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
