@@ -30,7 +30,7 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
         with RunningJob(command, Path(folder)) as job:
             job.wait(DEADLINE_S)
         result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-    struck, different = result["faults"], [file["name"] for file in result["files"] if file["difference"]]
+    struck, different = result["faults"], [file["file"] for file in result["files"] if file["difference"]]
     if not result["identical"] or result["missed"] or different:
         raise JobFailed(
             f"{name}: identical: {result['identical']}, other files: {different}, never came about: {result['missed']}"
@@ -41,5 +41,5 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
         "state_from": sorted({each["state_from"] for each in struck}),
         "recovery_ms": [each["gap_ms"] - each["first_step_ms"] for each in struck if each["fault"] != "hang"],
         "step_ms": result["step_ms"],
-        "files": [file["name"] for file in result["files"]],
+        "files": [file["file"] for file in result["files"]],
     }
