@@ -1,7 +1,9 @@
 """Reading NVML, with a fake in the place of the library; and that fake beside the real binding."""
 
 import importlib
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from tests.support.fake_nvml import CALLS, CONSTANTS, FakeDevice, FakeNvml
@@ -182,9 +184,6 @@ def test_the_fake_has_the_names_and_numbers_of_the_real_binding() -> None:
 def test_each_call_of_the_reader_is_one_that_the_fake_knows() -> None:
     source = importlib.import_module("keepstep.agent.health.nvml").__file__
     assert source is not None
-    with open(source, encoding="utf-8") as file:
-        text = file.read()
-    import re
-
+    text = Path(source).read_text("utf-8")
     used = set(re.findall(r"nvml\.(nvml[A-Z]\w+)", text))
     assert used == {*CALLS, *(name for name in CONSTANTS if name.startswith("nvml"))}

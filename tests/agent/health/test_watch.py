@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from keepstep.agent.health import watch
+from keepstep.agent.health import machine, watch
 from keepstep.agent.health.conditions import Action
 from keepstep.agent.health.machine import Finding, Reading
 from keepstep.agent.health.watch import HealthWatch
@@ -49,7 +49,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not holds():
+        while not holds():  # noqa: ASYNC110  # what is waited for comes from another thread
             await asyncio.sleep(0.005)
 
 
@@ -103,7 +103,7 @@ def test_a_driver_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.Monk
         return FakeReader()
 
     async def main() -> None:
-        with pytest.raises(ConfigurationError, match="NVML has not answered within 0.05 s"):
+        with pytest.raises(ConfigurationError, match=r"NVML has not answered within 0\.05 s"):
             await HealthWatch(hang, lambda finding: None).start()
 
     began_s = time.monotonic()
@@ -132,8 +132,6 @@ def test_after_the_stop_nothing_is_found() -> None:
 
 
 def test_a_reader_that_falls_silent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keepstep.agent.health import machine
-
     monkeypatch.setattr(machine, "SILENT_S", 0.1)
     may_go_on = threading.Event()
 
@@ -141,7 +139,7 @@ def test_a_reader_that_falls_silent_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         reader, found = FakeReader(1), list[Finding]()
         watching = HealthWatch(lambda: reader, found.append)
         await watching.start()
-        reader.read = lambda device: Reading() if may_go_on.wait(DEADLINE_S) else Reading()  # type: ignore[method-assign]
+        monkeypatch.setattr(reader, "wait", lambda timeout_s: may_go_on.wait(DEADLINE_S) and None)
         await until(lambda: len(found) == 1)
         assert found[0].action is Action.WARN
         assert "NVML gives no answer" in found[0].reason
