@@ -116,43 +116,43 @@ class FakeNvml(types.ModuleType):
             raise AttributeError(name)
         return lambda device: self._of(device, name, values[name](device))
 
-    def nvmlInit(self) -> None:  # noqa: N802  # as in pynvml, here and below
+    def nvmlInit(self) -> None:  # noqa: N802  # as in pynvml
         """Fails with ``init_error``, if there is one."""
         if self.init_error is not None:
             raise NVMLError(self.init_error)
         self.is_open = True
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
+    def nvmlShutdown(self) -> None:  # noqa: N802  # as in pynvml
         """The library is closed."""
         self.is_open = False
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802  # as in pynvml
         """All devices of the machine."""
         return len(self.devices)
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeDevice:  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeDevice:  # noqa: N802  # as in pynvml
         """A device is its own handle."""
         return self.devices[index]
 
-    def nvmlDeviceGetUUID(self, device: FakeDevice) -> str:  # noqa: N802
+    def nvmlDeviceGetUUID(self, device: FakeDevice) -> str:  # noqa: N802  # as in pynvml
         """Also fails of a lost device."""
         return str(self._of(device, "nvmlDeviceGetUUID", device.uuid))
 
-    def nvmlDeviceGetTotalEccErrors(self, device: FakeDevice, kind: int, counter: int) -> int:  # noqa: N802
+    def nvmlDeviceGetTotalEccErrors(self, device: FakeDevice, kind: int, counter: int) -> int:  # noqa: N802  # as in pynvml
         """Only what keepstep asks for is known."""
         assert (kind, counter) == (CONSTANTS["NVML_MEMORY_ERROR_TYPE_UNCORRECTED"], CONSTANTS["NVML_VOLATILE_ECC"])
         return int(self._of(device, "nvmlDeviceGetTotalEccErrors", device.uncorrectable))
 
-    def nvmlEventSetCreate(self) -> list[FakeDevice]:  # noqa: N802
+    def nvmlEventSetCreate(self) -> list[FakeDevice]:  # noqa: N802  # as in pynvml
         """The set is the list of the devices in it."""
         return self._watched
 
-    def nvmlDeviceRegisterEvents(self, device: FakeDevice, kinds: int, events: list[FakeDevice]) -> None:  # noqa: N802
+    def nvmlDeviceRegisterEvents(self, device: FakeDevice, kinds: int, events: list[FakeDevice]) -> None:  # noqa: N802  # as in pynvml
         """A device tells of its Xids from now on."""
         assert kinds == CONSTANTS["nvmlEventTypeXidCriticalError"]
         events.append(device)
 
-    def nvmlEventSetWait_v2(self, events: list[FakeDevice], timeout_ms: int) -> FakeEvent:  # noqa: N802
+    def nvmlEventSetWait_v2(self, events: list[FakeDevice], timeout_ms: int) -> FakeEvent:  # noqa: N802  # as in pynvml
         """Waits for the next one."""
         assert events is self._watched
         try:
@@ -160,6 +160,6 @@ class FakeNvml(types.ModuleType):
         except queue.Empty:
             raise NVMLError(CONSTANTS["NVML_ERROR_TIMEOUT"]) from None
 
-    def nvmlEventSetFree(self, events: list[FakeDevice]) -> None:  # noqa: N802
+    def nvmlEventSetFree(self, events: list[FakeDevice]) -> None:  # noqa: N802  # as in pynvml
         """No device tells of anything."""
         events.clear()

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tests.support.fake_nvml import CALLS, CONSTANTS, FakeDevice, FakeNvml
 
-from keepstep.agent.health.conditions import Condition
-from keepstep.agent.health.machine import Reading
+from keepstep.agent.health.conditions import DeviceCondition
+from keepstep.agent.health.machine import DeviceReading
 from keepstep.agent.health.nvml import NvmlReader
 from keepstep.errors import ConfigurationError
 
-WELL = Reading(num_uncorrectable=0, remap_pending=False, remap_failed=False, retirement_pending=False)
+WELL = DeviceReading(num_uncorrectable=0, remap_pending=False, remap_failed=False, retirement_pending=False)
 
 
 @pytest.fixture
@@ -96,12 +96,14 @@ def test_a_device_that_is_well() -> None:
 def test_all_that_a_device_shows_is_read(nvml: FakeNvml) -> None:
     sick = nvml.devices[1]
     sick.uncorrectable, sick.rows, sick.pages_pending, sick.reasons = 3, (0, 1, 1, 1), 1, 0x80 | 0x20
-    slowdowns = frozenset({Condition.THERMAL, Condition.POWER_BRAKE})
-    assert reader().read(1) == Reading(False, False, None, 3, True, True, True, slowdowns)
+    slowdowns = frozenset({DeviceCondition.THERMAL, DeviceCondition.POWER_BRAKE})
+    assert reader().read(1) == DeviceReading(False, False, None, 3, True, True, True, slowdowns)
 
 
-@pytest.mark.parametrize(("reasons", "found"), [(0x40, {Condition.THERMAL}), (0x4, set()), (0x1, set()), (0x8, set())])
-def test_only_heat_and_the_power_brake_are_slowdowns(nvml: FakeNvml, reasons: int, found: set[Condition]) -> None:
+@pytest.mark.parametrize(
+    ("reasons", "found"), [(0x40, {DeviceCondition.THERMAL}), (0x4, set()), (0x1, set()), (0x8, set())]
+)
+def test_only_heat_and_the_power_brake_are_slowdowns(nvml: FakeNvml, reasons: int, found: set[DeviceCondition]) -> None:
     nvml.devices[0].reasons = reasons
     assert reader().read(0).slowdowns == found
 
@@ -109,18 +111,18 @@ def test_only_heat_and_the_power_brake_are_slowdowns(nvml: FakeNvml, reasons: in
 def test_what_a_device_does_not_support_is_not_known(nvml: FakeNvml) -> None:
     nvml.devices[0].unsupported = {call for call in CALLS if call.startswith("nvmlDeviceGet")} - {"nvmlDeviceGetUUID"}
     nvml.devices[0].unsupported -= {"nvmlDeviceGetName"}
-    assert reader().read(0) == Reading()
+    assert reader().read(0) == DeviceReading()
 
 
 @pytest.mark.parametrize(
     ("error", "reading"),
     [
-        ("NVML_ERROR_GPU_IS_LOST", Reading(is_lost=True)),
-        ("NVML_ERROR_RESET_REQUIRED", Reading(needs_reset=True)),
-        ("NVML_ERROR_UNKNOWN", Reading(error="NVML error 999")),
+        ("NVML_ERROR_GPU_IS_LOST", DeviceReading(is_lost=True)),
+        ("NVML_ERROR_RESET_REQUIRED", DeviceReading(needs_reset=True)),
+        ("NVML_ERROR_UNKNOWN", DeviceReading(error="NVML error 999")),
     ],
 )
-def test_errors_are_readings_too(nvml: FakeNvml, error: str, reading: Reading) -> None:
+def test_errors_are_readings_too(nvml: FakeNvml, error: str, reading: DeviceReading) -> None:
     read = reader()
     nvml.devices[0].error = CONSTANTS[error]
     assert read.read(0) == reading

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from keepstep.agent.health import machine, watch
-from keepstep.agent.health.conditions import Action
-from keepstep.agent.health.machine import Finding, Reading
+from keepstep.agent.health.conditions import HealthAction
+from keepstep.agent.health.machine import DeviceReading, HealthFinding
 from keepstep.agent.health.watch import HealthWatch
 from keepstep.errors import ConfigurationError
 
@@ -22,12 +22,12 @@ class FakeReader:
 
     def __init__(self, num_devices: int = 2) -> None:
         self.labels = tuple(f"GPU {number}" for number in range(num_devices))
-        self.readings = [Reading() for _ in self.labels]
+        self.readings = [DeviceReading() for _ in self.labels]
         self.xids: queue.Queue[tuple[int, int]] = queue.Queue()
         self.threads: set[str] = set()
         self.is_closed = threading.Event()
 
-    def read(self, device: int) -> Reading:
+    def read(self, device: int) -> DeviceReading:
         self.threads.add(threading.current_thread().name)
         return self.readings[device]
 
@@ -55,15 +55,15 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def test_readings_and_xids_become_findings_on_the_loop() -> None:
     async def main() -> None:
-        reader, found = FakeReader(), list[Finding]()
+        reader, found = FakeReader(), list[HealthFinding]()
         watching = HealthWatch(lambda: reader, found.append)
         assert await watching.start() == []
         reader.xids.put((1, 31))
         await until(lambda: len(found) == 1)
-        reader.readings[0] = Reading(is_lost=True)
+        reader.readings[0] = DeviceReading(is_lost=True)
         await until(lambda: len(found) == 2)
         watching.stop()
-        assert [(each.device, each.action) for each in found] == [(1, Action.WARN), (0, Action.REPLACE)]
+        assert [(each.device, each.action) for each in found] == [(1, HealthAction.WARN), (0, HealthAction.REPLACE)]
         assert reader.threads == {"keepstep-health"}
         assert await asyncio.to_thread(reader.is_closed.wait, DEADLINE_S)
 
@@ -71,16 +71,16 @@ def test_readings_and_xids_become_findings_on_the_loop() -> None:
 
 
 def test_the_first_look_is_what_start_returns() -> None:
-    async def main() -> list[Finding]:
+    async def main() -> list[HealthFinding]:
         reader = FakeReader()
-        reader.readings[1] = Reading(remap_failed=True)
+        reader.readings[1] = DeviceReading(remap_failed=True)
         watching = HealthWatch(lambda: reader, lambda finding: None)
         findings = await watching.start()
         watching.stop()
         return findings
 
     (finding,) = asyncio.run(main())
-    assert (finding.device, finding.action) == (1, Action.REPLACE)
+    assert (finding.device, finding.action) == (1, HealthAction.REPLACE)
 
 
 def test_what_cannot_be_opened_is_said_by_start() -> None:
@@ -118,12 +118,12 @@ def test_a_driver_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.Monk
 
 def test_after_the_stop_nothing_is_found() -> None:
     async def main() -> None:
-        reader, found = FakeReader(), list[Finding]()
+        reader, found = FakeReader(), list[HealthFinding]()
         watching = HealthWatch(lambda: reader, found.append)
         await watching.start()
         watching.stop()
         watching.stop()
-        reader.readings[0] = Reading(is_lost=True)
+        reader.readings[0] = DeviceReading(is_lost=True)
         assert await asyncio.to_thread(reader.is_closed.wait, DEADLINE_S)
         await asyncio.sleep(0.05)
         assert found == []
@@ -136,12 +136,12 @@ def test_a_reader_that_falls_silent_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     may_go_on = threading.Event()
 
     async def main() -> None:
-        reader, found = FakeReader(1), list[Finding]()
+        reader, found = FakeReader(1), list[HealthFinding]()
         watching = HealthWatch(lambda: reader, found.append)
         await watching.start()
         monkeypatch.setattr(reader, "wait", lambda timeout_s: may_go_on.wait(DEADLINE_S) and None)
         await until(lambda: len(found) == 1)
-        assert found[0].action is Action.WARN
+        assert found[0].action is HealthAction.WARN
         assert "NVML gives no answer" in found[0].reason
         may_go_on.set()
         watching.stop()

@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Callable
 
-from keepstep.agent.health.conditions import Action
-from keepstep.agent.health.machine import Finding
+from keepstep.agent.health.conditions import HealthAction
+from keepstep.agent.health.machine import HealthFinding
 from keepstep.agent.health.nvml import DeviceReader, NvmlReader
 from keepstep.agent.health.watch import HealthWatch
 from keepstep.agent.settings import AgentSettings, HealthMode
@@ -19,14 +19,14 @@ OnSick = Callable[[tuple[int, ...], str, bool], None]
 """Takes devices as the controller numbers them, the reason, and whether their ranks are lost at once."""
 
 _WOULD = {
-    Action.REPLACE: " (with --health act its rank would be replaced at once)",
-    Action.DRAIN: " (with --health act its rank would move to a spare)",
-    Action.WARN: "",
+    HealthAction.REPLACE: " (with --health act its rank would be replaced at once)",
+    HealthAction.DRAIN: " (with --health act its rank would move to a spare)",
+    HealthAction.WARN: "",
 }
 _DOES = {
-    Action.REPLACE: "; its rank is replaced at once, and nothing more is started there",
-    Action.DRAIN: "; its rank moves when a spare is warm, and nothing more is started there",
-    Action.WARN: "",
+    HealthAction.REPLACE: "; its rank is replaced at once, and nothing more is started there",
+    HealthAction.DRAIN: "; its rank moves when a spare is warm, and nothing more is started there",
+    HealthAction.WARN: "",
 }
 
 
@@ -71,7 +71,7 @@ class DeviceGuard:
         closed: dict[int, str] = {}
         for finding in findings:
             self._tell(finding)
-            if self._mode is HealthMode.ACT and finding.action is Action.REPLACE:
+            if self._mode is HealthMode.ACT and finding.action is HealthAction.REPLACE:
                 closed |= dict.fromkeys(self._numbers_of(finding.device), finding.reason)
         if closed.keys() >= set(self._numbers):
             self.stop()
@@ -86,15 +86,15 @@ class DeviceGuard:
     def _open(self) -> DeviceReader:
         return NvmlReader(self._names, by_bus=self._by_bus)
 
-    def _found(self, finding: Finding) -> None:
+    def _found(self, finding: HealthFinding) -> None:
         self._tell(finding)
-        if self._mode is HealthMode.ACT and finding.action is not Action.WARN:
-            self._on_sick(self._numbers_of(finding.device), finding.reason, finding.action is Action.REPLACE)
+        if self._mode is HealthMode.ACT and finding.action is not HealthAction.WARN:
+            self._on_sick(self._numbers_of(finding.device), finding.reason, finding.action is HealthAction.REPLACE)
 
     def _numbers_of(self, device: int) -> tuple[int, ...]:
         """All numbers under which the controller may start something on a device: processes beyond them share it."""
         return tuple(self._numbers[device :: self._num_devices])
 
-    def _tell(self, finding: Finding) -> None:
+    def _tell(self, finding: HealthFinding) -> None:
         follows = (_DOES if self._mode is HealthMode.ACT else _WOULD)[finding.action]
         print(f"keepstep: {finding.reason}{follows}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from keepstep.agent.health.conditions import RULES, Action, Condition, Rule, rule_of_xid
+from keepstep.agent.health.conditions import RULES, DeviceCondition, HealthAction, Rule, rule_of_xid
 
 SLOW_S = 30.0
 """Clocks that are lowered for less than that are told to nobody: it happens at every peak of power or heat."""
@@ -16,7 +16,7 @@ SILENT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
+class DeviceReading:
     """What NVML shows of one device at one look; None for what this device does not support."""
 
     is_lost: bool = False
@@ -28,16 +28,16 @@ class Reading:
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     retirement_pending: bool | None = None
-    slowdowns: frozenset[Condition] = frozenset()
+    slowdowns: frozenset[DeviceCondition] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
+class HealthFinding:
     """Something that is to be told of a device, for the first time."""
 
     device: int
     """Its place among the devices of the node."""
-    action: Action
+    action: HealthAction
     reason: str
 
 
@@ -53,9 +53,9 @@ class HealthMachine:
         self._baselines: dict[int, int] = {}
         """device -> its uncorrectable errors at the first look: those of earlier jobs."""
         self._is_read: set[int] = set()
-        self._holds: set[tuple[int, Condition]] = set()
+        self._holds: set[tuple[int, DeviceCondition]] = set()
         """What was told and has not gone since."""
-        self._slow_since_s: dict[tuple[int, Condition], float] = {}
+        self._slow_since_s: dict[tuple[int, DeviceCondition], float] = {}
         self._told_s: dict[tuple[int, int], float] = {}
         """(device, Xid) -> when it was told last."""
         self._failed: set[int] = set()
@@ -63,7 +63,7 @@ class HealthMachine:
         self._heard_s = now_s
         self._is_silent = False
 
-    def read(self, device: int, reading: Reading, now_s: float) -> list[Finding]:
+    def read(self, device: int, reading: DeviceReading, now_s: float) -> list[HealthFinding]:
         """One look at a device.
 
         At the first look what may wait is only a warning: the device was given to the job in this state.
@@ -79,12 +79,12 @@ class HealthMachine:
         findings = []
         for condition in sorted(news):
             rule = RULES[condition]
-            if is_first and rule.action is Action.DRAIN:
-                rule = dataclasses.replace(rule, action=Action.WARN)
+            if is_first and rule.action is HealthAction.DRAIN:
+                rule = dataclasses.replace(rule, action=HealthAction.WARN)
             findings += self._tell(device, condition, rule)
         return findings
 
-    def xid(self, device: int, xid: int, now_s: float) -> list[Finding]:
+    def xid(self, device: int, xid: int, now_s: float) -> list[HealthFinding]:
         """The driver has told of an Xid."""
         self._heard_s, self._is_silent = now_s, False
         told_s = self._told_s.get((device, xid))
@@ -93,42 +93,42 @@ class HealthMachine:
         self._told_s[device, xid] = now_s
         return self._tell(device, f"Xid {xid}", rule_of_xid(xid))
 
-    def tick(self, now_s: float) -> list[Finding]:
+    def tick(self, now_s: float) -> list[HealthFinding]:
         """Time goes by: tells once when nothing was heard of any device for long."""
         if self._is_silent or now_s < self._heard_s + SILENT_S:
             return []
         self._is_silent = True
-        rule = RULES[Condition.UNREADABLE]
+        rule = RULES[DeviceCondition.UNREADABLE]
         return [
             finding
             for device in range(len(self._labels))
-            for finding in self._tell(device, f"{Condition.UNREADABLE} for {SILENT_S:g} s", rule)
+            for finding in self._tell(device, f"{DeviceCondition.UNREADABLE} for {SILENT_S:g} s", rule)
         ]
 
-    def _conditions(self, device: int, reading: Reading, now_s: float) -> Iterator[Condition]:
+    def _conditions(self, device: int, reading: DeviceReading, now_s: float) -> Iterator[DeviceCondition]:
         baseline = self._baselines.get(device, reading.num_uncorrectable)
         yield from (
             condition
             for condition, holds in (
-                (Condition.LOST, reading.is_lost),
-                (Condition.NEEDS_RESET, reading.needs_reset),
-                (Condition.UNREADABLE, reading.error is not None),
-                (Condition.UNCORRECTABLE, (reading.num_uncorrectable or 0) > (baseline or 0)),
-                (Condition.REMAP_FAILED, reading.remap_failed),
-                (Condition.REMAP_PENDING, reading.remap_pending),
-                (Condition.RETIREMENT_PENDING, reading.retirement_pending),
+                (DeviceCondition.LOST, reading.is_lost),
+                (DeviceCondition.NEEDS_RESET, reading.needs_reset),
+                (DeviceCondition.UNREADABLE, reading.error is not None),
+                (DeviceCondition.UNCORRECTABLE, (reading.num_uncorrectable or 0) > (baseline or 0)),
+                (DeviceCondition.REMAP_FAILED, reading.remap_failed),
+                (DeviceCondition.REMAP_PENDING, reading.remap_pending),
+                (DeviceCondition.RETIREMENT_PENDING, reading.retirement_pending),
             )
             if holds
         )
-        for condition in (Condition.THERMAL, Condition.POWER_BRAKE):
+        for condition in (DeviceCondition.THERMAL, DeviceCondition.POWER_BRAKE):
             if condition not in reading.slowdowns:
                 self._slow_since_s.pop((device, condition), None)
             elif now_s >= self._slow_since_s.setdefault((device, condition), now_s) + SLOW_S:
                 yield condition
 
-    def _tell(self, device: int, what: str, rule: Rule) -> list[Finding]:
+    def _tell(self, device: int, what: str, rule: Rule) -> list[HealthFinding]:
         if device in self._failed:
             return []
-        if rule.action is Action.REPLACE:
+        if rule.action is HealthAction.REPLACE:
             self._failed.add(device)
-        return [Finding(device, rule.action, f"{self._labels[device]}: {what}: {rule.meaning}")]
+        return [HealthFinding(device, rule.action, f"{self._labels[device]}: {what}: {rule.meaning}")]

@@ -7,12 +7,11 @@ decides nothing. One thread makes all calls, for any of them may take long.
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from keepstep.agent.health.conditions import Condition
-from keepstep.agent.health.machine import Reading
+from keepstep.agent.health.conditions import DeviceCondition
+from keepstep.agent.health.machine import DeviceReading
 from keepstep.errors import ConfigurationError
 
 INSTALL = "install it with: pip install 'keepstep[gpu]'"
@@ -24,11 +23,11 @@ class DeviceReader(Protocol):
     labels: Sequence[str]
     """What the user calls the devices, in the order of the node's devices."""
 
-    def read(self, device: int) -> Reading:
+    def read(self, device: int) -> DeviceReading:
         """One look at a device."""
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
-        """Waits for the next Xid: its device and its number; None where none has come in time."""
+        """Waits for the next Xid: its device and its number; None where none has come, maybe before the time is over."""
 
     def close(self) -> None:
         """No more is read."""
@@ -119,13 +118,13 @@ class NvmlReader:
                 return None
             raise
 
-    def read(self, device: int) -> Reading:
+    def read(self, device: int) -> DeviceReading:
         """One look at a device."""
         nvml, handle = self._nvml, self._handles[device]
         try:
             rows = self._optional(nvml.nvmlDeviceGetRemappedRows, handle)
             pages = self._optional(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-            return Reading(
+            return DeviceReading(
                 num_uncorrectable=self._optional(
                     nvml.nvmlDeviceGetTotalEccErrors,
                     handle,
@@ -139,36 +138,33 @@ class NvmlReader:
             )
         except nvml.NVMLError as error:
             if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
-                return Reading(is_lost=True)
+                return DeviceReading(is_lost=True)
             if error.value == nvml.NVML_ERROR_RESET_REQUIRED:
-                return Reading(needs_reset=True)
-            return Reading(error=str(error))
+                return DeviceReading(needs_reset=True)
+            return DeviceReading(error=str(error))
 
-    def _slowdowns(self, handle: Any) -> frozenset[Condition]:
+    def _slowdowns(self, handle: Any) -> frozenset[DeviceCondition]:
         nvml = self._nvml
         # Called throttle reasons before driver 535; the numbers are the same.
         reasons = self._optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         thermal = nvml.nvmlClocksThrottleReasonHwThermalSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
-        found = {Condition.THERMAL} if reasons & thermal else set()
+        found = {DeviceCondition.THERMAL} if reasons & thermal else set()
         if reasons & nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown:
-            found.add(Condition.POWER_BRAKE)
+            found.add(DeviceCondition.POWER_BRAKE)
         return frozenset(found)
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
-        """Waits for the next Xid: its device and its number; None where none has come in time.
+        """Waits for the next Xid: its device and its number; None where none has come, maybe before the time is over.
 
         None as well where NVML cannot tell whose it is, because the device is lost: the next look at it says so.
         """
         nvml = self._nvml
         if not self._has_events:
-            time.sleep(timeout_s)
             return None
         try:
             event = nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
             uuid = str(nvml.nvmlDeviceGetUUID(event.device))
-        except nvml.NVMLError as error:
-            if error.value != nvml.NVML_ERROR_TIMEOUT:
-                time.sleep(timeout_s)  # an error that stays must not make the thread spin
+        except nvml.NVMLError:  # none has come, or the device is lost
             return None
         if event.eventType != nvml.nvmlEventTypeXidCriticalError or uuid not in self._uuids:
             return None

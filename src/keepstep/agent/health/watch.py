@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from keepstep.agent.health.machine import Finding, HealthMachine, Reading
+from keepstep.agent.health.machine import DeviceReading, HealthFinding, HealthMachine
 from keepstep.agent.health.nvml import DeviceReader
 from keepstep.errors import ConfigurationError
 
@@ -26,7 +26,7 @@ class HealthWatch:
     agent waits neither for the call nor for the thread's end.
     """
 
-    def __init__(self, open_reader: Callable[[], DeviceReader], on_finding: Callable[[Finding], None]) -> None:
+    def __init__(self, open_reader: Callable[[], DeviceReader], on_finding: Callable[[HealthFinding], None]) -> None:
         """Args:
         open_reader: called in the thread.
         on_finding: called on the event loop.
@@ -37,14 +37,14 @@ class HealthWatch:
         self._is_over = threading.Event()
         self._ticks: asyncio.Task[None] | None = None
 
-    async def start(self) -> list[Finding]:
+    async def start(self) -> list[HealthFinding]:
         """Begins to read; returns what the first look at all devices has found.
 
         Raises:
             ConfigurationError: the devices cannot be read.
         """
         loop = asyncio.get_running_loop()
-        first: asyncio.Future[tuple[tuple[str, ...], list[Reading]]] = loop.create_future()
+        first: asyncio.Future[tuple[tuple[str, ...], list[DeviceReading]]] = loop.create_future()
         threading.Thread(target=self._run, args=(loop, first), name="keepstep-health", daemon=True).start()
         try:
             async with asyncio.timeout(OPEN_DEADLINE_S):
@@ -74,7 +74,7 @@ class HealthWatch:
             assert self._machine is not None
             self._found(self._machine.tick(time.monotonic()))
 
-    def _has_read(self, device: int, reading: Reading) -> None:
+    def _has_read(self, device: int, reading: DeviceReading) -> None:
         if self._machine is not None:
             self._found(self._machine.read(device, reading, time.monotonic()))
 
@@ -82,7 +82,7 @@ class HealthWatch:
         if self._machine is not None:
             self._found(self._machine.xid(device, xid, time.monotonic()))
 
-    def _found(self, findings: list[Finding]) -> None:
+    def _found(self, findings: list[HealthFinding]) -> None:
         for finding in findings:
             if not self._is_over.is_set():
                 self._on_finding(finding)
@@ -90,7 +90,7 @@ class HealthWatch:
     # ---- in the thread ----------------------------------------------------------------------------------------------
 
     def _run(
-        self, loop: asyncio.AbstractEventLoop, first: asyncio.Future[tuple[tuple[str, ...], list[Reading]]]
+        self, loop: asyncio.AbstractEventLoop, first: asyncio.Future[tuple[tuple[str, ...], list[DeviceReading]]]
     ) -> None:
         try:
             self._read(loop, first)
@@ -99,7 +99,7 @@ class HealthWatch:
                 raise
 
     def _read(
-        self, loop: asyncio.AbstractEventLoop, first: asyncio.Future[tuple[tuple[str, ...], list[Reading]]]
+        self, loop: asyncio.AbstractEventLoop, first: asyncio.Future[tuple[tuple[str, ...], list[DeviceReading]]]
     ) -> None:
         try:
             reader = self._open_reader()
@@ -112,9 +112,12 @@ class HealthWatch:
             loop.call_soon_threadsafe(_succeed, first, (tuple(reader.labels), readings))
             due_s = time.monotonic() + LOOK_EVERY_S
             while not self._is_over.is_set():
+                began_s = time.monotonic()
                 seen = reader.wait(WAIT_S)
                 if seen is not None:
                     loop.call_soon_threadsafe(self._has_seen, *seen)
+                else:  # devices that tell of no Xids, or an error that stays, must not make the thread spin
+                    self._is_over.wait(max(0.0, began_s + WAIT_S - time.monotonic()))
                 if time.monotonic() >= due_s:
                     due_s = time.monotonic() + LOOK_EVERY_S
                     for device in devices:
@@ -123,13 +126,14 @@ class HealthWatch:
             reader.close()
 
 
-def _fail(first: asyncio.Future[tuple[tuple[str, ...], list[Reading]]], error: ConfigurationError) -> None:
+def _fail(first: asyncio.Future[tuple[tuple[str, ...], list[DeviceReading]]], error: ConfigurationError) -> None:
     if not first.done():
         first.set_exception(error)
 
 
 def _succeed(
-    first: asyncio.Future[tuple[tuple[str, ...], list[Reading]]], found: tuple[tuple[str, ...], list[Reading]]
+    first: asyncio.Future[tuple[tuple[str, ...], list[DeviceReading]]],
+    found: tuple[tuple[str, ...], list[DeviceReading]],
 ) -> None:
     if not first.done():
         first.set_result(found)

@@ -337,8 +337,8 @@ class Roster:
         return self._spares.values()
 
     def displaced(self) -> Collection[Worker]:
-        """The live workers that hold a rank and ought to be elsewhere: they share a device, it is sick, or their node is
-        to leave.
+        """The live workers that hold a rank and ought to be elsewhere: they share a device, it is sick, or their node
+        is to leave.
 
         A view that changes with the roster.
         """
