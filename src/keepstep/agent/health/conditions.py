@@ -99,7 +99,7 @@ XIDS: Mapping[int, Rule] = {
         xid: Rule(HealthAction.DRAIN, f"NVLINK: {unit} Error")
         for xid, unit in enumerate(("SAW", "RLW", "TLW", "TREX", "NVLPW_CTRL", "NETIR", "MSE"), start=144)
     },
-    154: Rule(HealthAction.WARN, "GPU Recovery HealthAction Changed: it tells more of another Xid"),
+    154: Rule(HealthAction.WARN, "GPU Recovery Action Changed: it tells more of another Xid"),
     155: Rule(HealthAction.REPLACE, "NVLINK: SW Defined Error"),
     # A reset in the catalog, which may wait: what is bad was taken out of use, as with a row that is to be remapped.
     156: Rule(HealthAction.DRAIN, "Resource Retirement Event"),

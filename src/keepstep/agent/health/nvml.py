@@ -27,7 +27,7 @@ class DeviceReader(Protocol):
         """One look at a device."""
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
-        """Waits for the next Xid: its device and its number; None where none has come, maybe before the time is over."""
+        """Waits for the next Xid: its device and its number; None where none has come, maybe before its time."""
 
     def close(self) -> None:
         """No more is read."""
