@@ -204,6 +204,11 @@ class Roster:
         there = [node for node in self.nodes.values() if node.num_free > 0]
         return min(there, key=lambda node: (self.penalty(node.name), node.name != near, -node.num_free))
 
+    def takes_in(self, node: str) -> bool:
+        """Whether a replacement can be on a node: it has room, or a spare is there."""
+        has_room = node in self.nodes and self.nodes[node].num_room > 0
+        return has_room or any(spare.node == node for spare in self._spares.values())
+
     def is_held(self, node: str) -> bool:
         """Whether a node is in quarantine."""
         return Place(node) in self._quarantine.held
