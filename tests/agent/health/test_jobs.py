@@ -101,7 +101,11 @@ def test_the_weights_are_those_of_a_run_in_which_no_device_fails(tmp_path: Path,
     assert max(each["steps_recomputed"] for each in (first, second)) <= 1
 
 
-def test_without_a_device_for_the_rank_the_job_ends_with_the_reason(tmp_path: Path, nvml: FakeNvml) -> None:
+def test_without_a_device_for_the_rank_the_job_ends_with_the_reason(
+    tmp_path: Path, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the state is saved
+
     def lose() -> None:
         nvml.devices[1].error = 15  # NVML_ERROR_GPU_IS_LOST
 

@@ -26,7 +26,7 @@ from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, WaitsFor
 
 NODE, INCARNATION = "node-a", 5
-JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0)
+JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0, ())
 IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
 BETWEEN = Tag(1, 3, Phase.UPDATED)
 POLL_INTERVAL_S = LivenessSettings().blind_s / 2
@@ -280,7 +280,7 @@ def test_a_node_that_has_nothing_to_say_is_heard_of_nonetheless() -> None:
 
 def test_nodes_that_answered_at_the_same_moment_have_a_heartbeat_each_in_its_own() -> None:
     names = [f"node-{number}" for number in range(100)]
-    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0), INCARNATION, LivenessSettings()) for name in names]
+    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0, ()), INCARNATION, LivenessSettings()) for name in names]
     for agent in agents:
         assert agent.packets(100.0)
     dues = [agent.next_deadline() for agent in agents]

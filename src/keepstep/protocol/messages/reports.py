@@ -174,7 +174,7 @@ class NodeJoined(Message, frozen=True):
     domain: str
     position: int
     world_size: int
-    closed: tuple[int, ...] = ()
+    closed: tuple[int, ...]
 
 
 class WorkerStarted(Message, frozen=True):
