@@ -1,6 +1,7 @@
 """Real jobs whose devices a fake of NVML makes sick. The ranks compute on the CPU: no GPU was there for these tests."""
 
 import asyncio
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from keepstep.protocol.recovery import EXIT_TOO_FEW_RANKS, Stage
 
 SCRIPT = """
 import time
+from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 import keepstep
@@ -29,15 +31,20 @@ torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 session.protect(model=model, optimizer=optimizer)
-for step in session.steps(150):
+for step in session.steps(60):
+    while step.index in (20, 40) and not Path(__file__).with_name(f"gate-{step.index}").exists():
+        time.sleep(0.02)
     with step:
         data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step.index * 100 + session.rank))
         model(data).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    time.sleep(0.02)
 """
+GATES = (20, 40)
+"""Before these steps the ranks wait for a file, so that what happens there does so while they train."""
 DEADLINE_S = 120.0
+SOON_S = 3.0
+"""A device is found sick before that. The gate stays shut meanwhile, or ranks would wait at the next one already."""
 
 
 @pytest.fixture
@@ -60,15 +67,27 @@ def options(tmp_path: Path, *flags: str, mode: HealthMode = HealthMode.ACT) -> J
     return dataclasses.replace(job, agent=agent)
 
 
-def makes_sick(*deeds: Callable[[], object]) -> Callable[[Job], Any]:
-    """Beside a job: does one thing after the other, each when all ranks train and a spare, if there is any, is warm."""
+def makes_sick(tmp_path: Path, *deeds: Callable[[Job], object]) -> Callable[[Job], Any]:
+    """Beside a job: one thing at each gate, when all ranks train in the next generation, and all spares are warm."""
 
     async def companion(job: Job) -> None:
-        for generation, deed in enumerate(deeds, start=1):
+        for generation, (gate, deed) in enumerate(zip(GATES, deeds, strict=False), start=1):
             await trains(job, generation)
-            deed()
+            deed(job)
+            with contextlib.suppress(TimeoutError):  # not each of them begins a recovery
+                async with asyncio.timeout(SOON_S):
+                    while job.controller.job.generation == generation:  # noqa: ASYNC110  # a machine tells nobody
+                        await asyncio.sleep(0.02)
+            (tmp_path / f"gate-{gate}").touch()
+        open_gates(tmp_path)
 
     return companion
+
+
+def open_gates(tmp_path: Path) -> None:
+    """No rank waits any more."""
+    for gate in GATES:
+        (tmp_path / f"gate-{gate}").touch()
 
 
 async def trains(job: Job, generation: int) -> None:
@@ -85,10 +104,13 @@ async def trains(job: Job, generation: int) -> None:
 
 def test_the_weights_are_those_of_a_run_in_which_no_device_fails(tmp_path: Path, nvml: FakeNvml) -> None:
     """Device 1 is lost, then device 0 is to be drained: both ranks end on other devices, and no step is lost."""
+    open_gates(tmp_path)
     undisturbed = run_job(options(tmp_path, "--spares", "2"))
     assert undisturbed["recoveries"] == []
-    deeds = (lambda: nvml.raise_xid(1, 79), lambda: nvml.raise_xid(0, 74))
-    result = run_job(options(tmp_path, "--spares", "2"), makes_sick(*deeds))
+    for gate in GATES:
+        (tmp_path / f"gate-{gate}").unlink()
+    deeds = (lambda _job: nvml.raise_xid(1, 79), lambda _job: nvml.raise_xid(0, 74))
+    result = run_job(options(tmp_path, "--spares", "2"), makes_sick(tmp_path, *deeds))
     assert result["exit_code"] == 0, result["reason"]
     assert result["digests"] == undisturbed["digests"]
     first, second = result["recoveries"]
@@ -106,10 +128,10 @@ def test_without_a_device_for_the_rank_the_job_ends_with_the_reason(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where the state is saved
 
-    def lose() -> None:
+    def lose(_job: Job) -> None:
         nvml.devices[1].error = 15  # NVML_ERROR_GPU_IS_LOST
 
-    result = run_job(options(tmp_path, "--spares", "0"), makes_sick(lose))
+    result = run_job(options(tmp_path, "--spares", "0"), makes_sick(tmp_path, lose))
     assert result["exit_code"] == EXIT_TOO_FEW_RANKS
     assert "no device is left for ranks [1]: rank 1 lost: GPU 1 (" in result["reason"]
     assert "GPU is lost" in result["reason"]
@@ -120,11 +142,10 @@ def test_a_sick_spare_is_not_chosen(tmp_path: Path, nvml: FakeNvml) -> None:
     nvml.devices[2].rows = (0, 1, 0, 1)
     placed: list[int] = []
 
-    async def companion(job: Job) -> None:
-        await makes_sick(lambda: nvml.raise_xid(1, 95))(job)
-        await trains(job, 2)
+    def look(job: Job) -> None:
         placed.extend(worker.device for worker in job.controller.job.roster.workers.values())
 
+    companion = makes_sick(tmp_path, lambda _job: nvml.raise_xid(1, 95), look)
     result = run_job(options(tmp_path, "--spares", "2"), companion)
     assert result["exit_code"] == 0, result["reason"]
     assert 2 not in placed
@@ -138,7 +159,7 @@ def test_a_job_that_has_too_few_devices_from_the_start_is_refused(tmp_path: Path
 
 
 def test_a_warning_changes_nothing(tmp_path: Path, nvml: FakeNvml, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_job(options(tmp_path, mode=HealthMode.WARN), makes_sick(lambda: nvml.raise_xid(1, 79)))
+    result = run_job(options(tmp_path, mode=HealthMode.WARN), makes_sick(tmp_path, lambda _job: nvml.raise_xid(1, 79)))
     assert (result["exit_code"], result["recoveries"]) == (0, [])
     assert "Xid 79" in capsys.readouterr().err
 
