@@ -76,6 +76,14 @@ class FakeEvent:
     eventData: int  # noqa: N815  # as in nvml.h
 
 
+class FakeEventSet:
+    """The devices that tell it of their Xids, and what they have told. Each reader has a set of its own."""
+
+    def __init__(self) -> None:
+        self.devices: list[FakeDevice] = []
+        self.events: queue.Queue[FakeEvent] = queue.Queue()
+
+
 class FakeNvml(types.ModuleType):
     """The module, with the machine's devices in ``devices``."""
 
@@ -83,17 +91,18 @@ class FakeNvml(types.ModuleType):
         super().__init__("pynvml")
         self.devices = [FakeDevice(index) for index in range(num_devices)]
         self.init_error: int | None = None
-        self.is_open = False
+        self.num_open = 0
+        """As of the real one: who opens it twice has to close it twice."""
         self.NVMLError = NVMLError
-        self._events: queue.Queue[FakeEvent] = queue.Queue()
-        self._watched: list[FakeDevice] = []
+        self.sets: list[FakeEventSet] = []
         for name, value in CONSTANTS.items():
             setattr(self, name, value)
 
     def raise_xid(self, device: int, xid: int, kind: int = 0x8) -> None:
         """The driver tells of an Xid, if anybody asked for it."""
-        if self.devices[device] in self._watched:
-            self._events.put(FakeEvent(self.devices[device], kind, xid))
+        for each in self.sets:
+            if self.devices[device] in each.devices:
+                each.events.put(FakeEvent(self.devices[device], kind, xid))
 
     def _of(self, device: FakeDevice, call: str, value: Any) -> Any:
         if device.error is not None:
@@ -120,11 +129,11 @@ class FakeNvml(types.ModuleType):
         """Fails with ``init_error``, if there is one."""
         if self.init_error is not None:
             raise NVMLError(self.init_error)
-        self.is_open = True
+        self.num_open += 1
 
     def nvmlShutdown(self) -> None:  # noqa: N802  # as in pynvml
         """The library is closed."""
-        self.is_open = False
+        self.num_open -= 1
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802  # as in pynvml
         """All devices of the machine."""
@@ -143,23 +152,25 @@ class FakeNvml(types.ModuleType):
         assert (kind, counter) == (CONSTANTS["NVML_MEMORY_ERROR_TYPE_UNCORRECTED"], CONSTANTS["NVML_VOLATILE_ECC"])
         return int(self._of(device, "nvmlDeviceGetTotalEccErrors", device.uncorrectable))
 
-    def nvmlEventSetCreate(self) -> list[FakeDevice]:  # noqa: N802  # as in pynvml
-        """The set is the list of the devices in it."""
-        return self._watched
+    def nvmlEventSetCreate(self) -> FakeEventSet:  # noqa: N802  # as in pynvml
+        """A new one, without devices."""
+        self.sets.append(FakeEventSet())
+        return self.sets[-1]
 
-    def nvmlDeviceRegisterEvents(self, device: FakeDevice, kinds: int, events: list[FakeDevice]) -> None:  # noqa: N802  # as in pynvml
+    def nvmlDeviceRegisterEvents(  # noqa: N802  # as in pynvml
+        self, device: FakeDevice, kinds: int, events: FakeEventSet
+    ) -> None:
         """A device tells of its Xids from now on."""
         assert kinds == CONSTANTS["nvmlEventTypeXidCriticalError"]
-        events.append(device)
+        events.devices.append(device)
 
-    def nvmlEventSetWait_v2(self, events: list[FakeDevice], timeout_ms: int) -> FakeEvent:  # noqa: N802  # as in pynvml
+    def nvmlEventSetWait_v2(self, events: FakeEventSet, timeout_ms: int) -> FakeEvent:  # noqa: N802  # as in pynvml
         """Waits for the next one."""
-        assert events is self._watched
         try:
-            return self._events.get(timeout=timeout_ms / 1000)
+            return events.events.get(timeout=timeout_ms / 1000)
         except queue.Empty:
             raise NVMLError(CONSTANTS["NVML_ERROR_TIMEOUT"]) from None
 
-    def nvmlEventSetFree(self, events: list[FakeDevice]) -> None:  # noqa: N802  # as in pynvml
-        """No device tells of anything."""
-        events.clear()
+    def nvmlEventSetFree(self, events: FakeEventSet) -> None:  # noqa: N802  # as in pynvml
+        """No device tells it of anything."""
+        self.sets.remove(events)

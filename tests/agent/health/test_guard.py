@@ -63,7 +63,7 @@ def test_off_does_not_even_look(nvml: FakeNvml, capsys: pytest.CaptureFixture[st
     nvml.devices[0].rows = (0, 1, 0, 1)
     scene = Scene(HealthMode.OFF)
     scene.play()
-    assert (scene.closed, nvml.is_open, capsys.readouterr().err) == ({}, False, "")
+    assert (scene.closed, nvml.num_open, capsys.readouterr().err) == ({}, 0, "")
 
 
 def test_warn_tells_what_act_would_do_and_does_nothing(nvml: FakeNvml, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,10 +126,10 @@ def test_processes_that_share_a_device_are_closed_with_it(nvml: FakeNvml) -> Non
 
 def test_devices_that_the_job_does_not_use_are_not_looked_at(nvml: FakeNvml) -> None:
     nvml.devices[3].rows = (0, 1, 0, 1)
-    scene = Scene(HealthMode.ACT, slots=3)
-    scene.play()
+    scene, watched = Scene(HealthMode.ACT, slots=3), list[int]()
+    scene.play(lambda: watched.extend(device.index for each in nvml.sets for device in each.devices))
     assert scene.closed == {}
-    assert nvml.devices[3] not in nvml._watched
+    assert watched == [0, 1, 2]
 
 
 def test_act_refuses_a_node_without_any_device_that_is_fit(nvml: FakeNvml) -> None:

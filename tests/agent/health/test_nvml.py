@@ -162,11 +162,17 @@ def test_a_device_without_events_is_only_looked_at(nvml: FakeNvml) -> None:
 
 def test_closed_it_leaves_nothing_behind(nvml: FakeNvml) -> None:
     read = reader()
-    assert nvml.is_open
+    assert (nvml.num_open, len(nvml.sets)) == (1, 1)
     read.close()
-    assert not nvml.is_open
-    nvml.raise_xid(0, 79)
-    assert nvml._events.empty()
+    assert (nvml.num_open, nvml.sets) == (0, [])
+
+
+def test_the_end_of_one_reader_leaves_another_one_its_events(nvml: FakeNvml) -> None:
+    """Two jobs of one process: the thread of the first may end when the second has begun."""
+    first, second = reader(), reader()
+    first.close()
+    nvml.raise_xid(1, 79)
+    assert second.wait(0.01) == (1, 79)
 
 
 # ---- the fake -------------------------------------------------------------------------------------------------------
