@@ -155,7 +155,7 @@ class Cluster:
         self.controller = ControllerMachine(RecoverySettings(num_nodes * per_node, 1, per_node), lease_s=None)
         self.agents = {
             f"node-{number}": AgentMachine(
-                msg.NodeJoined(f"node-{number}", per_node + (number == 0), "site", 0, 0), 1, LivenessSettings()
+                msg.NodeJoined(f"node-{number}", per_node + (number == 0), "site", 0, 0, ()), 1, LivenessSettings()
             )
             for number in range(num_nodes)
         }

@@ -140,6 +140,11 @@ def visible_devices() -> str | None:
     return os.environ.get(VISIBLE_DEVICES)
 
 
+def numbers_devices_by_bus() -> bool:
+    """Whether CUDA numbers the devices by their place on the bus; otherwise the fastest comes first."""
+    return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+
+
 def job_secret() -> str | None:
     """The secret of the job that this process is about to serve, where the environment holds one."""
     return os.environ.get(SECRET_VARIABLE)

@@ -104,7 +104,7 @@ def play(
 
     async def whole() -> None:
         async with serving(tmp_path, script) as (controller, agent, running):
-            assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1)]
+            assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1, ())]
             await scene(controller, agent, running)
 
     asyncio.run(whole())
@@ -174,7 +174,7 @@ def test_a_node_that_was_given_up_ends_its_processes_and_offers_itself_anew(tmp_
         assert pid is not None
         descriptor = os.pidfd_open(pid)
         controller.channel.send(msg.NodeEvicted(NODE, incarnation, "not heard of", False))
-        assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1)]
+        assert await controller.hear(1) == [msg.NodeJoined(NODE, 2, NODE, 0, 1, ())]
         assert controller.line.incarnation == incarnation + 1
         assert agent.workers == {}
         assert select.select([descriptor], [], [], DEADLINE_S)[0], "the worker still runs"

@@ -150,7 +150,9 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             recorder.decided([JournalEntry(at_s, event, machine.stage, machine.generation, orders)])
 
         for number in range(NODES):
-            happens(ReportsReceived(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0),)))
+            happens(
+                ReportsReceived(f"node-{number}", 1, (msg.NodeJoined(f"node-{number}", RANKS_PER_NODE, "", 0, 0, ()),))
+            )
         holders = {worker.rank: worker for worker in machine.roster.holders()}
         first = holders[0]
         happens(ReportsReceived(first.node, 1, (msg.WorkerJoined(first.worker, 1),)))

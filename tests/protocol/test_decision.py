@@ -44,7 +44,7 @@ def safe(step: int, phase: Phase, reach: tuple[int, ...], snapshots: tuple[int, 
 def roster_of(*reports: dict[str, SafePointReached | WorkerReady]) -> Roster:
     """Rank after rank, what the worker of each reported last."""
     roster = Roster(RecoverySettings(max(2, len(reports)), 0), Quarantine(0, 1.0))
-    roster.add_node(NodeJoined("a", max(2, len(reports)), "", 0, 0))
+    roster.add_node(NodeJoined("a", max(2, len(reports)), "", 0, 0, ()))
     for rank, report in enumerate(reports):
         worker = roster.add("a", rank)
         for name, value in report.items():
@@ -210,7 +210,7 @@ def two_nodes(kept: dict[int, tuple[int, ...]]) -> tuple[Roster, SnapshotRegiste
     """Ranks 0 and 1 on node a, which is lost; 2 and 3 on node b, which keep these steps of the first two's."""
     roster = Roster(RecoverySettings(4, 0), Quarantine(0, 1.0))
     for name in "ab":
-        roster.add_node(NodeJoined(name, 4, name, 0, 0))
+        roster.add_node(NodeJoined(name, 4, name, 0, 0, ()))
     register = SnapshotRegister()
     for rank in range(4):
         worker = roster.add("ab"[rank // 2], rank)
@@ -284,6 +284,37 @@ def test_a_copy_on_a_node_without_ranks_ties_its_rank_to_that_node() -> None:
         register.left(keeper, ((rank - 2, (4,)),))
         roster.mark_lost(keeper, gone=True)
     assert tied_ranks(roster, register, membership, 4, GENERATION) == {0: frozenset("b")}, "the others follow it"
+
+
+def test_a_node_without_a_device_for_the_replacement_has_another_rank_send_its_snapshot() -> None:
+    """Rank 2 was on a device of node b that has failed, and its own snapshot is in the memory there."""
+    roster, register, membership = two_nodes({0: (4,), 1: (4,)})
+    lost = worker_of(roster, 2)
+    register.left(lost, ((2, (4,)), (0, (4,))))
+    roster.mark_lost(lost, gone=True)
+    roster.close_devices("b", (lost.device, 2, 3), "sick")
+    assert not roster.takes_in("b")
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {}, "rank 3 is there, and sends it to anywhere"
+    roster.add_node(NodeJoined("c", 3, "c", 0, 0, ()))
+    for rank in (0, 1, 2):
+        roster.add("c", rank)
+    copies = decide(roster, register, membership, 4, GENERATION).copies
+    assert {transfer for transfer, kept in copies} == {
+        Transfer((3,), (0,)),
+        Transfer((3,), (1,)),
+        Transfer((3,), (2,)),
+    }
+
+
+def test_a_node_with_room_or_a_spare_takes_a_replacement_in() -> None:
+    roster, _register, _membership = two_nodes({})
+    assert roster.takes_in("b")
+    assert not roster.takes_in("a"), "it is lost"
+    spare = roster.add("b", None)
+    roster.close_devices("b", (3,), "sick")
+    assert roster.takes_in("b"), "the spare may become the replacement"
+    roster.mark_lost(spare, gone=False)
+    assert not roster.takes_in("b"), "its process is still there"
 
 
 def test_what_must_stay_is_the_newest_step_of_which_each_shard_is_on_two_nodes() -> None:

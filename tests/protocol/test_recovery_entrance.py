@@ -142,7 +142,7 @@ def test_the_same_reports_do_change_something_in_their_own_generation(kind: type
 def test_nothing_is_heard_after_the_end() -> None:
     job = SimulatedJob(world_size=2, num_steps=3).finish()
     before = state_of(job.machine)
-    for report in [*of_generation(1), NodeJoined(NODE, 9, "", 0, 0), WorkerFenced(0)]:
+    for report in [*of_generation(1), NodeJoined(NODE, 9, "", 0, 0, ()), WorkerFenced(0)]:
         assert job.machine.receive(NODE, report, job.now_s) == []
     assert job.machine.tick(job.now_s + 1e6) == []
     assert state_of(job.machine) == before

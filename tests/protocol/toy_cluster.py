@@ -44,7 +44,7 @@ class ToyNode:
 
     def __init__(self, name: str, slots: int, incarnation: int) -> None:
         self.name = name
-        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0), incarnation, LivenessSettings())
+        self.agent = AgentMachine(msg.NodeJoined(name, slots, name, 0, 0, ()), incarnation, LivenessSettings())
         self.workers: dict[int, ToyWorker] = {}
         self.orders: list[msg.AgentOrder] = []
         """What has arrived here, each order once; not those for the agent itself."""

@@ -25,7 +25,7 @@ from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.orders import Orders
 from keepstep.protocol.recovery.placement import roster
 from keepstep.protocol.recovery.placement.kept import SnapshotRegister
-from keepstep.protocol.recovery.placement.roster import Roster, Worker
+from keepstep.protocol.recovery.placement.roster import Node, Roster, Worker
 from keepstep.protocol.recovery.placement.topology import Placement, choose_spare
 from keepstep.protocol.recovery.processes import Processes
 from keepstep.protocol.recovery.progress import Progress
@@ -655,6 +655,43 @@ def a_drained_node_keeps_its_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processes, "close_node", lambda self, name, reason: None)
 
 
+# ---- Sick devices ---------------------------------------------------------------------------------------------------
+
+
+def a_closed_device_is_used_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Node, "devices", lambda self: split(set(range(self.most)) - set(self.workers.values()), self.slots))
+    patch.setattr(
+        Node, "num_free", property(lambda self: self.slots - sum(d < self.slots for d in self.workers.values()))
+    )
+
+
+def split(free: Collection[int], slots: int) -> tuple[list[int], list[int]]:
+    return [each for each in sorted(free) if each < slots], [each for each in sorted(free) if each >= slots]
+
+
+def a_rank_stays_on_a_closed_device(patch: pytest.MonkeyPatch) -> None:
+    right = Roster.close_devices
+
+    def close_devices(self: Roster, name: str, devices: Collection[int], reason: str) -> list[Worker]:
+        before, spares = dict(self._displaced), right(self, name, devices, reason)
+        self._displaced = before
+        return spares
+
+    patch.setattr(Roster, "close_devices", close_devices)
+
+
+def a_node_that_joins_again_has_forgotten_what_it_has_closed(patch: pytest.MonkeyPatch) -> None:
+    right = Roster.add_node
+    patch.setattr(Roster, "add_node", lambda self, joined: right(self, msgspec.structs.replace(joined, closed=())))
+
+
+def the_rank_of_a_failed_device_is_not_lost(patch: pytest.MonkeyPatch) -> None:
+    """It trains on until a spare is warm."""
+    patch.setattr(
+        AgentMachine, "devices_failed", lambda self, devices, reason, tags, now_s: self.close_devices(devices, reason)
+    )
+
+
 # ---- Snapshots ------------------------------------------------------------------------------------------------------
 
 
@@ -837,6 +874,10 @@ def no_group_ever_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: dict[Plant, Check] = {
+    a_closed_device_is_used_again: Check.DEVICE,
+    a_rank_stays_on_a_closed_device: Check.DEVICE,
+    a_node_that_joins_again_has_forgotten_what_it_has_closed: Check.DEVICE,
+    the_rank_of_a_failed_device_is_not_lost: Check.DEVICE,
     what_is_under_way_at_a_stop_is_claimed: Check.GROUPS,
     collectives_of_a_group_are_not_compared: Check.GROUPS,
     messages_of_a_group_are_not_compared: Check.GROUPS,
@@ -979,6 +1020,24 @@ def a_node_is_drained(seed: int) -> Case:
     return Case(seed, layout, (SimulatedFault("node drain", 6.0 + seed % 10 / 10, pick=seed % 2, lasts_s=5.0),))
 
 
+def a_device_is_sick(seed: int) -> Case:
+    """In half of the jobs another node has a warm spare. Else there is no room, and a failed device loses its rank."""
+    num_spares = seed % 2
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=num_spares, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(2 + num_spares))
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=60)
+    return Case(seed, layout, (SimulatedFault("sick device", 6.0 + seed % 10 / 10, pick=seed // 2 % 4, lasts_s=8.0),))
+
+
+def a_node_with_a_sick_device_comes_back(seed: int) -> Case:
+    """Its agent is started again, and there is no other room for the rank that was there."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=0, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(2))
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=60)
+    sick = SimulatedFault("sick device", 6.0 + seed % 10 / 10, pick=seed % 4, lasts_s=8.0)
+    return Case(seed, layout, (sick, SimulatedFault("agent restart", 9.0, pick=seed % 2)))
+
+
 def a_job_is_drained_while_ranks_reduce(seed: int) -> Case:
     """Behind the update, into the state: what is broken off there leaves every copy torn."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
@@ -1039,6 +1098,9 @@ def a_rank_falls_out_while_others_connect(seed: int) -> Case:
 
 
 CASES: dict[Plant, Callable[[int], Case]] = {
+    a_rank_stays_on_a_closed_device: a_device_is_sick,
+    the_rank_of_a_failed_device_is_not_lost: a_device_is_sick,
+    a_node_that_joins_again_has_forgotten_what_it_has_closed: a_node_with_a_sick_device_comes_back,
     generations_of_a_group_are_not_compared: a_rank_falls_out_while_others_connect,
     a_second_copy_counts_before_all_is_in_it: a_node_is_lost_while_second_copies_are_under_way,
     the_snapshot_that_must_stay_is_written_over: all_are_interrupted_while_second_copies_are_under_way,
@@ -1069,12 +1131,12 @@ QUICKEST_SEED: dict[Plant, int] = {
     an_agent_that_was_held_up_blames_its_workers: 1926,
     the_last_entry_of_the_journal_is_lost: 47,
     a_half_restored_copy_is_whole: 147,
-    an_answer_to_a_drain_in_a_bundle_counts_for_no_rank: 2789,
+    an_answer_to_a_drain_in_a_bundle_counts_for_no_rank: 13943,
     a_fence_is_not_awaited: 1108,
     only_the_record_of_a_complete_start_up_is_dropped: 129,
     a_former_controllers_record_counts_though_its_start_up_was_interrupted: 420,
     a_value_of_an_earlier_generation_is_kept: 4042,
-    eviction_is_ignored: 82,
+    eviction_is_ignored: 106,
     the_preference_of_spares_is_turned_around: 421,
     spares_are_taken_by_their_number: 522,
     no_lease_ever_ends: 385,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
 import time
-from pathlib import Path
 
 from keepstep.agent.durations import longest_phases
 from keepstep.agent.environment import environment_of
+from keepstep.agent.health.guard import DeviceGuard
 from keepstep.agent.outputs import WorkerOutput
 from keepstep.agent.phases import PhaseReporter
+from keepstep.agent.processes import AgentWorker, ending, is_stopped
 from keepstep.agent.settings import AgentSettings
 from keepstep.agent.snapshots import SnapshotMemory
 from keepstep.agent.spawner import SpawnerClient, SpawnerProcess, SpawnerSettings
@@ -70,32 +70,6 @@ DRAIN_DEADLINE_S = 0.5
 """How long a dead worker's last words may take to be read; they are in the socket already."""
 
 
-@dataclasses.dataclass(slots=True)
-class AgentWorker:
-    """One worker's process as its agent's loop sees it; what follows from it is the machine's to say."""
-
-    worker: int
-    rank: int | None
-    page: tagpage.TagReader
-    output: WorkerOutput
-    lifeline: lifeline.Lifeline
-    listener: asyncio.Task[None]
-    writer: asyncio.StreamWriter | None = None
-    unwritten: bytes = b""
-    """Orders that came before the connection to it was open."""
-    pid: int | None = None
-    resume_step: int = 0
-    watched_generation: int | None = None
-    events_read: int = 0
-    phases_read: int = 0
-    durations_read: int = 0
-    durations_ns: int = 0
-    last_forward_ns: int = 0
-    progress: int = -1
-    moved_s: float = 0.0
-    stopped: bool = False
-
-
 class Agent:
     """Serves one node of a job over a connection to its controller."""
 
@@ -105,12 +79,12 @@ class Agent:
         self.worker_bytes = 0
         self.step_durations_s: list[float] = []
         """Of every step that a worker which has ended still had in its page."""
+        self.closed: dict[int, str] = {}
+        """The devices on which nothing is started any more, with the reason."""
+        self._guard = DeviceGuard(settings, self._close)
         self._connection = connection
-        place = settings.place
-        joined = NodeJoined(place.node, place.slots, place.domain or place.node, place.position, place.world_size)
-        # The time of day: it goes on when the machine is started again, so a later incarnation has a greater number.
-        self._machine = AgentMachine(joined, time.time_ns(), settings.liveness)
-        self._phases = PhaseReporter(place.node, connection)
+        self._machine = self._new_machine()
+        self._phases = PhaseReporter(settings.place.node, connection)
         self._snapshots = SnapshotMemory()
         self._asked: dict[tuple[int, int], StoreRequested] = {}
         """What workers have asked of the store, and were not answered yet, by worker and number."""
@@ -121,20 +95,38 @@ class Agent:
         self._spawner = SpawnerClient(self._spawner_reported, self._spawner_lost)
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def _new_machine(self) -> AgentMachine:
+        place = self.settings.place
+        closed = tuple(sorted(self.closed))
+        joined = NodeJoined(
+            place.node, place.slots, place.domain or place.node, place.position, place.world_size, closed
+        )
+        # The time of day: it goes on when the machine is started again, so a later incarnation has a greater number.
+        return AgentMachine(joined, time.time_ns(), self.settings.liveness)
+
     # ---- life -----------------------------------------------------------------------------------------------------
 
     async def start(self, begun: SpawnerProcess | None = None) -> SpawnerReady:
-        """Starts the spawner.
+        """Starts the spawner, and looks at the node's devices.
 
         Args:
             begun: see `SpawnerClient.start`.
 
         Raises:
-            PeerLost: it did not come up.
+            PeerLost: the spawner did not come up.
+            ConfigurationError: see `DeviceGuard.start`.
         """
         settings = self.settings
         wanted = SpawnerSettings(settings.fork, settings.environment, settings.working_dir, settings.preload)
-        return await self._spawner.start(wanted, begun)
+        looking = asyncio.create_task(self._guard.start())
+        try:
+            ready = await self._spawner.start(wanted, begun)
+            self.closed = await looking
+        finally:
+            looking.cancel()
+        if self.closed:
+            self._machine = self._new_machine()
+        return ready
 
     async def run(self) -> None:
         """Serves until the job has ended and no process of it is left."""
@@ -163,6 +155,7 @@ class Agent:
 
     async def stop(self) -> None:
         """Ends every process of this node's part of the job."""
+        self._guard.stop()
         for number in self.workers:
             self._kill(number)
         await self._spawner.stop()
@@ -330,7 +323,7 @@ class Agent:
         self._drop(worker)
         cause = Cause.SIGNAL if report.status < 0 else Cause.EXIT
         snapshots = self._snapshots.of(report.worker)
-        self._machine.exited(report.worker, cause, _ending(report.status), view.tag, report.at_s, snapshots)
+        self._machine.exited(report.worker, cause, ending(report.status), view.tag, report.at_s, snapshots)
         self._act()
 
     def _watch_lifeline(self, number: int) -> None:
@@ -407,6 +400,18 @@ class Agent:
         if isinstance(message, WorkerJoined):
             self._watch_lifeline(number)
 
+    # ---- devices ----------------------------------------------------------------------------------------------------
+
+    def _close(self, devices: tuple[int, ...], reason: str, at_once: bool) -> None:
+        """Devices are sick: their ranks are lost at once, or move when spares are warm."""
+        self.closed |= dict.fromkeys(devices, reason)
+        if at_once:
+            tags = {number: worker.page.read().tag for number, worker in self.workers.items()}
+            self._machine.devices_failed(devices, reason, tags, time.monotonic())
+        else:
+            self._machine.close_devices(devices, reason)
+        self._act()
+
     # ---- what can be seen -------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
@@ -428,7 +433,7 @@ class Agent:
         if view.progress != worker.progress:
             worker.progress, worker.moved_s, worker.stopped = view.progress, now_s, False
         elif now_s - worker.moved_s > STAND_S:
-            worker.moved_s, worker.stopped = now_s, _is_stopped(worker.pid)
+            worker.moved_s, worker.stopped = now_s, is_stopped(worker.pid)
         look = Observation(view.tag, view.progress, view.waiting, view.awaited > 0, worker.stopped)
         self._machine.observe(worker.worker, look, now_s)
         if view.events_written > worker.durations_read:
@@ -478,19 +483,3 @@ class Agent:
                 }
             )
         return entries
-
-
-def _ending(status: int) -> str:
-    """How a process ended; empty where it ended with exit code 0, which may be well."""
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit code {status}" if status else ""
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Whether the kernel holds the process stopped (state T)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[0] == "T"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import socket
 from pathlib import Path
 
@@ -53,6 +54,23 @@ class NodePlace:
         return cls(socket.gethostname(), num_ranks, num_ranks, num_ranks + num_spares)
 
 
+class HealthMode(enum.StrEnum):
+    """What ``--health`` says."""
+
+    OFF = "off"
+    WARN = "warn"
+    ACT = "act"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """Whether the agent looks at its devices, and whether anything follows from it."""
+
+    mode: HealthMode = HealthMode.OFF
+    by_bus: bool = False
+    """CUDA numbers the devices by their place on the bus, as the driver does."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentSettings:
     """One node's part of a job."""
@@ -73,6 +91,7 @@ class AgentSettings:
     """Modules that are imported before the script's first line."""
     devices: tuple[str, ...] = ()
     """The node's devices as CUDA_VISIBLE_DEVICES names them; empty: it has none."""
+    health: HealthSettings = dataclasses.field(default_factory=HealthSettings)
     liveness: LivenessSettings = dataclasses.field(default_factory=LivenessSettings)
     output: OutputSettings = dataclasses.field(default_factory=OutputSettings)
     digest: bool = False

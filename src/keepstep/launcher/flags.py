@@ -6,6 +6,7 @@ The parser is torchrun's own, so every habit of its users holds; what keepstep d
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import re
@@ -17,8 +18,8 @@ import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
-from keepstep.agent.settings import AgentSettings, NodePlace, OutputSettings
-from keepstep.config import inherited_environment, job_environment, visible_devices
+from keepstep.agent.settings import AgentSettings, HealthMode, HealthSettings, NodePlace, OutputSettings
+from keepstep.config import inherited_environment, job_environment, numbers_devices_by_bus, visible_devices
 from keepstep.devices import names_of
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, add_node_flags, add_placement_flags, split
@@ -58,6 +59,10 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     own.add_argument(
         "--dashboard", nargs="?", const="", type=_address, metavar="HOST:PORT",
         help="serve a page that shows the run (default: on this machine only, at 127.0.0.1:7117 or any free port)",
+    )  # fmt: skip
+    own.add_argument(
+        "--health", choices=[str(mode) for mode in HealthMode], default=str(HealthMode.WARN),
+        help="what follows from a sick NVIDIA GPU: off, a warning, or act: its rank is replaced (default: %(default)s)",
     )  # fmt: skip
     own.add_argument(
         "--hang-floor", type=float, default=DEADLINES.floor_s, metavar="SECONDS",
@@ -124,7 +129,8 @@ def job_options(arguments: argparse.Namespace, run_dir: Path | None = None) -> J
         raise ConfigurationError(f"--node-rank {arguments.node_rank}: there is one node, so 0")
     outputs = outputs_of(arguments)
     place = NodePlace.alone(ranks_per_node(arguments), arguments.spares)
-    recovery = Shape(1, 1, place.ranks_per_node, arguments.spares).recovery(arguments)
+    shape = Shape(1, 1, place.ranks_per_node, arguments.spares)
+    recovery = dataclasses.replace(shape.recovery(arguments), nodes_may_join=False)
     agent = agent_settings(arguments, place, run_dir)
     return JobOptions(agent, recovery, outputs, keep_run_dir=run_dir is not None or arguments.run_dir is not None)
 
@@ -160,6 +166,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
         parks_spares=arguments.park_spares,
         preload=tuple(arguments.preload),
         devices=names_of(visible_devices(), torch.cuda.device_count()),
+        health=HealthSettings(HealthMode(arguments.health), numbers_devices_by_bus()),
         liveness=LivenessSettings(
             floor_s=arguments.hang_floor,
             factor=arguments.hang_factor,

@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ async def _run(
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 check_memory(options, starting.result().worker_bytes)
+                check_devices(options, agent.closed)
                 async with control.serve(options.agent.run_dir, job.describe):
                     await _accompany(controller, agent, signals, companion(job) if companion else None)
         finally:
@@ -182,6 +183,25 @@ def check_memory(options: JobOptions, worker_bytes: int) -> None:
             f"--nproc-per-node {options.recovery.world_size} with --spares {options.recovery.num_spares}: {count} "
             f"processes need at least {worker_bytes / 2**20:.0f} MiB each, and {available / 2**30:.1f} GiB are free: "
             f"at most {available // worker_bytes} fit"
+        )
+
+
+def check_devices(options: JobOptions, closed: Mapping[int, str]) -> None:
+    """Refuses a job whose only node has no device for some of its ranks.
+
+    Args:
+        options: the job.
+        closed: the devices on which nothing is started, with the reason.
+
+    Raises:
+        ConfigurationError: naming the devices.
+    """
+    slots = options.agent.place.slots
+    left = slots - sum(device < slots for device in closed)
+    if left < options.recovery.world_size:
+        raise ConfigurationError(
+            f"--health act: {options.recovery.world_size} ranks were asked for, and {left} devices are fit to be used: "
+            f"{'; '.join(dict.fromkeys(closed.values()))}"
         )
 
 

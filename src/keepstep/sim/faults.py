@@ -50,6 +50,8 @@ CONTROLLER_FAULTS = ("controller crash", "crash before journaling", "crash befor
 OTHER_FAULTS = ("spare kill", "loss burst", "two at once")
 RELAY_FAULTS = ("relay crash", "relay pause")
 """In runs that have relays."""
+DEVICE_FAULTS = ("sick device",)
+"""In a tenth of the plans, from a generator of their own."""
 OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
 """What hits a process as soon as there is one that it can hit."""
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
@@ -90,6 +92,13 @@ def draw_relays(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[i
         kind = rng.choice(RELAY_FAULTS)
         faults.append(SimulatedFault(kind, at_s, recovery, None, rng.randrange(64), rng.choice((0.3, 1.4, 5.0))))
     return num_relays, plan + tuple(faults)
+
+
+def draw_sick_device(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
+    """The plan, in which a device may become sick."""
+    if rng.random() >= 0.1:
+        return plan
+    return (*plan, SimulatedFault(rng.choice(DEVICE_FAULTS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64), 8.0))
 
 
 class Injector:
@@ -152,10 +161,7 @@ class Injector:
         victim = self._victim(fault)
         if victim is not None:
             self._world.oracle.suffers(victim, fault.kind, fault.lasts_s)
-            if not self._world.oracle.has_trained:
-                self._world.oracle.excuses(f"{fault.kind} before the first step")
-            if len(self._world.oracle.finished_ranks):
-                self._world.oracle.excuses(f"{fault.kind} after the last step")
+            self._excuse_outside_of_training(fault.kind)
         return victim
 
     def _kill(self, fault: SimulatedFault) -> None:
@@ -302,6 +308,28 @@ class Injector:
 
     def _clock_jump(self, fault: SimulatedFault) -> None:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s
+
+    def _sick_device(self, fault: SimulatedFault) -> None:
+        """An agent finds one of its devices sick. In half of the cases it has failed, and its rank is lost."""
+        node, oracle = self._world.nodes[self._node(fault)], self._world.oracle
+        device, has_failed = fault.pick // 4 % node.layout.slots, fault.pick % 2 == 0
+        if not node.is_up or device in node.closed:
+            return
+        oracle.devices.sickens(node.name, device, has_failed=has_failed, is_calm=oracle.is_calm())
+        ranks = [each for each in self._world.rank_holders() if each.node is node and each.device == device]
+        if has_failed and ranks:
+            self._excuse_outside_of_training(fault.kind)
+            oracle.suffers(ranks[0], "failed device")
+        else:
+            oracle.causes.add(f"device {device} of {node.name} is sick")
+        node.close(device, has_failed=has_failed)
+        self._until(fault, node.name, "should_be_left", device)
+
+    def _excuse_outside_of_training(self, kind: str) -> None:
+        if not self._world.oracle.has_trained:
+            self._world.oracle.excuses(f"{kind} before the first step")
+        if len(self._world.oracle.finished_ranks):
+            self._world.oracle.excuses(f"{kind} after the last step")
 
     def _node_drain(self, fault: SimulatedFault) -> None:
         """SIGTERM for an agent, whose grace period is over after a while. Its machine comes back later."""

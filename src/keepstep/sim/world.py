@@ -184,7 +184,10 @@ class World:
         """How many ranks the machines that are up have room for."""
         limit = self.layout.settings.ranks_per_node
         up = [node for node in self.nodes.values() if node.is_up]
-        return sum(min(node.layout.slots, limit or node.layout.slots) for node in up)
+        if self.layout.snapshot_every and any(node.closed for node in up):
+            return 0  # the only snapshots of a shard may be in the memory of a node that has no device left
+        slots = [node.layout.slots - len(node.closed) for node in up]
+        return sum(min(each, limit or each) for each in slots)
 
     def read_checkpoint(self, shard: str, step: int) -> tuple[History, Rows]:
         """What a checkpoint holds of a shard, and the table of the ranks' own values."""
@@ -205,6 +208,7 @@ class World:
     def orders_given(self, entry: JournalEntry) -> None:
         """The controller has decided something."""
         self.oracle.decided(entry)
+        self.oracle.devices.decided(entry)
         if self.recording is not None:
             self.recording.decided(entry)
         if self.story is not None:

@@ -26,7 +26,7 @@ from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount, WaitsFor
 
 NODE, INCARNATION = "node-a", 5
-JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0)
+JOINED = msg.NodeJoined(NODE, 4, "rack-1", 0, 0, ())
 IN_A_STEP = Tag(1, 3, Phase.BACKWARD)
 BETWEEN = Tag(1, 3, Phase.UPDATED)
 POLL_INTERVAL_S = LivenessSettings().blind_s / 2
@@ -280,7 +280,7 @@ def test_a_node_that_has_nothing_to_say_is_heard_of_nonetheless() -> None:
 
 def test_nodes_that_answered_at_the_same_moment_have_a_heartbeat_each_in_its_own() -> None:
     names = [f"node-{number}" for number in range(100)]
-    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0), INCARNATION, LivenessSettings()) for name in names]
+    agents = [AgentMachine(msg.NodeJoined(name, 1, name, 0, 0, ()), INCARNATION, LivenessSettings()) for name in names]
     for agent in agents:
         assert agent.packets(100.0)
     dues = [agent.next_deadline() for agent in agents]
@@ -561,3 +561,44 @@ def test_a_node_that_joins_again_lets_go_of_all_snapshots() -> None:
     node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, ((0, (3,)),))
     assert ReleaseMemory(None) in node.agent.take()
     assert node.heard() == []
+
+
+# ---- Sick devices ---------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_device_is_told_and_what_runs_there_goes_on() -> None:
+    node = Node(ranks=2)
+    node.agent.close_devices((1,), "row remapping pending")
+    assert node.heard() == [msg.DevicesClosed(NODE, (1,), "row remapping pending")]
+    assert node.agent.take() == []
+
+
+def test_the_ranks_of_a_failed_device_are_lost_with_their_tags_before_it_is_closed() -> None:
+    node = Node(ranks=2, spares=1)
+    tags = {0: BETWEEN, 1: IN_A_STEP, 2: Tag(0, 0, Phase.STARTING)}
+    node.agent.devices_failed((1, 2), "Xid 79", tags, 100.0)
+    assert node.heard() == [
+        msg.WorkerLost(1, Cause.DEVICE, "Xid 79", False, IN_A_STEP, 100.0),
+        msg.DevicesClosed(NODE, (1, 2), "Xid 79"),
+    ]
+    assert node.order(msg.FenceWorker(1, "Xid 79")) == [Kill(1)]
+    assert node.exit(1, "killed by SIGKILL", IN_A_STEP) == [msg.WorkerFenced(1)]
+
+
+def test_a_rank_that_is_lost_already_is_not_lost_by_its_device() -> None:
+    node = Node(ranks=2)
+    node.order(msg.FenceWorker(0, "it hangs"))
+    node.agent.training_thread_died(1, IN_A_STEP, node.now_s)
+    node.heard()
+    node.agent.devices_failed((0, 1), "Xid 79", {0: BETWEEN, 1: IN_A_STEP}, 100.0)
+    assert node.heard() == [msg.DevicesClosed(NODE, (0, 1), "Xid 79")]
+
+
+def test_a_node_that_joins_again_says_which_devices_it_has_closed() -> None:
+    node = Node(ranks=1)
+    node.agent.close_devices((3,), "sick")
+    node.agent.receive(EVICTED, node.now_s)
+    node.agent.close_devices((1,), "sick as well")
+    node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", BETWEEN, node.now_s)
+    (packet,) = node.agent.packets(node.now_s)
+    assert packet.messages == (msg.NodeJoined(NODE, 4, "rack-1", 0, 0, (1, 3)),)

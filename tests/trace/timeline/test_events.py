@@ -35,6 +35,13 @@ def test_a_node_that_is_to_leave_is_told() -> None:
     ]
 
 
+def test_devices_that_were_closed() -> None:
+    closed = msg.DevicesClosed("node-1", (1, 3), "GPU 1: Xid 79")
+    assert told(ReportsReceived("node-1", 0, (closed,))) == [
+        ("devices closed", "warning", "node-1, devices [1, 3]: GPU 1: Xid 79")
+    ]
+
+
 @pytest.mark.parametrize(
     ("actions", "read", "text"),
     [

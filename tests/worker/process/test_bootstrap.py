@@ -5,13 +5,15 @@ import gzip
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.worker.ranks import run_ranks
 
-from keepstep.worker.process import spawner
-from keepstep.worker.process.bootstrap import run_script
+from keepstep.protocol.messages import WorkerFailed
+from keepstep.worker.process import bootstrap, spawner
+from keepstep.worker.process.bootstrap import EXIT_EXCEPTION, run_script
 
 SCRIPT = """
 import builtins, sys, weakref
@@ -73,3 +75,48 @@ def test_files_that_a_script_leaves_open_are_written(ending: str, code: int, tmp
     script = tmp_path / "script.py"
     script.write_text(WRITING.format(ending=ending))
     assert run_ranks(1, leaving, script) == [(code, ["text", "binary", "both", "packed"])]
+
+
+RAISING = """
+import torch
+from keepstep.errors import ConfigurationError
+
+raise {error}
+"""
+
+
+class Link:
+    """What a session says to its agent."""
+
+    worker = 4
+
+    def __init__(self) -> None:
+        self.sent: list[WorkerFailed] = []
+
+    def send(self, message: WorkerFailed) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fatal"),
+    [
+        ("torch.AcceleratorError('CUDA error: an illegal memory access was encountered')", False),
+        ("RuntimeError('CUDA error: uncorrectable ECC error encountered')", False),
+        ("torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')", False),
+        ("ConfigurationError('no such thing')", True),
+    ],
+)
+def test_an_error_of_the_device_costs_the_rank_and_not_the_job(
+    error: str, is_fatal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh process on another device need not meet it again. If all ranks meet it, the controller ends the job."""
+    link = Link()
+    monkeypatch.setattr(bootstrap, "current_session", lambda: SimpleNamespace(_coordination=SimpleNamespace(link=link)))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    script = tmp_path / "script.py"
+    script.write_text(RAISING.format(error=error))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run_script((str(script),), module=False) == EXIT_EXCEPTION
+    (failed,) = link.sent
+    assert (failed.worker, failed.fatal) == (4, is_fatal)
+    assert error.split("'")[1] in failed.error

@@ -48,6 +48,7 @@ from keepstep.protocol.messages.reports import (
     STORE_OPERATIONS_THAT_WAIT,
     ClockAsked,
     CollectiveFailed,
+    DevicesClosed,
     Drained,
     GroupsReset,
     Holding,
@@ -90,6 +91,7 @@ __all__ = [
     "ClockTold",
     "CollectiveFailed",
     "Complete",
+    "DevicesClosed",
     "Drain",
     "Drained",
     "EndJob",
@@ -159,7 +161,7 @@ Question: TypeAlias = StoreRequested | OnceRequested
 WorkerReport: TypeAlias = (
     GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
 )
-NodeReport: TypeAlias = NodeJoined | NodeDraining | JobStalled | RanksStand | StepObserved
+NodeReport: TypeAlias = NodeJoined | NodeDraining | DevicesClosed | JobStalled | RanksStand | StepObserved
 AgentReport: TypeAlias = (
     NodeReport | WorkerStarted | SnapshotsLeft | WorkerLost | WorkerEnded | WorkerDone | WorkerFenced
 )

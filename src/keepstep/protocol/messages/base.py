@@ -29,6 +29,7 @@ class Cause(enum.StrEnum):
     CONTROLLER = "controller restarted"
     MOVED = "rank moved"
     DRAIN = "drain"
+    DEVICE = "device failed"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):

@@ -166,7 +166,7 @@ class NodeJoined(Message, frozen=True):
 
     Ranks are given out by ``position`` (torchrun's ``--node-rank``), then in the order in which nodes have joined.
     ``world_size`` is what the node was told; a node of a job of another size was started by mistake. 0: it was told
-    nothing.
+    nothing. ``closed`` are devices, counted from 0, that the node has closed already: see `DevicesClosed`.
     """
 
     node: str
@@ -174,6 +174,7 @@ class NodeJoined(Message, frozen=True):
     domain: str
     position: int
     world_size: int
+    closed: tuple[int, ...]
 
 
 class WorkerStarted(Message, frozen=True):
@@ -264,6 +265,15 @@ class NodeDraining(Message, frozen=True):
     """The node is to leave soon. Its ranks train on until spares of other nodes take them."""
 
     node: str
+    reason: str
+
+
+class DevicesClosed(Message, frozen=True):
+    """Nothing more is to run on these devices of the node, counted from 0. A rank there trains on until a warm spare
+    can take it. Where it must not even do that, `WorkerLost` tells so, in front of this report."""
+
+    node: str
+    devices: tuple[int, ...]
     reason: str
 
 

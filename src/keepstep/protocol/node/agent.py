@@ -47,6 +47,7 @@ HOLD_S = 0.05
 @dataclasses.dataclass(slots=True)
 class _Process:
     rank: int | None
+    device: int
     told_lost: bool = False
     fenced: bool = False
 
@@ -135,6 +136,27 @@ class AgentMachine:
         self._say(msg.NodeDraining(self.node, reason))
         self._leave_if_drained()
 
+    def close_devices(self, devices: tuple[int, ...], reason: str) -> None:
+        """Devices are sick: nothing more is to run there, and a rank there moves when a warm spare can take it."""
+        closed = tuple(sorted({*self._joined.closed, *devices}))
+        self._joined = msgspec.structs.replace(self._joined, closed=closed)
+        self._say(msg.DevicesClosed(self.node, devices, reason))
+
+    def devices_failed(self, devices: tuple[int, ...], reason: str, tags: Mapping[int, Tag], now_s: float) -> None:
+        """Devices have failed: the ranks there are lost, and nothing more is to run there.
+
+        Args:
+            devices: counted from 0.
+            reason: in words.
+            tags: of the node's workers, by their numbers.
+            now_s: when it was found.
+        """
+        for number, process in self._processes.items():
+            is_told = process.fenced or process.told_lost
+            if process.device in devices and process.rank is not None and number in tags and not is_told:
+                self._say(msg.WorkerLost(number, Cause.DEVICE, reason, False, tags[number], now_s))
+        self.close_devices(devices, reason)
+
     def _leave_if_drained(self) -> None:
         is_empty = all(process.rank is None for process in self._processes.values())
         if self._draining is not None and is_empty and self._departing is None and not self._is_terminating:
@@ -183,7 +205,7 @@ class AgentMachine:
     def _obey(self, order: msg.AgentOrder, now_s: float) -> None:
         match order:
             case msg.StartWorker():
-                self._processes[order.worker] = _Process(order.rank)
+                self._processes[order.worker] = _Process(order.rank, order.device)
                 self.liveness.watch(order.worker, order.rank, now_s)
                 local = (order.local_rank, order.local_world_size)
                 self._effects.append(Spawn(order.worker, order.rank, order.device, *local))

@@ -226,6 +226,10 @@ class RecoveryMachine:
                 self._job.processes.close_node(node, message.reason)
                 self._stage.room_found(message.reason)
                 self._go(self._stage.spread(now_s), now_s)
+            case msg.DevicesClosed():
+                self._job.processes.close_devices(node, message.devices, message.reason)
+                self._stage.room_found(message.reason)
+                self._go(self._stage.spread(now_s), now_s)
             case msg.JobStalled():
                 self._go(self._stage.job_stalled(message, now_s), now_s)
             case msg.RanksStand():

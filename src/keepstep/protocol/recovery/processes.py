@@ -31,7 +31,7 @@ class Processes:
 
     def room_for_ranks(self) -> int:
         """How many ranks the nodes have room for, with devices shared where that is allowed."""
-        return sum(self._share(node) + node.most - node.slots for node in self._roster.nodes.values())
+        return sum(self._share(node) + node.num_shareable for node in self._roster.nodes.values())
 
     def _share(self, node: Node) -> int:
         """How many ranks belong on a node."""
@@ -118,6 +118,16 @@ class Processes:
         """A node is to leave: its ranks are to move, and its spares end."""
         self._fence(self._roster.close_node(name), reason)
 
+    def close_devices(self, name: str, devices: Collection[int], reason: str) -> None:
+        """Devices of a node are sick: the ranks there are to move, and the spares there end."""
+        self._fence(self._roster.close_devices(name, devices, reason), reason)
+
+    def none_can_come(self, num_missing: int) -> bool:
+        """Whether there are fewer spares than that, no room for more, and no node that may join and bring it."""
+        if self._settings.nodes_may_join:
+            return False
+        return len(self._roster.spares()) + sum(node.num_room for node in self._roster.nodes.values()) < num_missing
+
     def _fence(self, workers: Iterable[Worker], reason: str) -> None:
         for worker in workers:
             self._roster.mark_lost(worker, gone=False)
@@ -139,12 +149,19 @@ class Processes:
             assert worker.rank is not None
             if len(moved) < roster.num_ready_spares and left[membership.shard(worker.rank)] > 1:
                 left[membership.shard(worker.rank)] -= 1
-                is_closed = roster.nodes[worker.node].is_closed
-                why = "its node is to leave" if is_closed else "it shared a device, and another one is free"
+                why = self._why_displaced(worker)
                 moved.append((worker, WorkerLost(worker.worker, Cause.MOVED, why, False, None, now_s)))
         for worker, _ in moved:
             roster.mark_lost(worker, gone=False)
         return moved
+
+    def _why_displaced(self, worker: Worker) -> str:
+        node = self._roster.nodes[worker.node]
+        if node.is_closed:
+            return "its node is to leave"
+        if worker.device in node.closed:
+            return f"its device is sick: {node.closed[worker.device]}"
+        return "it shared a device, and another one is free"
 
     def lost_before_ready(self) -> None:
         """A fresh process was lost on its way to its first step."""

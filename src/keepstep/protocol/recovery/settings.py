@@ -33,6 +33,8 @@ class RecoverySettings:
     """Processes that may be started beyond the first ones; None: no bound while the job makes progress."""
     max_recoveries_without_progress: int = 8
     """A step that fails so often in a row will fail again: the job ends instead of looping for ever."""
+    nodes_may_join: bool = True
+    """False where the job's only node is there from the start: no other one brings room for a rank that has none."""
     start_deadline_s: float = 1800.0
     spares_grace_s: float = 30.0
     """How long the controller waits for nodes with room for the spares, once there is room for all ranks."""

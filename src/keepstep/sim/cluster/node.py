@@ -47,13 +47,16 @@ class SimulatedNode:
         """Of processes that are gone, by worker number: where there are snapshots in them."""
         self._starting: dict[int, list[msg.WorkerOrder]] = {}
         """worker -> the orders for a process that does not exist yet: the agent keeps them for it."""
+        self.closed: set[int] = set()
+        """Its devices that are sick, and stay so."""
         self.clock_jump_s = 0.0
         self._incarnation = 0
         self._wake_s = 0.0
         self._machine = self._agent()
 
     def _agent(self) -> AgentMachine:
-        joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain, 0, 0)
+        closed = tuple(sorted(self.closed))
+        joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain, 0, 0, closed)
         return AgentMachine(joined, self._incarnation, self.world.layout.liveness)
 
     @property
@@ -104,6 +107,21 @@ class SimulatedNode:
             self.world.oracle.drain.node_departs(self.name)
             self._machine.depart("SIGTERM")
             self._proceed()
+
+    def close(self, device: int, *, has_failed: bool) -> None:
+        """The agent has found a device sick, or failed: then the rank there is lost."""
+        self.closed.add(device)
+        if has_failed:
+            tags = {number: worker.tag for number, worker in self.workers.items()}
+            self._machine.devices_failed((device,), "Xid 79", tags, self.clock_s)
+        else:
+            self._machine.close_devices((device,), "row remapping pending")
+        self._proceed()
+
+    def should_be_left(self, device: int) -> None:
+        """A device has been sick for long."""
+        if self.is_up:
+            self.world.oracle.devices.should_be_left(self.name, device)
 
     # ---- the agent's loop -------------------------------------------------------------------------------------------
 
@@ -223,7 +241,8 @@ class SimulatedNode:
     def _kill(self, number: int) -> None:
         worker = self.workers.get(number)
         if worker is not None and worker.is_alive:
-            self.world.oracle.is_fenced(worker)
+            if not self.world.oracle.devices.is_sick(worker):
+                self.world.oracle.is_fenced(worker)
             worker.die(Cause.SIGNAL, "killed by SIGKILL")
 
     def _terminate(self, number: int) -> None:

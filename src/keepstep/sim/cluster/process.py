@@ -67,6 +67,7 @@ class SimulatedProcess(ABC):
         self.process = process
         self.number = wanted.worker
         self.machine = WorkerMachine(wanted.worker, process, wanted.rank)
+        self.device = wanted.device
         self.local_rank = wanted.local_rank
         self.local_world_size = wanted.local_world_size
         self.is_first_holder = wanted.rank is not None

@@ -21,8 +21,8 @@ HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay c
 
 
 def most_recoveries(kind: str, lasts_s: float) -> int:
-    """How many recoveries one fault may begin; a node drain is counted by `Causes.node_leaves`."""
-    if kind in HARMLESS or kind == "node drain":
+    """How many recoveries one fault may begin; node drains and sick devices are counted apart."""
+    if kind in HARMLESS or kind in ("node drain", "sick device"):
         return 0
     every_s = REPEATED_EVERY_S.get(kind)
     return 1 if every_s is None else 1 + int(lasts_s / every_s)

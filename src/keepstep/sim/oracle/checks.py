@@ -27,6 +27,7 @@ class Check(enum.StrEnum):
     START_UP = "another start-up's or rank's value, or too early"
     GROUPS = "a group that stays and may not, or only for some"
     DRAIN = "drained wrongly, or not at all"
+    DEVICE = "a sick device used, or not left"
     RAISED = "a machine raised"
 
 

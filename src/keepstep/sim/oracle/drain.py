@@ -51,6 +51,10 @@ class DrainWatch:
         now_s = self._world.schedule.now_s
         self._node_asked[node] = now_s, is_calm and self._troubled_until_s + CALM_S < now_s
 
+    def was_disturbed_since(self, at_s: float) -> bool:
+        """Whether anything has happened that may keep ranks from moving: a fault, or that something is to end."""
+        return self._troubled_until_s > at_s or self.is_asked or bool(self._node_asked)
+
     @property
     def leaving(self) -> Collection[str]:
         """Nodes that were told to leave: what runs there may be killed."""

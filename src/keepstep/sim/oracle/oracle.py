@@ -16,6 +16,7 @@ from keepstep.protocol.recovery import EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXI
 from keepstep.sim.cluster.values import INCOMPLETE, right_value
 from keepstep.sim.oracle.causes import Causes, most_recoveries, tells_of_step
 from keepstep.sim.oracle.checks import Check, ViolationError
+from keepstep.sim.oracle.devices import DeviceWatch
 from keepstep.sim.oracle.drain import DrainWatch
 from keepstep.sim.oracle.groups import GroupWatch
 from keepstep.sim.oracle.placement import Loss, MembershipWatch, SpareChoice, check_local_ranks
@@ -59,6 +60,7 @@ class Oracle:
         self._world = world
         self.cohorts: list[Cohort] = []
         self.causes = Causes()
+        self.devices = DeviceWatch(world)
         self.drain = DrainWatch(world)
         self.groups = GroupWatch(world)
         self.members = MembershipWatch(world)
@@ -302,21 +304,21 @@ class Oracle:
 
     def strikes(self, fault: str, lasts_s: float = 0.0) -> None:
         """Something happens to a node, the network or the controller, or a false alarm is raised."""
-        if fault not in ("drain", "node drain"):
+        if fault not in ("drain", "node drain", "sick device"):
             self.drain.troubled(lasts_s)
         if most := most_recoveries(fault, lasts_s):
             self.causes.add(f"{fault} at {self._world.schedule.now_s:.3f} s", most)
 
     def drains_job(self) -> None:
         """The job is told to end."""
-        self.drain.asked(is_calm=self._is_calm())
+        self.drain.asked(is_calm=self.is_calm())
 
     def drains_node(self, node: str) -> None:
         """A node is told to leave."""
-        self.drain.node_asked(node, is_calm=self._is_calm())
+        self.drain.node_asked(node, is_calm=self.is_calm())
         self.causes.node_leaves(node, self._world.nodes[node].layout.slots)
 
-    def _is_calm(self) -> bool:
+    def is_calm(self) -> bool:
         """Whether all ranks train, and no recovery is under way."""
         ranks = self._trained.members.values() if self._trained is not None else ()
         are_well = all(worker.is_alive and worker.process not in self._blamed for worker in ranks)

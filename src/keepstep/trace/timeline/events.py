@@ -81,6 +81,9 @@ class Teller:
                     elif isinstance(report, msg.NodeDraining):
                         text = f"{node}: {report.reason}"
                         yield ControlEvent(entry.at_s, "node draining", "warning", text, entry.generation, node=node)
+                    elif isinstance(report, msg.DevicesClosed):
+                        text = f"{node}, devices {list(report.devices)}: {report.reason}"
+                        yield ControlEvent(entry.at_s, "devices closed", "warning", text, entry.generation, node=node)
                     elif isinstance(report, msg.WorkerFailed):
                         worker = self._job.roster.workers.get(report.worker)
                         rank = worker.rank if worker else None

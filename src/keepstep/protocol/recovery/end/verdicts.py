@@ -133,6 +133,11 @@ def restarts_used_up(detail: str) -> EndJob:
     return EndJob(EXIT_TOO_FEW_RANKS, f"--max-restarts is used up: {detail}")
 
 
+def too_few_devices(world_size: int, detail: str) -> EndJob:
+    """No rank holds any state, and the only node has no room for all of them any more."""
+    return EndJob(EXIT_TOO_FEW_RANKS, f"the node has not enough devices left for {world_size} ranks: {detail}")
+
+
 def rescued(roster: Roster, reason: str | None) -> EndJob:
     """The live ranks have saved what they hold, or have said why they could not."""
     saved = list(dict.fromkeys(worker.rescued for worker in roster.workers.values() if worker.rescued))

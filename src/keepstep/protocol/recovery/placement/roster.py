@@ -66,17 +66,31 @@ class Node:
     """It is to leave, and has no room for anything."""
     workers: dict[int, int] = dataclasses.field(default_factory=dict)
     """Those whose process exists there, be it that of a worker that is lost and not yet gone, with its device."""
+    closed: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Devices on which nothing more is started, with the reason: they are sick."""
 
     def devices(self) -> tuple[list[int], list[int]]:
         """The devices that are free, and the numbers beyond them under which workers may share one."""
-        taken = set(self.workers.values())
+        taken = {*self.workers.values(), *self.closed}
         numbers = [device for device in range(self.most) if device not in taken]
         return [each for each in numbers if each < self.slots], [each for each in numbers if each >= self.slots]
 
     @property
     def num_free(self) -> int:
-        """On how many devices nothing runs."""
-        return self.slots - sum(device < self.slots for device in self.workers.values())
+        """On how many devices nothing runs, and something may."""
+        taken = self.workers.values() if not self.closed else {*self.workers.values(), *self.closed}
+        return self.slots - sum(device < self.slots for device in taken)
+
+    @property
+    def num_shareable(self) -> int:
+        """How many workers it takes in beyond those that have a device of their own."""
+        return self.most - self.slots - sum(self.slots <= device < self.most for device in self.closed)
+
+    @property
+    def num_room(self) -> int:
+        """How many more workers it takes in, with devices shared where that is allowed."""
+        taken = self.workers.values() if not self.closed else {*self.workers.values(), *self.closed}
+        return self.most - sum(device < self.most for device in taken)
 
 
 class Roster:
@@ -134,8 +148,10 @@ class Roster:
     def add_node(self, joined: NodeJoined) -> None:
         """Enters a node that has offered itself."""
         most = max(joined.slots, self._most_per_node)
-        self.nodes[joined.node] = Node(joined.node, joined.slots, most, joined.domain, joined.position)
-        self.num_free += joined.slots
+        node = Node(joined.node, joined.slots, most, joined.domain, joined.position)
+        node.closed = dict.fromkeys(joined.closed, "it was closed when the node joined")
+        self.nodes[joined.node] = node
+        self.num_free += node.num_free
 
     def remove_node(self, name: str) -> list[Worker]:
         """A node is given up with everything on it; returns the workers that were live there."""
@@ -161,6 +177,19 @@ class Roster:
         self._displaced |= {worker.worker: worker for worker in live if worker.rank is not None}
         return [worker for worker in live if worker.rank is None]
 
+    def close_devices(self, name: str, devices: Collection[int], reason: str) -> list[Worker]:
+        """Nothing more is started on devices of a node, and a rank there is displaced. Returns the spares there."""
+        node = self.nodes.get(name)
+        if node is None or node.is_closed:
+            return []
+        before = node.num_free
+        node.closed |= dict.fromkeys(devices, reason)
+        self.num_free += node.num_free - before
+        there = [self.workers[number] for number, device in sorted(node.workers.items()) if device in devices]
+        live = [worker for worker in there if not worker.lost]
+        self._displaced |= {worker.worker: worker for worker in live if worker.rank is not None}
+        return [worker for worker in live if worker.rank is None]
+
     def roomiest(self, near: str | None = None) -> Node | None:
         """The node for a new process: ``near`` if it has a free device, else that with most; None if none has.
 
@@ -175,14 +204,19 @@ class Roster:
         there = [node for node in self.nodes.values() if node.num_free > 0]
         return min(there, key=lambda node: (self.penalty(node.name), node.name != near, -node.num_free))
 
+    def takes_in(self, node: str) -> bool:
+        """Whether a replacement can be on a node: it has room, or a spare is there."""
+        has_room = node in self.nodes and self.nodes[node].num_room > 0
+        return has_room or any(spare.node == node for spare in self._spares.values())
+
     def is_held(self, node: str) -> bool:
         """Whether a node is in quarantine."""
         return Place(node) in self._quarantine.held
 
     def least_oversubscribed(self) -> Node | None:
         """The node for a rank where no device is free: that with most room beyond them; None if there is none."""
-        there = [node for node in self.nodes.values() if len(node.workers) < node.most]
-        return min(there, key=lambda node: (self.is_held(node.name), len(node.workers) - node.most), default=None)
+        there = [node for node in self.nodes.values() if node.num_room > 0]
+        return min(there, key=lambda node: (self.is_held(node.name), -node.num_room), default=None)
 
     def penalty(self, node: str) -> int:
         """How much is to be said against the best free device of a node that has one."""
@@ -262,7 +296,7 @@ class Roster:
         if worker.node in self.nodes:
             node = self.nodes[worker.node]
             device = node.workers.pop(worker.worker, None)
-            self.num_free += device is not None and device < node.slots
+            self.num_free += device is not None and device < node.slots and device not in node.closed
 
     def mark_done(self, worker: Worker, completed_steps: int | None) -> None:
         """The script of a worker that is not lost is through."""
@@ -308,7 +342,8 @@ class Roster:
         return self._spares.values()
 
     def displaced(self) -> Collection[Worker]:
-        """The live workers that hold a rank and ought to be elsewhere: they share a device, or their node is to leave.
+        """The live workers that hold a rank and ought to be elsewhere: they share a device, it is sick, or their node
+        is to leave.
 
         A view that changes with the roster.
         """

@@ -112,8 +112,8 @@ def tied_ranks(
     """The lost ranks whose replacement has to be on one of some nodes, where its snapshot of ``step`` is in memory.
 
     One for each shard that no live rank has at that step: the shard's other ranks get it from that one. Where only
-    second copies are left, a rank on the node of one can send it to wherever the replacement is. Only if there will be
-    none on that node, the replacement has to come there.
+    second copies are left, or the snapshot's node has no device for the replacement any more, a rank on that node can
+    send it to wherever the replacement is. Only if there will be none on it, the replacement has to come there.
     """
     missing = roster.missing_ranks()
     if not any(snapshots.of(rank, step) for rank in missing):
@@ -128,7 +128,7 @@ def tied_ranks(
     tied: dict[int, frozenset[str]] = {}
     for own in (True, False):
         for shard, there in list(lost.items()):
-            kept = [each for each in there if each.is_own or not own]
+            kept = [each for each in there if not own or (each.is_own and roster.takes_in(each.node))]
             if kept and (own or not any(each.node in nodes for each in kept)):
                 tied[kept[0].rank] = frozenset(each.node for each in kept if each.rank == kept[0].rank)
                 nodes |= tied[kept[0].rank] if len(tied[kept[0].rank]) == 1 else set()

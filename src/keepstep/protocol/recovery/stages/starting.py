@@ -35,7 +35,8 @@ class WaitingForNodes(JobStage):
             self._may_be_oversubscribed = processes.room_for_ranks() >= settings.world_size
             if self._may_be_oversubscribed:
                 self.deadline_s = min(self.deadline_s, now_s + settings.spares_grace_s)
-        return ToStarting("the job starts") if self._all_ranks_fit and processes.all_spares_fit() else None
+        is_complete = processes.all_spares_fit() or not settings.nodes_may_join
+        return ToStarting("the job starts") if self._all_ranks_fit and is_complete else None
 
     def node_lost(self, now_s: float) -> None:
         """The wait begins anew where it had come to an end soon."""

@@ -121,6 +121,8 @@ class Stopping(RecoveryStage):
             return ToRescuing(f"{job.drain.reason}, and no spare is warm for ranks {missing}")
         if not job.processes.start_fresh(missing, tied):
             return ToRescuing(f"--max-restarts is used up: {job.record.detail}")
+        if job.processes.none_can_come(len(missing)):
+            return ToRescuing(f"no device is left for ranks {missing}: {job.record.detail}")
         self._wait_for_help(now_s)
         return None
 
@@ -143,6 +145,8 @@ class Stopping(RecoveryStage):
         if not job.roster.may_start(job.settings.world_size):
             return ToEnded(verdicts.restarts_used_up(job.record.detail))
         if job.processes.room_for_ranks() < job.settings.world_size:
+            if not job.settings.nodes_may_join:
+                return ToEnded(verdicts.too_few_devices(job.settings.world_size, job.record.detail))
             self._wait_for_help(now_s)  # another node has to come
             return None
         job.record.decided_s = now_s
