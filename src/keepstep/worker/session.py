@@ -251,8 +251,8 @@ class Session(Loops):
         ``if session.once("log"): ...`` is True in one process of the job, and there for one call; it is not asked
         again where that process dies in the middle (at most once). ``with session.once("data") as mine:`` waits until
         it is done: ``mine`` is True in one process at a time, in the next one where the former died or raised in its
-        block, and False everywhere as soon as one has come to the end of the block. So the work may meet what a dead
-        process has left half done. From the training thread.
+        block, and False everywhere as soon as one has come to the end of the block, where it waits until the controller
+        knows. So the work may meet what a dead process has left half done. From the training thread.
 
         Args:
             name: of what happens, up to 200 characters.
