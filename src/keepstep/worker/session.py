@@ -132,6 +132,7 @@ class Session(Loops):
             lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT),
             coordination,
             LOOPBACK if settings is None else settings.address,
+            self.device,
         )
         coordination.groups = groups
         store = None if settings is None else DefaultStore(StoreClient(link, coordination))

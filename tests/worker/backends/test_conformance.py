@@ -124,7 +124,8 @@ def outcome(kind: Kind, group: Communicator, work: dist.Work) -> str:
     try:
         finish(kind, work)
     except RuntimeError as error:
-        return "deadline" if group.cause_of(error) is FailureCause.DEADLINE else "broken"
+        is_late = group.is_up and group.cause_of(error) is FailureCause.DEADLINE  # an abort may be told as a deadline
+        return "deadline" if is_late else "broken"
     return "done"
 
 
