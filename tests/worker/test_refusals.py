@@ -304,6 +304,10 @@ def test_every_row_is_refused_and_nothing_else(tmp_path: Path) -> None:
 # ---- everything else that the worker refuses --------------------------------------------------------------------
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
+    "worker.backends.nccl.communicator:NcclCommunicator._refuse": (
+        "a collective in a CUDA graph",
+        "a collective on tensors of another GPU than the process's own",
+    ),
     "worker.loop.reading:check_replicas": ("Their sampler must be told",),
     "worker.loop.epochs:Epochs._end": ("An epoch is iterated to its last step",),
     "worker.loop.loops:Loops._refuse_second_loop": ("One loop has all epochs; a second one is refused.",),

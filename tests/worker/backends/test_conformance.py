@@ -4,6 +4,7 @@ One set of tests for all of them: a test takes the backend and the device as its
 lacks. What concerns one backend alone is in its own folder.
 """
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
 from keepstep.worker.backends.communicator import Communicator, CommunicatorAborted, FailureCause
 from keepstep.worker.backends.gloo.communicator import GlooCommunicator
+from keepstep.worker.backends.nccl.communicator import NcclCommunicator, nccl_version
+from keepstep.worker.backends.nccl.device import CudaDevice
 
 NEVER = timedelta(hours=10)
 SOON = timedelta(milliseconds=50)
@@ -41,12 +44,26 @@ class Kind:
 
     def lacks(self, num_ranks: int) -> str:
         """What this machine lacks for as many ranks; empty: nothing."""
-        if self.device == "cuda" and not torch.cuda.is_available():
+        if self.device == "cpu":
+            return ""
+        if not torch.cuda.is_available():
             return "needs a GPU: torch finds none"
+        if self.backend == "nccl" and not dist.is_nccl_available():
+            return "needs NCCL: torch was built without it"
+        if self.backend == "nccl" and torch.cuda.device_count() < num_ranks and not ranks_may_share_a_gpu():
+            return f"needs {num_ranks} GPUs, or NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1"
         return ""
+
+    def here(self, rank: int) -> None:
+        """Has this process use its own GPU."""
+        if self.device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
 
     def communicator(self, watcher: Watcher) -> Communicator:
         """A communicator that is not connected yet."""
+        if self.backend == "nccl":
+            own = torch.device("cuda", torch.cuda.current_device())
+            return NcclCommunicator("world", watcher, CudaDevice(own))
         return GlooCommunicator("world", watcher)
 
     def ones(self, elements: int) -> torch.Tensor:
@@ -54,14 +71,24 @@ class Kind:
         return torch.ones(elements, device=self.device)
 
 
-KINDS = [Kind("gloo", "cpu"), Kind("gloo", "cuda")]
+KINDS = [Kind("gloo", "cpu"), Kind("gloo", "cuda"), Kind("nccl", "cuda")]
+
+
+def ranks_may_share_a_gpu() -> bool:
+    """Whether NCCL lets two processes use one GPU."""
+    return nccl_version() >= (2, 30) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # environ: the user's own
+
+
+def on_own_device(rank: int, size: int, function: Callable[..., object], kind: Kind, *arguments: object) -> object:
+    kind.here(rank)
+    return function(rank, size, kind, *arguments)
 
 
 def run(kind: Kind, num_ranks: int, function: Callable[..., object], *arguments: object) -> list[object]:
     """`run_ranks` of ``function(rank, num_ranks, kind, *arguments)``, where the machine has what it takes."""
     if lacks := kind.lacks(num_ranks):
         pytest.skip(lacks)
-    return run_ranks(num_ranks, function, kind, *arguments)
+    return run_ranks(num_ranks, on_own_device, function, kind, *arguments)
 
 
 @pytest.fixture(params=KINDS, ids=str)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+from torch import distributed as dist
 
 from keepstep.worker.backends.communicator import CommunicatorFactory
 from keepstep.worker.backends.gloo.communicator import GlooCommunicator
+from keepstep.worker.backends.nccl.communicator import NcclCommunicator
+from keepstep.worker.backends.nccl.device import CudaDevice
 
 CPU: Final = "cpu"
 """The type of the device of which every group carries tensors."""
@@ -16,10 +19,14 @@ CPU: Final = "cpu"
 def backends_of(device: torch.device) -> dict[str, CommunicatorFactory]:
     """The backends of a process, by the type of the `torch.device` whose tensors each one carries; the CPU's first.
 
+    NCCL carries those on a GPU where torch was built with it, else gloo does.
+
     Args:
         device: the process's own.
     """
     backends: dict[str, CommunicatorFactory] = {CPU: GlooCommunicator}
-    if device.type != CPU:
+    if device.type == "cuda" and dist.is_nccl_available():
+        backends[device.type] = lambda name, observer, _host: NcclCommunicator(name, observer, CudaDevice(device))
+    elif device.type != CPU:
         backends[device.type] = GlooCommunicator
     return backends
