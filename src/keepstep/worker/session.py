@@ -47,6 +47,7 @@ from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
+from keepstep.worker.step.device_completion import completion_on
 from keepstep.worker.step.second_copies import SecondCopies
 from keepstep.worker.step.snapshots import Snapshots, parse_every
 from keepstep.worker.step_controller import StepController
@@ -303,7 +304,7 @@ class Session(Loops):
         self._draws_as = first_tensor_peer(self._state.modules)
         self._data_ranks = data_ranks(objects, shard) if data_mesh is None else ranks_of_mesh(data_mesh)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
-        attempt = Attempt(self._coordination, self._state, self._declared)
+        attempt = Attempt(self._coordination, self._state, self._declared, completion_on(self.device))
         snapshots = self._snapshots(snapshot_every)
         self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints, snapshots)
         self._set_controller(

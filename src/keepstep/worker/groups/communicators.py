@@ -113,6 +113,15 @@ class Communicators:
         until_s = time.monotonic() + deadline_s
         return all(each.wait_until_quiet(max(0.0, until_s - time.monotonic())) for each in self._by_type.values())
 
+    def look(self) -> None:
+        """Notices which operations have ended; see `Communicator.look`.
+
+        Raises:
+            RuntimeError: as there.
+        """
+        for each in self._by_type.values():
+            each.look()
+
     def release(self) -> None:
         """Gives up what they hold, when they are quiet."""
         for each in self._by_type.values():

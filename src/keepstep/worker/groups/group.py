@@ -136,6 +136,10 @@ class SurvivingGroup(dist.ProcessGroup):
         """Waits until no collective is under way any more; see `Communicator.wait_until_quiet`."""
         return self._communicators.wait_until_quiet(deadline_s)
 
+    def look(self) -> None:
+        """Notices which operations have ended; see `Communicator.look`."""
+        self._communicators.look()
+
     @contextmanager
     def echoing(self) -> Iterator[None]:
         """Inside the block collectives are answered by this process alone."""

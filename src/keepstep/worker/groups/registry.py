@@ -216,6 +216,15 @@ class GroupRegistry:
             if not group.drain(DRAIN_DEADLINE_S):
                 raise InternalError(f"a collective of group {group.keepstep_name} did not end after it was broken")
 
+    def look(self) -> None:
+        """Notices which operations have ended, without waiting. The training thread calls it.
+
+        Raises:
+            RuntimeError: the error that one has ended in after the script had waited for it on a stream.
+        """
+        for group, _members in self._groups:
+            group.look()
+
     def take_down(self) -> None:
         """Has no operation begin any more, and breaks every communicator in which one is under way. From any thread."""
         self._generation = None

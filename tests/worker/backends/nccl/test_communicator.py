@@ -402,3 +402,30 @@ def test_the_twin_is_no_gentler_than_torch() -> None:
         work.is_success()
     with pytest.raises(AssertionError):
         work.wait()
+
+
+# ---- errors that nobody was told of ---------------------------------------------------------------------------------
+
+
+def test_an_error_that_comes_after_the_wait_is_raised_by_a_look_once(made: Made) -> None:
+    made.reduce().wait()
+    made.group.look()
+    made.torch.give_up()
+    with pytest.raises(RuntimeError, match="did not end within 60 s"):
+        made.group.look()
+    made.group.look()
+
+
+def test_an_error_that_somebody_was_told_of_is_not_raised_again(made: Made) -> None:
+    work = made.reduce()
+    made.torch.give_up()
+    with pytest.raises(RuntimeError, match="did not end within 60 s"):
+        work.wait()
+    made.group.look()
+
+
+def test_an_error_that_was_dealt_with_is_raised_by_no_look(made: Made) -> None:
+    made.reduce(echoes=True).wait()
+    made.torch.give_up()
+    made.group.look()
+    assert made.told == ["group world: all_reduce did not end within 60 s (began 0.0 s ago)"]

@@ -63,6 +63,8 @@ class NcclCommunicator(OwnTraffic):
         self._in_flight: OperationsInFlight[NcclWork] = OperationsInFlight(self._changed)
         self._failed: list[NcclWork] = []
         """Operations that have ended in an error. The device may still be in their kernels."""
+        self._untold: list[NcclWork] = []
+        """Those of the training thread whose error is nobody's yet."""
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -201,6 +203,19 @@ class NcclCommunicator(OwnTraffic):
                 self._failed.remove(work)
         return True
 
+    def look(self) -> None:
+        """Notices which operations have ended; see `Communicator.look`. Each error is raised once.
+
+        Raises:
+            RuntimeError: an error that no thread was told of.
+        """
+        self._in_flight.end_within(0.0)
+        while self._untold:
+            work = self._untold.pop(0)
+            if not work.was_told and (error := work.exception()) is not None:
+                work.was_told = True
+                raise error
+
     def set_timeout(self, timeout: timedelta) -> None:
         """For operations to come."""
         if self._backend is not None:
@@ -306,6 +321,8 @@ class NcclCommunicator(OwnTraffic):
         return CommunicatorAborted(f"group {self._name} was aborted")
 
     def _ended(self, work: NcclWork) -> None:
+        if work.exception() is not None:
+            self._untold.append(work)
         self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
         self._left(work)
 

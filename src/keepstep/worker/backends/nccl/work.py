@@ -56,6 +56,8 @@ class NcclWork(dist.Work):
         """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
         self.has_failed = False
         """Whether it has ended in an error; it does not change any more from ``on_end`` on."""
+        self.was_told = False
+        """Whether its error was raised."""
         self.begun_s = time.monotonic()
         self.issued: dist.Work | None = None
         """Torch's handle."""
@@ -154,6 +156,7 @@ class NcclWork(dist.Work):
             if timeout or self.operation is Operation.BARRIER:
                 self._wait_on_host(timeout)
         if self._error is not None:
+            self.was_told = True
             raise self._error
         if self._before_going_on is not None:
             self._before_going_on()
