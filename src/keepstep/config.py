@@ -18,6 +18,7 @@ VARIABLE = "KEEPSTEP_WORKER"
 SECRET_VARIABLE = "KEEPSTEP_JOB_SECRET"
 TOKEN_VARIABLE = "KEEPSTEP_TOKEN"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -72,6 +73,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Modules to be imported before that."""
     devices: tuple[str, ...] = ()
     """Those of the node, as CUDA_VISIBLE_DEVICES names them."""
+    shares_gpus: bool = False
+    """Whether another process may use the same device."""
     slot: int = 0
     """The process's own place among them."""
     digest: bool = False
@@ -158,6 +161,11 @@ def job_environment(
 def visible_devices() -> str | None:
     """The devices that the environment leaves visible, as CUDA reads it; None: all of them."""
     return os.environ.get(VISIBLE_DEVICES)
+
+
+def ranks_may_share_a_gpu() -> bool:
+    """Whether the environment has NCCL accept two ranks on one GPU, as ``--share-gpus`` does (NCCL 2.30 and newer)."""
+    return os.environ.get(MULTI_RANK_VARIABLE) == "1"
 
 
 def job_secret() -> str | None:

@@ -24,7 +24,9 @@ from keepstep.weights.channels.group import Carrier
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
+from keepstep.worker.backends.by_device import nccl_version
 from keepstep.worker.backends.communicator import LOOPBACK
+from keepstep.worker.backends.own_device import refuse_sharing
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import WORLD, GroupRegistry
@@ -129,6 +131,8 @@ class Session(Loops):
         if settings is not None and settings.observer is not None:
             module, _, function = settings.observer.partition(":")
             getattr(importlib.import_module(module), function)(coordination)
+        if settings is not None and self.device.type == "cuda":
+            refuse_sharing(settings, torch.cuda.device_count(), nccl_version())
         groups = GroupRegistry(
             lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT),
             coordination,

@@ -21,9 +21,10 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.worker.backends.by_device import nccl_version
 from keepstep.worker.backends.communicator import Communicator, CommunicatorAborted, FailureCause
 from keepstep.worker.backends.gloo.communicator import GlooCommunicator
-from keepstep.worker.backends.nccl.communicator import NcclCommunicator, nccl_version
+from keepstep.worker.backends.nccl.communicator import NcclCommunicator
 from keepstep.worker.backends.nccl.device import CudaDevice
 
 NEVER = timedelta(hours=10)

@@ -30,3 +30,8 @@ def backends_of(device: torch.device) -> dict[str, CommunicatorFactory]:
     elif device.type != CPU:
         backends[device.type] = GlooCommunicator
     return backends
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of NCCL that torch was built with; empty where it was built without."""
+    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else ()

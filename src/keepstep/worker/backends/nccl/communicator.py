@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store
 
 from keepstep.errors import UsageError
@@ -348,8 +346,3 @@ def _drop(_backend: NcclBackend) -> None:
 
 def _nothing() -> None:
     return None
-
-
-def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that torch was built with; empty where it was built without."""
-    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else ()
