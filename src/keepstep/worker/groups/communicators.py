@@ -53,6 +53,8 @@ class Communicators:
 
         What is on a device that no backend carries is left to the CPU's, which refuses it in torch's own words.
         """
+        if len(self._by_type) == 1:
+            return self.own
         first = _first_of(tensors)
         return self.own if first is None else self._by_type.get(first.device.type, self.own)
 

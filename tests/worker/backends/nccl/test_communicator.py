@@ -429,3 +429,10 @@ def test_an_error_that_was_dealt_with_is_raised_by_no_look(made: Made) -> None:
     made.torch.give_up()
     made.group.look()
     assert made.told == ["group world: all_reduce did not end within 60 s (began 0.0 s ago)"]
+
+
+def test_an_abort_is_no_news(made: Made) -> None:
+    made.reduce().wait()
+    made.group.abort()
+    assert made.group.wait_until_quiet(DEADLINE_S)
+    made.group.look()

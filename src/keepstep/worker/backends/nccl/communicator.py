@@ -202,7 +202,8 @@ class NcclCommunicator(OwnTraffic):
         return True
 
     def look(self) -> None:
-        """Notices which operations have ended; see `Communicator.look`. Each error is raised once.
+        """Notices which operations have ended; see `Communicator.look`. Each error is raised once, and that of an
+        abort never: whoever has aborted the group knows of it.
 
         Raises:
             RuntimeError: an error that no thread was told of.
@@ -210,7 +211,8 @@ class NcclCommunicator(OwnTraffic):
         self._in_flight.end_within(0.0)
         while self._untold:
             work = self._untold.pop(0)
-            if not work.was_told and (error := work.exception()) is not None:
+            error = work.exception()
+            if error is not None and not work.was_told and not isinstance(error, CommunicatorAborted):
                 work.was_told = True
                 raise error
 
