@@ -12,7 +12,6 @@ def main() -> None:
     session = keepstep.init(seed=1)
     device = session.device
     torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 8)
     ).to(device)
