@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-torchtitan durations soak fuzz bench bench-peers bench-weights docs lint clean
+.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-torchtitan durations soak fuzz bench bench-peers bench-weights gpu docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,10 @@ bench-peers: ## measure the loss of a rank under keepstep, torchft, NVRx and tor
 bench-weights: $(STAMP) ## measure publishing weights and restoring a rank, next to floors of this machine and other ways
 	$(BIN)/python benchmarks/weights.py --failures
 	$(BIN)/python benchmarks/restore.py
+
+NAME ?= gpu
+gpu: $(STAMP) ## run what needs a GPU, and write benchmarks/results/DATE-gpu-NAME.md: make gpu NAME=h100; without a GPU it says so
+	$(BIN)/python benchmarks/gpu.py --name $(NAME)
 
 docs: $(STAMP) ## the site of docs/, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

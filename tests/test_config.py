@@ -99,6 +99,13 @@ def test_all_that_torchrun_sets_is_there() -> None:
     assert names - job.keys() - worker_environment(CONFIG).keys() == set()
 
 
+def test_no_setting_of_the_user_s_has_torch_end_a_process_that_lost_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    job = job_environment(role="r", run_id="i", max_restarts=None, master_address="127.0.0.1", master_port=1)
+    assert (job["TORCH_NCCL_ASYNC_ERROR_HANDLING"], job["TORCH_NCCL_ENABLE_MONITORING"]) == ("2", "0")
+
+
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "0"}], ids=str)
 def test_without_an_agent_there_are_no_settings(environment: dict[str, str]) -> None:
     assert worker_config(environment) is None

@@ -54,6 +54,20 @@ def test_only_who_is_elsewhere_is_told_of_devices() -> None:
     assert environment(Spawn(4, 1, 3, 1, 3))["CUDA_VISIBLE_DEVICES"] == "6,7,4,5"
 
 
+def test_who_may_share_gpus_is_told_and_nccl_too() -> None:
+    settings = AgentSettings(
+        ("script",), False, False, True, NodePlace.alone(3, 1), Path("/run"), devices=("0",), shares_gpus=True
+    )
+    told = environment_of(Spawn(2, 1, 1, 1, 3), settings)
+    config = worker_config(told)
+    assert config is not None
+    assert config.shares_gpus
+    assert told["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    alone = worker_config(environment(Spawn(1, 1, 1, 1, 3)))
+    assert alone is not None
+    assert not alone.shares_gpus
+
+
 def test_a_parked_spare_gets_the_order_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment(Spawn(4, None, 3, None, 3))
     for name, value in before.items():

@@ -38,7 +38,7 @@ from keepstep.transports.rpc import server
 from keepstep.weights import publisher, subscriber
 from keepstep.weights.device import stages, verdicts
 from keepstep.worker import coordination
-from keepstep.worker.groups import group
+from keepstep.worker.groups import communicators
 from keepstep.worker.groups import startup_operations as startup
 from keepstep.worker.state import checkpoint, restore
 from keepstep.worker.step import stop_points
@@ -69,7 +69,7 @@ FACTS: list[tuple[Path, str]] = [
     (USAGE, f"All keys and values take at most {mib(jobstore.MAX_STORE_BYTES)}"),
     (USAGE, f"a rank may have {declared.MAX_RANK_BYTES >> 10} KiB of them, and all ranks together"),
     (USAGE, f"together {mib(declared.MAX_TABLE_BYTES)}. A checkpoint holds"),
-    (USAGE, f"no failure is known within {group.DETECTION_S:g} s"),
+    (USAGE, f"no failure is known within {communicators.DETECTION_S:g} s"),
     (USAGE, f"when no rank has called `init()` for {console.UNPROTECTED_S:g} s"),
     (USAGE, f"The first phase of each kind has {LIVENESS.unknown_s:g} s"),
     (USAGE, f"killed: {GRACE_S:g} by default"),

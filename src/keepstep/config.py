@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -17,6 +18,26 @@ VARIABLE = "KEEPSTEP_WORKER"
 SECRET_VARIABLE = "KEEPSTEP_JOB_SECRET"
 TOKEN_VARIABLE = "KEEPSTEP_TOKEN"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+NCCL_ENVIRONMENT: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""With these a lost peer ends an operation of NCCL's, and never the process, whatever the user's environment says.
+
+From torch's ProcessGroupNCCL.cpp. ``Watchdog::runLoop``: 2 is CleanUpOnly, with which the watchdog breaks a
+communicator in which an operation's timeout has passed; 1 and 3 end the process, and so does 0 together with
+TORCH_DISTRIBUTED_DEBUG=DETAIL, which turns it into 3. The watchdog sleeps four times the time for dumps before it does
+so. ``HeartbeatMonitor::runLoop``: monitoring ends a process whose watchdog is held up, and after a dump on a timeout.
+``WorkNCCL::wait``: a blocking wait holds up the host and has no watchdog.
+"""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +73,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Modules to be imported before that."""
     devices: tuple[str, ...] = ()
     """Those of the node, as CUDA_VISIBLE_DEVICES names them."""
+    shares_gpus: bool = False
+    """Whether another process may use the same device."""
     slot: int = 0
     """The process's own place among them."""
     digest: bool = False
@@ -121,7 +144,8 @@ def job_environment(
     """torchrun's variables that are the same in all processes of a job.
 
     As `torch.distributed.elastic.agent.server.local_elastic_agent` of torch 2.13 sets them. No process is ever started
-    again under keepstep, so the restart count is 0; torchrun's default for the bound is 0 as well.
+    again under keepstep, so the restart count is 0; torchrun's default for the bound is 0 as well. What torch does
+    about errors of NCCL's is keepstep's choice: see `NCCL_ENVIRONMENT`.
     """
     return {
         "ROLE_NAME": role,
@@ -131,8 +155,7 @@ def job_environment(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts or 0),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
+    } | NCCL_ENVIRONMENT
 
 
 def visible_devices() -> str | None:
@@ -143,6 +166,11 @@ def visible_devices() -> str | None:
 def numbers_devices_by_bus() -> bool:
     """Whether CUDA numbers the devices by their place on the bus; otherwise the fastest comes first."""
     return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+
+
+def ranks_may_share_a_gpu() -> bool:
+    """Whether the environment has NCCL accept two ranks on one GPU, as ``--share-gpus`` does (NCCL 2.30 and newer)."""
+    return os.environ.get(MULTI_RANK_VARIABLE) == "1"
 
 
 def job_secret() -> str | None:

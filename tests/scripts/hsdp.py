@@ -75,7 +75,7 @@ session.protect(
 
 def insides() -> dict[str, tuple[object, ...]]:
     """What is inside of each group of the mesh: its communicator, and the inodes of its connections."""
-    inner = {name: mesh.get_group(name)._inner for name in ("replicate", "shard")}
+    inner = {name: mesh.get_group(name)._communicators.own for name in ("replicate", "shard")}
     return {
         name: (each, each._communicator, *(os.fstat(end.fileno()).st_ino for end in each._connections._sockets))
         for name, each in inner.items()

@@ -304,6 +304,14 @@ def test_every_row_is_refused_and_nothing_else(tmp_path: Path) -> None:
 # ---- everything else that the worker refuses --------------------------------------------------------------------
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
+    "worker.backends.own_device:refuse_sharing": (
+        "the job ends with an error before it begins",
+        "add `--share-gpus` (from NCCL 2.30 on)",
+    ),
+    "worker.backends.nccl.communicator:NcclCommunicator._refuse": (
+        "a collective in a CUDA graph",
+        "a collective on tensors of another GPU than the process's own",
+    ),
     "worker.loop.reading:check_replicas": ("Their sampler must be told",),
     "worker.loop.epochs:Epochs._end": ("An epoch is iterated to its last step",),
     "worker.loop.loops:Loops._refuse_second_loop": ("One loop has all epochs; a second one is refused.",),
@@ -349,7 +357,11 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.state.dcp.writing:_Merged._add_tensor": ("A checkpoint that cannot be written",) * 2,
     "worker.state.dcp.writing:_Merged.write": ("A checkpoint that cannot be written",),
     "worker.state.layout:check_same_layout": ("in names, shapes, dtypes or contents",) * 3,
-    "worker.state.layout:check_same_start": ("in names, shapes, dtypes or contents",) * 2,
+    "worker.state.layout:check_same_start": (
+        "Replicas have their parameters on the same type of device",
+        "in names, shapes, dtypes or contents",
+        "in names, shapes, dtypes or contents",
+    ),
     "worker.state.layout:check_same_objects": ("a checkpoint of another model",) * 2,
     "worker.state.protected:ProtectedState.refuse_added_parameters": ("parameters that an optimizer got after",),
     "worker.state.protected:ProtectedState.place_optimizer_tensor": ("a checkpoint of another model",),

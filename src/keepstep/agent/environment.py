@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.agent.settings import AgentSettings
-from keepstep.config import VISIBLE_DEVICES, WorkerConfig, worker_environment
+from keepstep.config import MULTI_RANK_VARIABLE, VISIBLE_DEVICES, WorkerConfig, worker_environment
 from keepstep.devices import order_for
 from keepstep.protocol.node.effects import Spawn
 from keepstep.transports.spawning import LIFELINE_FD, LINK_FD, PAGE_FD, SNAPSHOTS_FD
@@ -31,12 +31,15 @@ def environment_of(worker: Spawn, settings: AgentSettings) -> dict[str, str]:
         parks=settings.parks_spares,
         preload=settings.preload,
         devices=settings.devices,
+        shares_gpus=settings.shares_gpus,
         slot=worker.device,
         digest=settings.digest,
         observer=settings.observer,
         checkpoint_root=settings.checkpoint_root,
     )
     environment = settings.job_environment | worker_environment(config)
+    if settings.shares_gpus:
+        environment[MULTI_RANK_VARIABLE] = "1"
     if worker.local_rank is not None and num and worker.device % num != worker.local_rank % num:
         environment[VISIBLE_DEVICES] = ",".join(order_for(settings.devices, worker.device, worker.local_rank))
     return environment

@@ -87,6 +87,8 @@ class AgentSettings:
     """torchrun's variables that are the same in all workers of a job."""
     parks_spares: bool = False
     """Spares wait in front of the script's first line."""
+    shares_gpus: bool = False
+    """Several processes may use one GPU."""
     preload: tuple[str, ...] = ()
     """Modules that are imported before the script's first line."""
     devices: tuple[str, ...] = ()

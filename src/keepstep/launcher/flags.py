@@ -50,6 +50,10 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="spares wait in front of the script's first line: for scripts that read their rank while they start",
     )  # fmt: skip
     own.add_argument(
+        "--share-gpus", action="store_true",
+        help="ranks and spares of a node may be more than its GPUs, and use one together (NCCL 2.30 and newer)",
+    )  # fmt: skip
+    own.add_argument(
         "--preload", action="append", default=[], metavar="MODULE",
         help="import a module before the script, with torch; may come several times",
     )  # fmt: skip
@@ -164,6 +168,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
         environment=inherited_environment(is_alone=place.ranks_per_node == 1),
         job_environment=in_job,
         parks_spares=arguments.park_spares,
+        shares_gpus=arguments.share_gpus,
         preload=tuple(arguments.preload),
         devices=names_of(visible_devices(), torch.cuda.device_count()),
         health=HealthSettings(HealthMode(arguments.health), numbers_devices_by_bus()),

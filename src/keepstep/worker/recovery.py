@@ -313,6 +313,7 @@ class Recovery:
         step, rank = move.order.resume_step, self._machine.rank
         assert rank is not None
         received, from_checkpoint = 0, False
+        self._attempt.drain_device()  # a copy on it is read or written by other streams than the update's
         if self._snapshots is not None:
             self._take_in(self._snapshots)  # a warm spare was told of them after it had said what it holds
             if move.action in (Action.RESTORE, Action.REWIND):
@@ -334,6 +335,7 @@ class Recovery:
             if self._snapshots is None:
                 raise RemoteProtocolError(f"rank {rank} keeps no snapshots, and is to send one of step {step}")
             self._send(*self._snapshots.image(transfer.receivers, step), transfer, rank)
+        self._attempt.drain_device()
         return received, from_checkpoint
 
     def _send(self, header: StateHeader, held: Sequence[Held], transfer: Transfer, rank: int) -> None:

@@ -25,7 +25,9 @@ from keepstep.weights.channels.group import Carrier
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
+from keepstep.worker.backends.by_device import nccl_version
 from keepstep.worker.backends.communicator import LOOPBACK
+from keepstep.worker.backends.own_device import refuse_sharing
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.exchange import StartUpExchange
 from keepstep.worker.groups.registry import WORLD, GroupRegistry
@@ -48,6 +50,7 @@ from keepstep.worker.state.layout import compare_replicas
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
+from keepstep.worker.step.device_completion import completion_on
 from keepstep.worker.step.second_copies import SecondCopies
 from keepstep.worker.step.snapshots import Snapshots, parse_every
 from keepstep.worker.step_controller import StepController
@@ -129,10 +132,13 @@ class Session(Loops):
         if settings is not None and settings.observer is not None:
             module, _, function = settings.observer.partition(":")
             getattr(importlib.import_module(module), function)(coordination)
+        if settings is not None and self.device.type == "cuda":
+            refuse_sharing(settings, torch.cuda.device_count(), nccl_version())
         groups = GroupRegistry(
             lambda generation, name: LinkStore(link, generation, name, _STORE_TIMEOUT),
             coordination,
             LOOPBACK if settings is None else settings.address,
+            self.device,
         )
         coordination.groups = groups
         store = None if settings is None else DefaultStore(StoreClient(link, coordination))
@@ -309,7 +315,7 @@ class Session(Loops):
         self._draws_as = first_tensor_peer(self._state.modules)
         self._data_ranks = data_ranks(objects, shard) if data_mesh is None else ranks_of_mesh(data_mesh)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
-        attempt = Attempt(self._coordination, self._state, self._declared)
+        attempt = Attempt(self._coordination, self._state, self._declared, completion_on(self.device))
         snapshots = self._snapshots(snapshot_every)
         self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints, snapshots)
         self._set_controller(

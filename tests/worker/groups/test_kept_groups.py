@@ -20,7 +20,7 @@ from keepstep.worker.groups.group import SurvivingGroup
 
 def established(group: SurvivingGroup) -> set[str]:
     """Both ends of each connection of a group that is open now, as the kernel has them."""
-    communicator: Any = group._inner
+    communicator: Any = group._communicators.own
     inodes = {str(os.fstat(each.fileno()).st_ino) for each in communicator._connections._sockets}
     table = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return {" ".join([*row[1:3], row[9]]) for row in table if row[9] in inodes and row[3] == "01"}
@@ -28,7 +28,7 @@ def established(group: SurvivingGroup) -> set[str]:
 
 def inside(group: SurvivingGroup) -> tuple[Any, Any, set[str]]:
     """What makes a group the same as before."""
-    communicator: Any = group._inner
+    communicator: Any = group._communicators.own
     return communicator, communicator._communicator, established(group)
 
 
@@ -210,7 +210,7 @@ def close_at_any_moment(rank: int, size: int, path: Path, seed: int) -> list[tup
     meet(path, size, "connected")  # a trial of one rank must not cut the connecting of another off
     found = []
     for trial in range(NUM_TRIALS):
-        before, moment = world._inner, random.Random(f"{seed} {trial} {rank}")
+        before, moment = world._communicators.own, random.Random(f"{seed} {trial} {rank}")
         timer = threading.Timer(moment.uniform(0.0, 0.004), registry.take_down)
         timer.start()
         run_until_down(world, rank, size, random.Random(f"{seed} {trial}"))
@@ -223,7 +223,7 @@ def close_at_any_moment(rank: int, size: int, path: Path, seed: int) -> list[tup
         dist.broadcast(same := own(rank, 2) + trial, src=trial % size)
         assert torch.equal(tensor, torch.full((5,), float(trial * size)))
         assert torch.equal(same, own(trial % size, 2) + trial)
-        found.append((world._inner is before, registry.rebuilt.get("world", "")))
+        found.append((world._communicators.own is before, registry.rebuilt.get("world", "")))
     return found
 
 

@@ -137,3 +137,10 @@ def test_without_parts_all_ranks_are_compared_with_rank_0(seed: int) -> None:
     compare(store, 0, seed, "")
     with pytest.raises(StateMismatch, match=r"differs between rank 1 and rank 0"):
         compare(store, 1, seed + 1, "")
+
+
+def test_a_replica_on_another_type_of_device_is_named() -> None:
+    own = start_of(ProtectedState({"model": torch.nn.Linear(2, 2)}))
+    theirs = msgspec.structs.replace(own, devices=("cpu", "cuda"))
+    with pytest.raises(StateMismatch, match=r"'model\.bias' is on cpu on rank 1 and on cuda on rank 0"):
+        check_same_start(own, theirs, 1)

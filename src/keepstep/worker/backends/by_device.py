@@ -4,8 +4,34 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+from torch import distributed as dist
+
 from keepstep.worker.backends.communicator import CommunicatorFactory
 from keepstep.worker.backends.gloo.communicator import GlooCommunicator
+from keepstep.worker.backends.nccl.communicator import NcclCommunicator
+from keepstep.worker.backends.nccl.device import CudaDevice
 
-BACKENDS: Final[dict[str, CommunicatorFactory]] = {"cpu": GlooCommunicator}
-"""By the type of a `torch.device`."""
+CPU: Final = "cpu"
+"""The type of the device of which every group carries tensors."""
+
+
+def backends_of(device: torch.device) -> dict[str, CommunicatorFactory]:
+    """The backends of a process, by the type of the `torch.device` whose tensors each one carries; the CPU's first.
+
+    NCCL carries those on a GPU where torch was built with it, else gloo does.
+
+    Args:
+        device: the process's own.
+    """
+    backends: dict[str, CommunicatorFactory] = {CPU: GlooCommunicator}
+    if device.type == "cuda" and dist.is_nccl_available():
+        backends[device.type] = lambda name, observer, _host: NcclCommunicator(name, observer, CudaDevice(device))
+    elif device.type != CPU:
+        backends[device.type] = GlooCommunicator
+    return backends
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of NCCL that torch was built with; empty where it was built without."""
+    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else ()

@@ -125,6 +125,15 @@ class Communicator(Carrier, Protocol):
         """
         ...
 
+    def look(self) -> None:
+        """Notices which operations have ended, without waiting, and tells whom it concerns. From the training thread.
+
+        Raises:
+            RuntimeError: the error that one has ended in, which its `OnError` has not dealt with, where the thread that
+                waited for it has held up a stream alone and gone on.
+        """
+        ...
+
     def release(self) -> None:
         """Gives up an aborted communicator's resources, when it is quiet."""
         ...

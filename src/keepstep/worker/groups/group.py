@@ -1,8 +1,8 @@
 """A process group that outlives its members.
 
-`SurvivingGroup` is what DDP, FSDP2, a DeviceMesh and the user hold. Inside is an ordinary gloo group that is closed
-at a failure, and replaced or opened again in the next generation, so the script does not notice. In between the group
-is *down* and echoes (`keepstep.worker.groups.echo`).
+`SurvivingGroup` is what DDP, FSDP2, a DeviceMesh and the user hold. Inside are ordinary groups of torch's backends, one
+for each type of device, that are closed at a failure, and replaced or opened again in the next generation, so the
+script does not notice. In between the group is *down* and echoes (`keepstep.worker.groups.echo`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from torch._C._distributed_c10d import (
 
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
-from keepstep.worker.backends.by_device import BACKENDS
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
     Communicator,
@@ -42,6 +41,7 @@ from keepstep.worker.backends.communicator import (
     TorchBackend,
 )
 from keepstep.worker.groups import echo, native, objects
+from keepstep.worker.groups.communicators import Communicators
 from keepstep.worker.groups.observer import GroupObserver
 from keepstep.worker.groups.startup_operations import StartUpOperations
 from keepstep.worker.groups.work import EchoedWork, JoinedWork
@@ -51,15 +51,20 @@ _CPU = torch.device("cpu")
 
 SHUTDOWN_S = 5.0
 """For what is under way in a group that is destroyed. It ends within milliseconds, or with gloo's own deadline."""
-DETECTION_S = 5.0
-"""After a group's own timeout, until its error is raised. A lost node is given up after 3 s (`protocol.controller`)."""
 
 
 class SurvivingGroup(dist.ProcessGroup):
     """One process group of the user, in every generation."""
 
     def __init__(
-        self, name: str, rank: int, size: int, timeout: timedelta, observer: GroupObserver, host: str = LOOPBACK
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        observer: GroupObserver,
+        host: str = LOOPBACK,
+        device: torch.device = _CPU,
     ) -> None:
         """Args:
         name: the same on every member, and no other group's.
@@ -68,6 +73,7 @@ class SurvivingGroup(dist.ProcessGroup):
         timeout: for each collective.
         observer: is told what happens.
         host: the address of this machine at which the other members reach it.
+        device: this process's own, whose tensors the group carries beside those on the CPU.
         """
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this overload
         self.keepstep_name = name
@@ -82,8 +88,8 @@ class SurvivingGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._name = self._description = name
         self._timeout = timeout
-        self._host = host
-        self._inner = BACKENDS[_CPU.type](name, observer, host)
+        self._host, self._device = host, device
+        self._communicators = Communicators(name, observer, host, device)
         self._echoing = 0
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -91,10 +97,10 @@ class SurvivingGroup(dist.ProcessGroup):
     @property
     def is_down(self) -> bool:
         """Whether collectives are echoed."""
-        return self._echoing > 0 or not self._inner.is_up
+        return self._echoing > 0 or not self._communicators.is_up
 
     def connect(self, store: Store, rank: int, connect_deadline: timedelta, is_over: Callable[[], bool]) -> None:
-        """Builds the inner group, together with all other members; see `Communicator.connect`.
+        """Connects the communicators, together with all other members; see `Communicator.connect`.
 
         Args:
             store, rank, connect_deadline: as there.
@@ -104,28 +110,35 @@ class SurvivingGroup(dist.ProcessGroup):
             RuntimeError: a member did not come, or `take_down` was called meanwhile.
             PeerLost: from ``store``.
         """
-        self._inner.release()
+        self._communicators.release()
         self._rank, self._is_destroyed = rank, False
-        self._inner = BACKENDS[_CPU.type](self.keepstep_name, self._observer, self._host)
-        if is_over():  # `take_down` may have come when there was only the one before
-            self._inner.abort()
-        self._inner.connect(store, rank, self._size, connect_deadline, self._timeout)
+        self._communicators = Communicators(self.keepstep_name, self._observer, self._host, self._device)
+        if is_over():  # `take_down` may have come when there were only those before
+            self._communicators.abort()
+        self._communicators.connect(store, rank, self._size, connect_deadline, self._timeout)
 
-    def claim(self, generation: int, rank: int) -> GroupClaim | None:
-        """What this rank claims of the inner group, connected in ``generation``. None: it has to be replaced."""
-        return self._inner.claim(generation) if rank == self._rank else None
+    def claims(self, generation: int, rank: int) -> dict[str, GroupClaim]:
+        """What this rank claims of the connections, made in ``generation``, by type of device. Empty: they cannot stay.
+
+        ``rank``: this process's in the group from now on.
+        """
+        return self._communicators.claims(generation) if rank == self._rank else {}
 
     def reopen(self) -> None:
-        """The inner group stays, on all members."""
-        self._inner.reopen()
+        """The connections stay, on all members."""
+        self._communicators.reopen()
 
     def take_down(self) -> None:
-        """Closes the inner group: a thread that waits in it is freed at once. From any thread, any number of times."""
-        self._inner.close()
+        """Closes all communicators: what waits in one is freed at once. From any thread, any number of times."""
+        self._communicators.close()
 
     def drain(self, deadline_s: float) -> bool:
         """Waits until no collective is under way any more; see `Communicator.wait_until_quiet`."""
-        return self._inner.wait_until_quiet(deadline_s)
+        return self._communicators.wait_until_quiet(deadline_s)
+
+    def look(self) -> None:
+        """Notices which operations have ended; see `Communicator.look`."""
+        self._communicators.look()
 
     @contextmanager
     def echoing(self) -> Iterator[None]:
@@ -138,8 +151,9 @@ class SurvivingGroup(dist.ProcessGroup):
 
     @property
     def inner(self) -> Communicator | None:
-        """The group of this generation, None while down: keepstep's own traffic does not echo."""
-        return self._inner if self._inner.is_up else None
+        """What carries keepstep's own traffic in this generation, on the CPU. None while down: it does not echo."""
+        own = self._communicators.own
+        return own if own.is_up else None
 
     # ---- what torch asks --------------------------------------------------------------------------------------------
 
@@ -184,19 +198,20 @@ class SurvivingGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        return [torch.device(device_type) for device_type in self._communicators.device_types]
 
     def _get_backend(self, device: torch.device) -> SurvivingGroup:
         """This group: there is no backend below it that lasts longer than a generation.
 
         Raises:
-            RuntimeError: for any device but the CPU.
+            RuntimeError: for a device whose tensors it does not carry.
         """
-        if device.type == "cpu":
+        carried = self._communicators.device_types
+        if device.type in carried:
             return self
         raise RuntimeError(
             f"No backend type associated with device type {device.type}: group {self.keepstep_name} is keepstep's and "
-            "carries tensors on the CPU"
+            f"carries tensors on {' and '.join(carried)}"
         )
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - the name that torch's C++ calls
@@ -236,9 +251,9 @@ class SurvivingGroup(dist.ProcessGroup):
         After a recovery the group is connected again with all others, for a replacement may not have destroyed it yet.
         """
         self._is_destroyed = True
-        self._inner.abort()
-        if self._inner.wait_until_quiet(SHUTDOWN_S):
-            self._inner.release()
+        self._communicators.abort()
+        if self._communicators.wait_until_quiet(SHUTDOWN_S):
+            self._communicators.release()
 
     def abort(self) -> None:
         """As `shutdown`."""
@@ -247,14 +262,14 @@ class SurvivingGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of collectives to come."""
         self._timeout = timeout
-        self._inner.set_timeout(timeout)
+        self._communicators.set_timeout(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the numbers of all members begin at 0 when their connections are made."""
 
     def _get_sequence_number_for_group(self) -> int:
         """How many operations this rank has begun since then."""
-        return self._inner.num_begun
+        return self._communicators.num_begun
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
@@ -267,12 +282,15 @@ class SurvivingGroup(dist.ProcessGroup):
         peer: int = ALL_MEMBERS,
         *,
         is_read: bool = False,
+        inputs: Tensors | None = None,
     ) -> dist.Work:
-        """Begins one collective in the inner group, or echoes it with ``fill``.
+        """Begins one collective in the communicator of its tensors' device, or echoes it with ``fill``.
 
-        ``is_read``: this rank only gives its ``outputs`` to others, and gets nothing.
+        ``is_read``: this rank only gives its ``outputs`` to others, and gets nothing. ``inputs``: where there may be no
+        outputs.
         """
-        inner = self._inner
+        communicators = self._communicators
+        inner = communicators.of(outputs, inputs or [])
         if self._echoing:
             if fill is not None:
                 fill()
@@ -288,7 +306,7 @@ class SurvivingGroup(dist.ProcessGroup):
             return lambda: self._observer.missing(self.keepstep_name, [] if is_read else outputs)
 
         def on_error(error: Exception) -> Callable[[], None] | None:
-            if inner.is_up and not self._is_of_a_failure(inner, error):
+            if inner.is_up and not communicators.is_of_a_failure(inner, error):
                 return None
             return echo_it()
 
@@ -307,26 +325,6 @@ class SurvivingGroup(dist.ProcessGroup):
             tell()
         objects.refuse_unpickling(self.keepstep_name, "a failure cut the group off, and nothing was received")
         return EchoedWork(outputs, self._rank, self._size)
-
-    def _is_of_a_failure(self, inner: Communicator, error: Exception) -> bool:
-        """Whether an operation's error comes from the failure of a peer, so that it is echoed and not raised.
-
-        A connection that ended is taken for a failure and reported. An error of the call itself is the caller's, and so
-        is a deadline that has passed: a peer that is dead closes its connections, so nothing waits for it, and one that
-        hangs or whose node is lost is known within `DETECTION_S`. Where a failure is known, which is what the group
-        waits for after a deadline, both are echoed: what was computed is thrown away anyway. After a deadline of its
-        own this rank leaves the group, so that no other waits in it any longer.
-        """
-        match inner.cause_of(error):
-            case FailureCause.CONNECTION:
-                return self._observer.failed(self.keepstep_name, error)
-            case FailureCause.DEADLINE:
-                if self._observer.knows_failure(DETECTION_S):
-                    return True
-                inner.leave()
-                return False
-            case FailureCause.CALL:
-                return self._observer.knows_failure(0.0)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_reduce`; echo leaves the tensors."""
@@ -419,6 +417,7 @@ class SurvivingGroup(dist.ProcessGroup):
             outputs,
             lambda inner: inner.gather(outputs, inputs, opts or GatherOptions()),
             lambda: echo.to_all(outputs, inputs),
+            inputs=inputs,
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
@@ -15,12 +16,14 @@ from torch.distributed.distributed_c10d import _world as torch_world
 
 from keepstep.errors import InternalError, PeerLost, RemoteProtocolError
 from keepstep.protocol.kept_groups import GroupClaim, why_rebuilt
+from keepstep.worker.backends.by_device import CPU, backends_of
 from keepstep.worker.backends.communicator import LOOPBACK
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.observer import GroupObserver
 from keepstep.worker.groups.startup_operations import StartUpOperations
 
 BACKEND = "keepstep"
+_CPU = torch.device(CPU)
 WORLD = "world"
 CONNECT_DEADLINE = timedelta(seconds=30)
 """Members that take part in a reset have all reported in just before; a healthy connection takes milliseconds."""
@@ -50,14 +53,21 @@ class GroupRegistry:
     replacement agree on names even where torch's own counters differ.
     """
 
-    def __init__(self, store: StoreFactory, observer: GroupObserver, host: str = LOOPBACK) -> None:
+    def __init__(
+        self,
+        store: StoreFactory,
+        observer: GroupObserver,
+        host: str = LOOPBACK,
+        device: torch.device = _CPU,
+    ) -> None:
         """Args:
         store: where the members of a group find each other, by generation and group.
         observer: told of collectives and their errors.
         host: the address of this machine at which the other ranks reach it.
+        device: this process's own, whose tensors every group carries beside those on the CPU.
         """
         self._store = store
-        self._host = host
+        self._host, self._device = host, device
         self._observer = observer
         self._groups: list[tuple[SurvivingGroup, tuple[int, ...]]] = []
         self._made: Counter[tuple[int, ...]] = Counter()
@@ -84,7 +94,9 @@ class GroupRegistry:
         """
         _leave_out_of_compilation()
         if not hasattr(dist.Backend, BACKEND.upper()):
-            dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend(
+                BACKEND, self._create, extended_api=True, devices=list(backends_of(self._device))
+            )
             _leave_out_of_flight_recorder()
         self._default_store = store or HashStore()
         dist.init_process_group(BACKEND, store=self._default_store, rank=rank, world_size=world_size)
@@ -125,7 +137,7 @@ class GroupRegistry:
 
     def _make(self, name: str, members: tuple[int, ...], rank: int, timeout: timedelta) -> SurvivingGroup:
         self._made[members] += 1
-        group = SurvivingGroup(name, rank, len(members), timeout, self._observer, self._host)
+        group = SurvivingGroup(name, rank, len(members), timeout, self._observer, self._host, self._device)
         if self._start_up is not None:
             group.start_up = self._start_up
             self._start_up.joined(name, rank)
@@ -172,20 +184,21 @@ class GroupRegistry:
         for group, members in self._groups:
             name = group.keepstep_name
             if name in self._built and replaced.isdisjoint(members):
-                claim = group.claim(self._built[name], members.index(self._rank))
-                if claim is not None:
-                    mine[name] = claim
+                claims = group.claims(self._built[name], members.index(self._rank))
+                if claims:
+                    mine |= {_key(name, device_type): claim for device_type, claim in claims.items()}
                     peers.update(members)
         store = self._store(generation, CLAIMS)
         store.set_timeout(CONNECT_DEADLINE)
         store.set(str(self._rank), msgspec.msgpack.encode(mine))  # type: ignore[arg-type]  # torch's takes bytes, too
         values = store.multi_get([str(peer) for peer in sorted(peers)]) if peers else []
         said = {peer: _decoded(value) for peer, value in zip(sorted(peers), values, strict=True)}
-        why = {
-            group.keepstep_name: why_rebuilt([said[member].get(group.keepstep_name) for member in members])
-            for group, members in self._groups
-            if group.keepstep_name in mine
-        }
+        why: dict[str, str | None] = {}
+        for group, members in self._groups:
+            keys = [_key(group.keepstep_name, device.type) for device in group._device_types]
+            if keys[0] in mine:
+                whys = [why_rebuilt([said[member].get(key) for member in members]) for key in keys]
+                why[group.keepstep_name] = next((reason for reason in whys if reason is not None), None)
         self.rebuilt = {name: reason for name, reason in why.items() if reason is not None}
         return why.keys() - self.rebuilt.keys()
 
@@ -203,11 +216,25 @@ class GroupRegistry:
             if not group.drain(DRAIN_DEADLINE_S):
                 raise InternalError(f"a collective of group {group.keepstep_name} did not end after it was broken")
 
+    def look(self) -> None:
+        """Notices which operations have ended, without waiting. The training thread calls it.
+
+        Raises:
+            RuntimeError: the error that one has ended in after the script had waited for it on a stream.
+        """
+        for group, _members in self._groups:
+            group.look()
+
     def take_down(self) -> None:
         """Has no operation begin any more, and breaks every communicator in which one is under way. From any thread."""
         self._generation = None
         for group, _members in list(self._groups):
             group.take_down()
+
+
+def _key(group: str, device_type: str) -> str:
+    """Under which name a rank claims that the connections of a group for one type of device can stay."""
+    return group if device_type == CPU else f"{group}/{device_type}"
 
 
 def _decoded(claims: bytes) -> dict[str, GroupClaim]:

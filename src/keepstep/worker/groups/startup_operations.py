@@ -117,7 +117,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _shapes(tensors: Iterable[Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:

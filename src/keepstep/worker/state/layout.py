@@ -116,6 +116,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     host: tuple[str, ...]
     digests: tuple[bytes, ...]
     """xxh3 (64 bit) of the content of each tensor, then of each host value."""
+    devices: tuple[str, ...]
+    """The type of device that each tensor is on."""
 
 
 def start_of(state: ProtectedState, first_step: int = 0) -> Start:
@@ -123,7 +125,8 @@ def start_of(state: ProtectedState, first_step: int = 0) -> Start:
     blocks = state.blocks()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
     digests = [xxhash.xxh3_64_digest(byte_view(block.held.tensor.cpu()).numpy().data) for block in blocks]
-    return Start(headers_of(blocks), tuple(host), (*digests, *map(_digest_of_value, host.values())))
+    devices = tuple(block.held.tensor.device.type for block in blocks)
+    return Start(headers_of(blocks), tuple(host), (*digests, *map(_digest_of_value, host.values())), devices)
 
 
 def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:
@@ -165,6 +168,12 @@ def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0) -> No
     if own == theirs:
         return
     check_same_layout(own.tensors, theirs.tensors, f"rank {first}")
+    for header, mine, its in zip(own.tensors, own.devices, theirs.devices, strict=True):
+        if mine != its:
+            raise StateMismatch(
+                f"'{header.name}' is on {mine} on rank {rank} and on {its} on rank {first}: replicas compute the same "
+                "bits on the same type of device alone; use session.device on every rank"
+            )
     if own.host != theirs.host:
         extra = sorted(set(own.host) ^ set(theirs.host)) or ["another order of the host values"]
         raise StateMismatch(f"only one of rank {rank} and rank {first} has {extra[0]}: replicas must be equal")

@@ -8,23 +8,28 @@ from keepstep.protocol.phases import Phase
 from keepstep.worker.coordination import Coordination
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
+from keepstep.worker.step.device_completion import DeviceCompletion
 from keepstep.worker.values.declared import DeclaredState
 
 
 class Attempt:
     """The present attempt of one rank. Used by the training thread."""
 
-    def __init__(self, coordination: Coordination, state: ProtectedState, declared: DeclaredState) -> None:
+    def __init__(
+        self, coordination: Coordination, state: ProtectedState, declared: DeclaredState, device: DeviceCompletion
+    ) -> None:
         """Args:
         coordination: of this rank.
         state: what a step may change, with its layout.
         declared: the values of `Session.state`.
+        device: of this process.
         """
         self._coordination = coordination
         self._machine = coordination.machine
         self._snapshot = StepSnapshot(state)
         self._layout = state.layout
         self._declared = declared
+        self._device = device
 
     def start_up(self) -> None:
         """The script stands at its first step; ranks that start together give each other their rank-local values."""
@@ -49,18 +54,34 @@ class Attempt:
     def before_barrier(self) -> None:
         """Completes what the gradient barrier vouches for.
 
-        Module buffers, too, are the same on every rank, and every rank holds the rank-local values of all.
+        Module buffers, too, are the same on every rank, and every rank holds the rank-local values of all. The device
+        is through with all of it.
+
+        Raises:
+            RuntimeError: an operation has ended in an error after the script had waited for it on a stream.
         """
         self._layout.before_barrier()
         self._declared.before_barrier(self._machine.steps.step, dist.get_world_size())
+        coordination = self._coordination
+        assert coordination.groups is not None
+        self._device.wait(coordination.groups.look, lambda: coordination.interrupted)
+
+    def drain(self) -> None:
+        """Waits until nothing is under way any more, in no group and on no stream of the device."""
+        assert self._coordination.groups is not None
+        self._coordination.groups.drain()
+        self.drain_device()
+
+    def drain_device(self) -> None:
+        """Waits until the device is through with what was launched, such as an update's kernels."""
+        self._device.drain()
 
     def undo(self) -> None:
         """The step was left early: CLEAN and ROLLBACK of what it did. Nothing to do where its update has begun."""
         coordination = self._coordination
         if coordination.phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.SYNCED):
             return
-        assert coordination.groups is not None
-        coordination.groups.drain()
+        self.drain()
         self._snapshot.put_back_modes()  # DDP's reducer counts the parameters that are trained
         self._layout.undo(in_backward=coordination.phase is Phase.BACKWARD)
         self._snapshot.put_back()

@@ -8,21 +8,19 @@ is half-way through it (``Pair::signalException`` passes over unbound buffers in
 from __future__ import annotations
 
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import BarrierOptions, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from keepstep.protocol.kept_groups import GroupClaim
-from keepstep.protocol.waiting.operations import ALL_MEMBERS, ANY_MEMBER, Operation
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.worker.backends.building import built
 from keepstep.worker.backends.communicator import (
     LOOPBACK,
     CommunicatorAborted,
@@ -38,23 +36,19 @@ from keepstep.worker.backends.gloo.connections import Connections
 from keepstep.worker.backends.gloo.scattering import ScatteringGloo
 from keepstep.worker.backends.gloo.threads import GlooThreads
 from keepstep.worker.backends.gloo.work import GlooWork
+from keepstep.worker.backends.in_flight import OperationsInFlight
+from keepstep.worker.backends.own_traffic import Issue, OwnTraffic, is_raised
 
 FREED_S = 0.003
 """Within so much gloo frees what it does not forget, measured on 2 cores; what takes longer is freed a little later."""
 POLL_INTERVAL_S = 0.01
 """Between two looks at gloo's threads. Longer than the 5 ms in which a thread that waits for Python's lock stirs."""
 
-PEEK_S = 0.001
-"""How often `wait_until_quiet` looks at operations that the script does not wait for."""
-
-Issue = Callable[[TorchBackend], dist.Work]
-"""Issues an operation on torch's backend."""
-
 _UNUSED_TAG = 0x7FFF_FFFF
 """A tag that no message carries."""
 
 
-class GlooCommunicator:
+class GlooCommunicator(OwnTraffic):
     """One generation's communicator. Collectives are begun by the training thread; the rest is for any thread."""
 
     def __init__(self, name: str, observer: OperationObserver, host: str = LOOPBACK) -> None:
@@ -70,17 +64,10 @@ class GlooCommunicator:
         self._connections = Connections(host)
         self._threads = GlooThreads()
         self._rank, self._size = 0, 1
-        self._is_down = self._is_closed = self._has_failed = False
+        self._is_down = self._is_closed = False
         self._timeout = timedelta(0)
-        self._begun: Counter[tuple[int, bool]] = Counter()
-        """Operations by peer, and whether it was a recv."""
-        self._under_way: dict[GlooWork, None] = {}
-        """In the order in which they were begun. `begin` looks at those that the script does not wait for."""
-        self._in_background: dict[GlooWork, None] = {}
-        """Those of `begin_unobserved`."""
-        self._has_background = False
-        """Whether there was one. What its thread does next cannot be known, so the communicator does not stay."""
         self._changed = threading.Condition()
+        self._in_flight: OperationsInFlight[GlooWork] = OperationsInFlight(self._changed)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -92,7 +79,7 @@ class GlooCommunicator:
     @property
     def num_begun(self) -> int:
         """How many operations this rank has begun."""
-        return self._begun.total()
+        return self._in_flight.num_begun
 
     def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
         """Builds the communicator, together with all other members.
@@ -119,28 +106,16 @@ class GlooCommunicator:
         """Has another thread build the communicator, and waits for it no longer than the deadline or `abort`.
 
         Of each two members one connects to the other. If it dies before it does, gloo waits in the other, where there
-        is no connection yet that could be cut, for five times its timeout (``Pair::waitUntilConnected``). That thread
-        is left to itself then: it ends when gloo gives up, and drops what it may have built.
+        is no connection yet that could be cut, for five times its timeout (``Pair::waitUntilConnected``).
         """
-        if self._is_down:
-            raise CommunicatorAborted(f"group {self._name} was aborted before it was connected")
-        building: Future[TorchBackend] = Future()
-        building.add_done_callback(lambda _: self._notify())
-        in_background(_build, building, store, self._rank, self._size, self._host, connect_deadline)
-        deadline_s = connect_deadline.total_seconds()
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_down or building.done(), deadline_s)
-            if self._is_down:
-                raise CommunicatorAborted(f"group {self._name} was aborted while it was being connected")
-        if not building.done():
-            raise RuntimeError(
-                f"group {self._name}, rank {self._rank}: not all {self._size} members connected in {deadline_s:g} s"
-            )
-        return building.result()
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        return built(
+            lambda: _build(store, self._rank, self._size, self._host, connect_deadline),
+            in_background,
+            (self._name, self._rank, self._size),
+            connect_deadline,
+            self._changed,
+            lambda: self._is_down,
+        )
 
     def abort(self) -> None:
         """Breaks the communicator: a thread that waits in it is freed within milliseconds. Any number of times."""
@@ -148,7 +123,7 @@ class GlooCommunicator:
             first = not self._is_down
             self._is_down = True
             self._changed.notify_all()
-            communicator = self._communicator if self._under_way or self._in_background else None
+            communicator = self._communicator if self._in_flight.all() else None
         self._connections.cut()
         if first and communicator is not None:
             threading.Thread(target=self._free_all, args=[communicator], name="keepstep-free", daemon=True).start()
@@ -161,8 +136,7 @@ class GlooCommunicator:
         """
         with self._changed:
             self._is_closed = True
-            is_quiet = not self._has_background and all(work.is_through for work in self._under_way)
-            is_quiet &= self._communicator is not None
+            is_quiet = self._communicator is not None and self._in_flight.may_stay
         if not is_quiet:
             self.abort()
 
@@ -170,12 +144,7 @@ class GlooCommunicator:
         """What this rank can say of its connections. None, where they cannot stay; see `Communicator.claim`."""
         with self._changed:
             is_open = self._communicator is None or not self._is_closed
-            if is_open or self._is_down or self._has_failed or self._under_way or (ANY_MEMBER, True) in self._begun:
-                return None
-            begun = dict(self._begun)
-        collectives = begun.pop((ALL_MEMBERS, False), 0)
-        sent, received = ({peer: n for (peer, is_recv), n in begun.items() if is_recv is by} for by in (False, True))
-        return GroupClaim(generation, collectives, sent, received)
+            return None if is_open or self._is_down else self._in_flight.claim(generation)
 
     def reopen(self) -> None:
         """Operations may begin again."""
@@ -187,13 +156,13 @@ class GlooCommunicator:
 
         Nothing can wake them then but their deadline, so what they hold is not written any more.
         """
-        if self._is_quiet_within(FREED_S):
+        if self._in_flight.end_within(FREED_S):
             return
         self._close_pairs(communicator)
         self._threads.have_rested()  # the first look
-        while not self._is_quiet_within(POLL_INTERVAL_S) and not self._threads.have_rested():
+        while not self._in_flight.end_within(POLL_INTERVAL_S) and not self._threads.have_rested():
             pass
-        for work in [*self._under_way, *self._in_background]:
+        for work in self._in_flight.all():
             work.forget(CommunicatorAborted(f"group {self._name} was aborted"), communicator)
 
     def _close_pairs(self, communicator: TorchBackend) -> None:
@@ -221,23 +190,11 @@ class GlooCommunicator:
         Returns:
             False: something did not end in time.
         """
-        return self._is_quiet_within(deadline_s)
+        return self._in_flight.end_within(deadline_s)
 
-    def _is_quiet_within(self, deadline_s: float) -> bool:
-        """Whether nothing is under way any more, now or soon."""
-        until = time.monotonic() + deadline_s
-        while True:
-            with self._changed:
-                under_way = [*self._under_way, *self._in_background]
-            ended = [work.look() for work in under_way]  # not under the lock: what has ended is told to others
-            left = until - time.monotonic()
-            with self._changed:
-                if not (self._under_way or self._in_background):
-                    return True
-                if left <= 0.0:
-                    return False
-                if not any(ended):
-                    self._changed.wait(min(left, PEEK_S))
+    def look(self) -> None:
+        """Notices which operations have ended. Whoever waits for one gets its error there."""
+        self._in_flight.end_within(0.0)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For operations to come."""
@@ -278,9 +235,9 @@ class GlooCommunicator:
             CommunicatorAborted: the communicator is broken already.
             RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
         """
-        self._look_at_the_oldest()
+        self._in_flight.look_at_the_oldest()
         work = GlooWork(operation, peer, outputs, self._timeout, on_error, self._observer.awaited, self._ended)
-        communicator = self._enter(work, self._under_way)
+        communicator = self._enter(work, in_background=False)
         self._observer.entered(self._name, operation, peer)
         return self._issue(work, communicator, call, self._ended)
 
@@ -291,19 +248,15 @@ class GlooCommunicator:
             operation, call, peer: as in `begin`.
             tensors: what its future holds in the end.
         """
-        work = GlooWork(operation, peer, tensors, self._timeout, _is_raised, _nothing, self._is_through)
-        return self._issue(work, self._enter(work, self._in_background), call, self._is_through)
+        work = GlooWork(operation, peer, tensors, self._timeout, is_raised, _nothing, self._in_flight.leave)
+        return self._issue(work, self._enter(work, in_background=True), call, self._in_flight.leave)
 
-    def _enter(self, work: GlooWork, those: dict[GlooWork, None]) -> TorchBackend:
+    def _enter(self, work: GlooWork, *, in_background: bool) -> TorchBackend:
         with self._changed:
             communicator = self._communicator
             if communicator is None or not self.is_up:
                 raise CommunicatorAborted(f"group {self._name} is down")
-            those[work] = None
-            if those is self._under_way:
-                self._begun[work.peer, work.operation is Operation.RECV] += 1
-            else:
-                self._has_background = True
+            self._in_flight.enter(work, in_background=in_background)
         return communicator
 
     def _issue(
@@ -318,84 +271,18 @@ class GlooCommunicator:
         work.follow(issued, communicator)
         return work
 
-    @property
-    def background(self) -> Background:
-        """See `Communicator.background`."""
-        return Background(self)
-
-    def _look_at_the_oldest(self) -> None:
-        """Notices operations that have ended though the script does not wait for them. They end nearly in order."""
-        while self._under_way:
-            with self._changed:
-                work = next(iter(self._under_way), None)
-            if work is None or not work.look():
-                return
-
     def _ended(self, work: GlooWork) -> None:
         self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
-        self._is_through(work)
-
-    def _is_through(self, work: GlooWork) -> None:
-        with self._changed:
-            self._has_failed |= work.has_failed
-            self._under_way.pop(work, None)
-            self._in_background.pop(work, None)
-            self._changed.notify_all()
-
-    # ---- keepstep's own traffic: it does not echo, its errors are raised --------------------------------------------
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        """Sends to one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
-        return self.begin(
-            Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, _is_raised, destination
-        )
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """Receives from one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
-        return self.begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, _is_raised, source)
-
-    def barrier(self, greatest: torch.Tensor | None = None) -> dist.Work:
-        """Meets all members; waiting raises RuntimeError when one is gone or the group was aborted."""
-        if greatest is None:
-            return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], _is_raised)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return self.begin(Operation.BARRIER, lambda inner: inner.allreduce([greatest], options), [], _is_raised)
+        self._in_flight.leave(work)
 
 
-class Background:
-    """A communicator's sends and receives beside what the training thread does; see `Communicator.background`."""
-
-    def __init__(self, communicator: GlooCommunicator) -> None:
-        self._begin = communicator.begin_unobserved
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        """Begins to send; see `Carrier`."""
-        return self._begin(Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, destination)
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """Begins to receive; see `Carrier`."""
-        return self._begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, source)
-
-
-def _build(
-    building: Future[TorchBackend], store: Store, rank: int, size: int, host: str, connect_deadline: timedelta
-) -> None:
-    """Builds a gloo group together with its other members, and tells ``building`` of it, or of the error."""
-    try:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = connect_deadline
-        communicator: Any = ScatteringGloo(store, rank, size, options)
-    except BaseException as error:  # of any kind: it is raised where the result is awaited
-        building.set_exception(error)
-        del building  # the error's traceback holds this frame, and would keep gloo's listening socket open with it
-    else:
-        building.set_result(communicator)
-
-
-def _is_raised(_error: Exception) -> None:
-    return None
+def _build(store: Store, rank: int, size: int, host: str, connect_deadline: timedelta) -> TorchBackend:
+    """Builds a gloo group together with its other members."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = connect_deadline
+    communicator: TorchBackend = cast(Any, ScatteringGloo(store, rank, size, options))
+    return communicator
 
 
 def _nothing() -> None:

@@ -1,12 +1,15 @@
-"""reduce_scatter on gloo, with handles that tell of their end.
+"""Torch's gloo backend, with what it lacks: reduce_scatter whose handle tells of its end, and messages of a GPU.
 
 Torch's handle has no future, so a thread of its own would have to wait for each. Like torch 2.13's these reduce a copy
 of the inputs and then copy this rank's part; the bits are the same (`tests/worker/groups/test_as_torch_has_it.py`).
+
+Gloo sends and receives host memory alone: ``ProcessGroupGloo::send`` hands over the tensor's address, wherever that is.
+So a message of a GPU goes through a copy in host memory. Not tested on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -23,7 +26,7 @@ def _gloo(backend: object) -> TorchBackend:
 
 
 class ScatteringGloo(ProcessGroupGloo):
-    """Torch's gloo backend, but for reduce_scatter."""
+    """Torch's gloo backend, but for reduce_scatter, and sends and receives of tensors on a GPU."""
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """Reduces each of ``inputs[0]`` to the rank of its place. What torch refuses is left to torch to refuse."""
@@ -46,6 +49,26 @@ class ScatteringGloo(ProcessGroupGloo):
         options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
         work = _gloo(self).allreduce([whole], options)
         return CopyingWork([work], whole.chunk(self.size())[self.rank()], output)
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        """Sends a copy in host memory of what is on a GPU. Gloo's handle keeps that copy alive."""
+        return _gloo(super()).send([tensor.detach().cpu() for tensor in tensors], destination, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Receives in host memory what belongs on a GPU."""
+        return self._received(tensors, lambda hosts: _gloo(super(ScatteringGloo, self)).recv(hosts, source, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        """As `recv`."""
+        return self._received(tensors, lambda hosts: _gloo(super(ScatteringGloo, self)).recv_anysource(hosts, tag))
+
+    def _received(self, tensors: list[Tensor], receive: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
+        if len(tensors) != 1 or not tensors[0].is_cuda:
+            return receive(tensors)
+        (tensor,) = tensors
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        torch.cuda.current_stream(tensor.device).synchronize()  # what the script has queued may still read the tensor
+        return CopyingWork([receive([host])], host, tensor)
 
 
 def _is_part(output: Tensor, source: Tensor, size: int) -> bool:
@@ -93,6 +116,9 @@ class CopyingWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether they have ended."""
         return all(work.is_completed() for work in self._works)
+
+    def _source_rank(self) -> int:
+        return int(self._works[0]._source_rank())
 
 
 def _raise_errors(ended: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:

@@ -59,6 +59,7 @@ class GlooWork(dist.Work):
         self.has_failed = False
         """Whether it has ended in an error; it does not change any more from ``on_end`` on."""
         self._outputs = outputs
+        self._device = _gpu_of(outputs)
         self._timeout = timeout
         self._on_error = on_error
         self._on_awaited = on_awaited
@@ -147,6 +148,8 @@ class GlooWork(dist.Work):
         try:
             if error is None and isinstance(self._issued, CopyingWork):
                 self._issued.copy()
+            if error is None and self._device is not None:
+                self._complete_on_device(self._device)
             elif error is not None:
                 self._before_going_on = self._on_error(error)
                 self._error = error if self._before_going_on is None else None
@@ -160,6 +163,17 @@ class GlooWork(dist.Work):
             self._running.release()
             if end is not None:
                 end.set_result(None)
+
+    def _complete_on_device(self, device: torch.device) -> None:
+        """Waits until what gloo has copied to a GPU is there.
+
+        Gloo's handle ends when the copies are queued on streams of its own (``AsyncAllreduceCUDAWork`` in torch's
+        ProcessGroupGlooCuda.cpp), and waiting for it holds up the current stream of the thread that waits. Here the
+        host waits, so that whoever goes on finds the tensors written, in any thread and on any stream.
+        """
+        if self._issued is not None:
+            self._issued.wait()
+        torch.cuda.current_stream(device).synchronize()
 
     def _await(self) -> None:
         """The program depends on the end of this operation from here on. One that it never asks after it cannot wait
@@ -271,6 +285,14 @@ class GlooWork(dist.Work):
     def _source_rank(self) -> int:
         assert self._issued is not None
         return int(self._issued._source_rank())
+
+
+def _gpu_of(outputs: Outputs) -> torch.device | None:
+    """The GPU that the outputs are on; None where they are on the CPU."""
+    first = outputs[0] if outputs else None
+    if isinstance(first, list):
+        first = first[0] if first else None
+    return first.device if first is not None and first.is_cuda else None
 
 
 def _outlive(issued: dist.Work, _kept_alive: TorchBackend) -> None:

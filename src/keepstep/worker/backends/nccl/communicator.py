@@ -1,0 +1,350 @@
+"""One NCCL group of one generation, which can be aborted at any time.
+
+``ProcessGroupNCCL::abort`` ends NCCL's kernels, so that what is queued behind them on the streams goes on, with
+garbage. It waits for that, so a thread of its own calls it. NCCL itself does not notice a peer that is gone where
+memory carries the data: the agents do, and the group is taken down.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch import Tensor
+from torch._C._distributed_c10d import ErrorType, Store
+
+from keepstep.errors import UsageError
+from keepstep.protocol.kept_groups import GroupClaim
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.worker.backends.building import built
+from keepstep.worker.backends.communicator import (
+    CommunicatorAborted,
+    FailureCause,
+    OnError,
+    OperationObserver,
+    Outputs,
+)
+from keepstep.worker.backends.in_flight import PEEK_S, OperationsInFlight
+from keepstep.worker.backends.nccl import errors
+from keepstep.worker.backends.nccl.connecting import ConnectingStore
+from keepstep.worker.backends.nccl.device import NcclBackend, StreamDevice
+from keepstep.worker.backends.nccl.errors import CommunicatorBroken, OperationTimedOut
+from keepstep.worker.backends.nccl.work import NcclWork
+from keepstep.worker.backends.own_traffic import Issue, OwnTraffic, is_raised
+
+
+class NcclCommunicator(OwnTraffic):
+    """One generation's communicator, on one device. Operations are begun by the training thread; the rest may come from
+    any thread.
+
+    All members have to begin their operations in the same order, those of `background` among them: one stream carries
+    all. keepstep's own traffic goes by the CPU's communicator for that reason.
+    """
+
+    def __init__(self, name: str, observer: OperationObserver, device: StreamDevice) -> None:
+        """Args:
+        name: of the surviving group, for messages.
+        observer: told of operations.
+        device: the one whose tensors it carries.
+        """
+        self._name = name
+        self._observer = observer
+        self._device = device
+        self._backend: NcclBackend | None = None
+        self._is_down = self._is_closed = self._has_left = False
+        self._num_aborting = 0
+        self._cannot_abort: Exception | None = None
+        self._timeout = timedelta(0)
+        self._changed = threading.Condition()
+        self._in_flight: OperationsInFlight[NcclWork] = OperationsInFlight(self._changed)
+        self._failed: list[NcclWork] = []
+        """Operations that have ended in an error. The device may still be in their kernels."""
+        self._untold: list[NcclWork] = []
+        """Those of the training thread whose error is nobody's yet."""
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is connected, and neither closed nor aborted."""
+        return self._backend is not None and not (self._is_down or self._is_closed)
+
+    @property
+    def num_begun(self) -> int:
+        """How many operations this rank has begun."""
+        return self._in_flight.num_begun
+
+    def connect(self, store: Store, rank: int, size: int, connect_deadline: timedelta, timeout: timedelta) -> None:
+        """Builds the communicator, together with all other members; see `Communicator.connect`.
+
+        NCCL cannot be woken while it waits for another member, so the thread that builds is left to itself after the
+        deadline or an abort.
+
+        Args:
+            store, rank, size, connect_deadline, timeout: as there.
+
+        Raises:
+            RuntimeError: a member did not come in time, or `abort` was called meanwhile.
+            PeerLost: from ``store``.
+        """
+        connecting = ConnectingStore(store)
+        try:
+            backend = built(
+                lambda: self._device.build(connecting, rank, size, self._name, timeout),
+                _in_a_thread,
+                (self._name, rank, size),
+                connect_deadline,
+                self._changed,
+                lambda: self._is_down,
+            )
+        finally:
+            connecting.close()
+        with self._changed:
+            self._timeout = timeout
+            self._backend = backend
+            if self._is_down:  # just now, when there was nothing yet to abort
+                self._begin_to_abort(backend)
+
+    def abort(self) -> None:
+        """Breaks the communicator; it waits for nothing. Any number of times."""
+        with self._changed:
+            first = not self._is_down
+            self._is_down = True
+            self._changed.notify_all()
+            if first and self._backend is not None:
+                self._begin_to_abort(self._backend)
+
+    def _begin_to_abort(self, backend: NcclBackend) -> None:
+        self._num_aborting += 1
+        threading.Thread(target=self._abort, args=[backend], name="keepstep-abort", daemon=True).start()
+
+    def _abort(self, backend: NcclBackend) -> None:
+        """Ends NCCL's kernels. This thread holds the group: its last owner waits for torch's watchdog to end."""
+        try:
+            backend.abort()
+        except errors.RAISED as error:  # torch gives up after the group's timeout
+            self._cannot_abort = error
+        with self._changed:
+            self._num_aborting -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Has no operation begin any more, and aborts it where one is under way; else its connections stay.
+
+        It looks whether one is under way, and calls no callback; see `GlooCommunicator.close`.
+        """
+        with self._changed:
+            self._is_closed = True
+            is_quiet = self._backend is not None and self._is_whole() and self._in_flight.may_stay
+        if not is_quiet:
+            self.abort()
+
+    def _is_whole(self) -> bool:
+        """Whether this rank has not left, and torch's watchdog has found nothing."""
+        return self._backend is not None and not self._has_left and self._backend.get_error() == ErrorType.SUCCESS
+
+    def claim(self, generation: int) -> GroupClaim | None:
+        """What this rank can say of its connections. None, where they cannot stay; see `Communicator.claim`."""
+        with self._changed:
+            may_stay = self._is_closed and not self._is_down and self._is_whole()
+            return self._in_flight.claim(generation) if may_stay else None
+
+    def reopen(self) -> None:
+        """Operations may begin again."""
+        with self._changed:
+            self._is_closed = False
+
+    def leave(self) -> None:
+        """Ends this rank's connections. A member to which memory carries the data waits for its own deadline, or for
+        the agents to find out: NCCL tells it nothing."""
+        with self._changed:
+            if self._backend is not None and not (self._is_down or self._has_left):
+                self._has_left = True
+                self._begin_to_abort(self._backend)
+
+    def wait_until_quiet(self, deadline_s: float) -> bool:
+        """Waits until nothing is under way any more, on the device too, so that nothing writes into a tensor later on.
+
+        Returns:
+            False: something did not end in time, or NCCL could not be aborted.
+        """
+        until_s = time.monotonic() + deadline_s
+        if self._is_down:  # what was not complete before counts as broken
+            for work in self._in_flight.all():
+                work.fail(self._aborted())
+        if not self._in_flight.end_within(deadline_s):
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_aborting, max(0.0, until_s - time.monotonic()))
+            if self._num_aborting or self._cannot_abort is not None:
+                return False
+        return self._is_device_through_by(until_s)
+
+    def _is_device_through_by(self, until_s: float) -> bool:
+        """Whether the kernels of operations that have failed have ended."""
+        with self._changed:
+            failed = list(self._failed)
+        if not failed:
+            return True
+        end = self._device.end_of([work.issued for work in failed if work.issued is not None])
+        while not end.query():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                return False
+            with self._changed:
+                self._changed.wait(min(left_s, PEEK_S))
+        with self._changed:
+            for work in failed:
+                work.let_go()
+                self._failed.remove(work)
+        return True
+
+    def look(self) -> None:
+        """Notices which operations have ended; see `Communicator.look`. Each error is raised once, and that of an
+        abort never: whoever has aborted the group knows of it.
+
+        Raises:
+            RuntimeError: an error that no thread was told of.
+        """
+        self._in_flight.end_within(0.0)
+        while self._untold:
+            work = self._untold.pop(0)
+            error = work.exception()
+            if error is not None and not work.was_told and not isinstance(error, CommunicatorAborted):
+                work.was_told = True
+                raise error
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For operations to come."""
+        if self._backend is not None:
+            self._backend._set_default_timeout(timeout)
+            self._timeout = timeout
+
+    def release(self) -> None:
+        """Gives up the communicator, when nothing is under way. One that is whole is aborted in the background, which
+        needs no other member."""
+        self.abort()
+        with self._changed:
+            backend, self._backend = self._backend, None
+        if backend is not None:
+            _in_a_thread(_drop, backend)
+
+    def cause_of(self, error: Exception) -> FailureCause:
+        """Why an operation has failed."""
+        return errors.cause_of(error)
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    def begin(
+        self, operation: Operation, call: Issue, outputs: Outputs, on_error: OnError, peer: int = ALL_MEMBERS
+    ) -> NcclWork:
+        """Begins an operation on the current stream; see `Communicator.begin`.
+
+        Args:
+            operation, call, outputs, on_error, peer: as there.
+
+        Raises:
+            CommunicatorAborted: the communicator is broken already.
+            UsageError: the current stream is recorded into a CUDA graph, or the tensors are on another device.
+            RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
+        """
+        self._refuse(outputs)
+        self._in_flight.look_at_the_oldest()
+        work = NcclWork(operation, peer, outputs, on_error, self._observer.awaited, self._ended, self._judge)
+        backend = self._enter(work, in_background=False)
+        self._observer.entered(self._name, operation, peer)
+        return self._issue(work, backend, call, self._ended)
+
+    def _refuse(self, outputs: Outputs) -> None:
+        if self._device.is_capturing():
+            raise UsageError(
+                f"group {self._name}: a CUDA graph captures a collective; NCCL cannot be aborted while a graph holds "
+                "one of its operations, so a lost rank would hang this one. Keep collectives out of the captured part"
+            )
+        first = outputs[0] if outputs else None
+        if isinstance(first, list):
+            first = first[0] if first else None
+        if first is not None and first.device != self._device.device:
+            raise UsageError(
+                f"group {self._name} carries tensors on {self._device.device}, this process's own device, and this one "
+                f"is on {first.device}: use session.device, or call torch.cuda.set_device(session.device) first"
+            )
+
+    def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> NcclWork:
+        """Begins an operation that belongs to nothing the training thread does; see `OwnTraffic.begin_unobserved`."""
+        work = NcclWork(operation, peer, tensors, is_raised, _nothing, self._left, self._judge)
+        return self._issue(work, self._enter(work, in_background=True), call, self._left)
+
+    def _enter(self, work: NcclWork, *, in_background: bool) -> NcclBackend:
+        with self._changed:
+            backend = self._backend
+            if backend is None or not self.is_up:
+                raise CommunicatorAborted(f"group {self._name} is down")
+            self._in_flight.enter(work, in_background=in_background)
+        return backend
+
+    def _issue(self, work: NcclWork, backend: NcclBackend, call: Issue, on_end: Callable[[NcclWork], None]) -> NcclWork:
+        try:
+            issued = call(backend)
+        except errors.RAISED:
+            work.has_failed = True
+            on_end(work)
+            raise
+        work.follow(issued, call)
+        return work
+
+    def _judge(self, work: NcclWork) -> Exception | None:
+        """The error of an operation that is complete on the device: it may be complete because it was broken.
+
+        What breaks a communicator is known before it does: this class's own flags, and the watchdog's error. So an
+        operation that is complete while neither is there has ended well.
+        """
+        backend = self._backend
+        if self._is_down or backend is None:
+            return self._aborted()
+        found = backend.get_error()
+        if found == ErrorType.SUCCESS and not self._has_left:
+            return None
+        if self._has_left:
+            return CommunicatorBroken(f"group {self._name}: this rank has left it, after a deadline")
+        late_s = time.monotonic() - work.begun_s
+        if found == ErrorType.TIMEOUT:
+            return OperationTimedOut(
+                f"group {self._name}: {work.operation.name.lower()} did not end within "
+                f"{self._timeout.total_seconds():g} s (began {late_s:.1f} s ago)"
+            )
+        return CommunicatorBroken(f"group {self._name}: NCCL has failed ({found}): {_text_of(work)}")
+
+    def _aborted(self) -> CommunicatorAborted:
+        return CommunicatorAborted(f"group {self._name} was aborted")
+
+    def _ended(self, work: NcclWork) -> None:
+        if work.exception() is not None:
+            self._untold.append(work)
+        self._observer.left(self._name, work.operation, work.peer, was_awaited=work.was_awaited)
+        self._left(work)
+
+    def _left(self, work: NcclWork) -> None:
+        with self._changed:
+            if work.has_failed and work.issued is not None:
+                self._failed.append(work)
+            self._in_flight.leave(work)
+
+
+def _text_of(work: NcclWork) -> str:
+    found = work.issued.exception() if work.issued is not None else None
+    return str(found) if found is not None else "see the log of torch's watchdog"
+
+
+def _in_a_thread(function: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=function, args=arguments, name="keepstep-connect", daemon=True).start()
+
+
+def _drop(_backend: NcclBackend) -> None:
+    """The last owner of a group waits for the threads that torch has started for it."""
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,215 @@
+"""The handles of operations on their way in an NCCL communicator.
+
+What torch's handle says after an abort is of no use: the kernel of an aborted operation ends, so its event is complete
+and its handle says so (``WorkNCCL::isCompleted`` asks an aborted communicator for no error), and the outputs are
+garbage. So an operation counts as done only where it was complete while the communicator was whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from keepstep.protocol.waiting.operations import Operation
+from keepstep.worker.backends.communicator import OnError, Outputs
+from keepstep.worker.backends.nccl.errors import RAISED
+
+POLL_S = 0.0005
+"""Between two looks of a host that waits for the device. A look costs microseconds."""
+
+
+class NcclWork(dist.Work):
+    """An operation on its way. It ends once, when somebody looks: this class has no thread.
+
+    `wait` holds up the current stream and not the host, as on NCCL: the error that an operation ends in is raised by a
+    later call, or found at the gradient barrier, which waits for the device.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        peer: int,
+        outputs: Outputs,
+        on_error: OnError,
+        on_awaited: Callable[[], None],
+        on_end: Callable[[NcclWork], None],
+        judge: Callable[[NcclWork], Exception | None],
+    ) -> None:
+        """Args:
+        operation: what it is.
+        peer: the other side of a send or recv.
+        outputs: what the future holds when it is done.
+        on_error: see `OnError`.
+        on_awaited: called once at most, when something waits for it or asks after it before it has ended.
+        on_end: called once, after these, by the thread that looks.
+        judge: of an operation that is complete on the device, the error that it has ended in all the same.
+        """
+        super().__init__()
+        self.operation, self.peer = operation, peer
+        self.was_awaited = False
+        """Whether ``on_awaited`` was called; it does not change any more from ``on_end`` on."""
+        self.has_failed = False
+        """Whether it has ended in an error; it does not change any more from ``on_end`` on."""
+        self.was_told = False
+        """Whether its error was raised."""
+        self.begun_s = time.monotonic()
+        self.issued: dist.Work | None = None
+        """Torch's handle."""
+        self._call: object = None
+        self._outputs = outputs
+        self._on_error = on_error
+        self._on_awaited = on_awaited
+        self._on_end = on_end
+        self._judge = judge
+        self._error: Exception | None = None
+        self._before_going_on: Callable[[], None] | None = None
+        self._ended = threading.Event()
+        self._claimed = threading.Lock()
+        self._changing = threading.Lock()
+
+    def follow(self, issued: dist.Work, call: object) -> None:
+        """Takes on torch's handle.
+
+        ``call`` holds the tensors, which must live as long as NCCL's kernel does: torch lets go of them when a stream
+        was made to wait (``WorkNCCL::synchronizeStream``), and that may be another one than theirs.
+        """
+        self._call = call
+        self.issued = issued
+
+    def let_go(self) -> None:
+        """The device is through with it."""
+        self._call = None
+
+    # ---- its end --------------------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Whether it has ended, torch's handle being asked; without waiting."""
+        if not self._ended.is_set() and self.issued is not None:
+            try:
+                is_complete = self.issued.is_completed()
+            except RAISED as error:  # such as one of CUDA's, after which the process cannot go on
+                self._finish(error)
+            else:
+                if is_complete:
+                    self._finish(self._judge(self))
+        return self._ended.is_set()
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the device is through with it, well or not. The look calls no callback: it may come from any thread.
+
+        An error of CUDA's counts: the next one who looks gets it.
+        """
+        if self._ended.is_set():
+            return True
+        try:
+            return self.issued is not None and self.issued.is_completed()
+        except RAISED:
+            return True
+
+    def fail(self, error: Exception) -> None:
+        """Ends it in an error; the device may not be through with it."""
+        self._finish(error)
+
+    def _finish(self, error: Exception | None) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
+        self.has_failed = error is not None
+        try:
+            if error is not None:
+                self._before_going_on = self._on_error(error)
+                self._error = error if self._before_going_on is None else None
+            else:
+                self.let_go()
+        finally:
+            with self._changing:
+                self._on_end(self)
+                self._ended.set()
+
+    def _await(self) -> None:
+        """The program depends on the end of this operation from here on; see `GlooWork`."""
+        with self._changing:
+            if not (self.was_awaited or self._ended.is_set()):
+                self.was_awaited = True
+                self._on_awaited()
+
+    # ---- what torch and the script ask ----------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Has the current stream wait for the operation; with ``timeout``, and for a barrier, the host waits as well.
+
+        Torch's `wait` is not used: it would end in the error of another thread's look and break the communicator.
+
+        Raises:
+            RuntimeError: the error it has ended in, where the group does not echo; or ``timeout`` has passed.
+        """
+        if not self.look():
+            self._await()
+            if self.issued is not None:
+                self.issued.synchronize()
+            if timeout or self.operation is Operation.BARRIER:
+                self._wait_on_host(timeout)
+        if self._error is not None:
+            self.was_told = True
+            raise self._error
+        if self._before_going_on is not None:
+            self._before_going_on()
+        return True
+
+    def _wait_on_host(self, timeout: timedelta | None) -> None:
+        until_s = time.monotonic() + timeout.total_seconds() if timeout else None
+        while not self.look():
+            if until_s is not None and time.monotonic() >= until_s:
+                raise RuntimeError(f"the operation did not end within {timeout}")
+            self._ended.wait(POLL_S)
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs: torch's own, which is done at once and makes the streams that use it wait."""
+        if not self.look():
+            self._await()
+        if self.issued is not None and not self.has_failed:
+            return self.issued.get_future()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._outputs)
+        return future
+
+    def is_completed(self) -> bool:
+        """Whether the operation is complete on the device, or has failed."""
+        if not self.look():
+            self._await()
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is complete on the device, without an error."""
+        return self.look() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """The error that waiting raises, if it has ended in one."""
+        return self._error
+
+    def result(self) -> Outputs:
+        """The outputs, which the current stream may have to wait for.
+
+        Raises:
+            RuntimeError: the operation has ended in an error.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def _source_rank(self) -> int:
+        assert self.issued is not None
+        return int(self.issued._source_rank())

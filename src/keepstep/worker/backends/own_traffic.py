@@ -1,0 +1,77 @@
+"""What keepstep itself sends over a communicator: it does not echo, and its errors are raised."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions
+
+from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation
+from keepstep.worker.backends.communicator import OnError, Outputs, TorchBackend
+
+Issue = Callable[[TorchBackend], dist.Work]
+"""Issues an operation on torch's backend."""
+
+
+class OwnTraffic(ABC):
+    """The part of a `Communicator` that is made of `begin` alone, for all backends."""
+
+    @abstractmethod
+    def begin(
+        self, operation: Operation, call: Issue, outputs: Outputs, on_error: OnError, peer: int = ALL_MEMBERS
+    ) -> dist.Work:
+        """See `Communicator.begin`."""
+
+    @abstractmethod
+    def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> dist.Work:
+        """Begins an operation that belongs to nothing the training thread does; see `Communicator.background`.
+
+        Args:
+            operation, call, peer: as in `begin`.
+            tensors: what its future holds in the end.
+        """
+
+    @property
+    def background(self) -> Background:
+        """See `Communicator.background`."""
+        return Background(self)
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        """Sends to one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
+        return self.begin(
+            Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, is_raised, destination
+        )
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Receives from one rank; waiting raises RuntimeError when it is gone or the group was aborted."""
+        return self.begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, is_raised, source)
+
+    def barrier(self, greatest: Tensor | None = None) -> dist.Work:
+        """Meets all members; waiting raises RuntimeError when one is gone or the group was aborted."""
+        if greatest is None:
+            return self.begin(Operation.BARRIER, lambda inner: inner.barrier(BarrierOptions()), [], is_raised)
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return self.begin(Operation.BARRIER, lambda inner: inner.allreduce([greatest], options), [], is_raised)
+
+
+class Background:
+    """A communicator's sends and receives beside what the training thread does; see `Communicator.background`."""
+
+    def __init__(self, communicator: OwnTraffic) -> None:
+        self._begin = communicator.begin_unobserved
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        """Begins to send; see `Carrier`."""
+        return self._begin(Operation.SEND, lambda inner: inner.send(tensors, destination, tag), tensors, destination)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Begins to receive; see `Carrier`."""
+        return self._begin(Operation.RECV, lambda inner: inner.recv(tensors, source, tag), tensors, source)
+
+
+def is_raised(_error: Exception) -> None:
+    """An `OnError`: each thread that waits raises the error."""

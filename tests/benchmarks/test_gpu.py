@@ -1,0 +1,71 @@
+"""`benchmarks/gpu.py` on a machine without a GPU, and the page that it would write on another one."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = {
+    "cores": 16,
+    "processor": "P",
+    "memory_gib": 128.0,
+    "system": "Linux 6",
+    "load_at_start": 0.1,
+    "python": "3.11",
+    "torch": "2.13",
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: make gpu runs it there")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--results", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 3, ended.stderr
+    assert "finds no GPU (CUDA) on this machine" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_says_what_was_skipped_and_why(gpu: ModuleType) -> None:
+    result: dict[str, Any] = {
+        "date": "2026-11-25",
+        "command": "python benchmarks/gpu.py",
+        "machine": MACHINE,
+        "gpus": "1 x G; CUDA 13, NCCL 2.30",
+        "minutes": 3.0,
+        "tests": {"passed": 5, "failed": ["t::f"], "skipped": 2, "reasons": {"needs 2 GPUs: torch finds 1": 2}},
+        "communicators": {"ranks": 1, "turns": [{"connect": 0.2, "first": 0.001, "abort": 0.05}]},
+        "waits": {"1": {"waits": [0.0013, 0.0012], "runs ahead": [0.001]}},
+    }
+    page = gpu.markdown(result, "raw.json")
+    for text in (
+        "GPUs: 1 x G; CUDA 13",
+        "skipped 2: needs 2 GPUs: torch finds 1",
+        "failed: t::f",
+        "| connect | 200.0 | 200.0 |",
+        "| 1 ms | 1.000 | 1.250 |",
+    ):
+        assert text in page
+    assert "gloo, CPU" not in page
+
+
+def test_outcomes_are_read_from_pytest_s_report(gpu: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "tests.xml"
+    report.write_text(
+        "<testsuites><testsuite><testcase classname='a' name='good'/>"
+        "<testcase classname='a' name='bad'><failure message='no'/></testcase>"
+        "<testcase classname='a' name='left'><skipped message='needs a GPU'/></testcase></testsuite></testsuites>",
+        encoding="utf-8",
+    )
+    assert gpu.outcomes(report) == {"passed": 1, "failed": ["a::bad"], "skipped": 1, "reasons": {"needs a GPU": 1}}
