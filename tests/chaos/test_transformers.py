@@ -59,8 +59,8 @@ def test_a_training_that_is_resumed_from_a_checkpoint_is_the_same_as_one_that_wa
 
 @pytest.mark.parametrize("spares", [1, 0])
 def test_fsdp2_is_restored_from_snapshots(tmp_path: Path, spares: int) -> None:
-    """Files of shards have other bytes in each run; lines.txt, which a callback writes, may differ after a snapshot."""
-    files = ("out/history.json", "out/checkpoint-*/trainer_state.json")
+    """Files of shards have other bytes in each run."""
+    files = ("out/lines.txt", "out/history.json", "out/checkpoint-*/trainer_state.json")
     compared = [option for pattern in files for option in ("--compare", pattern)]
     faults, _num_steps = in_every_phase(RANKS)
     arguments = ("--nproc-per-node", RANKS, "--spares", spares, *compared, "--faults", faults)
