@@ -83,10 +83,10 @@ def with_transformers(args: argparse.Namespace) -> None:
 
 
 class _Few(Rows):
-    """Where all of an epoch is shuffled at its beginning."""
+    """Where all of an epoch's numbers are listed at its beginning."""
 
     def __len__(self) -> int:
-        return 100_000
+        return 2_000_000
 
 
 def with_accelerate(args: argparse.Namespace) -> None:
