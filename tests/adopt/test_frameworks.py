@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from tests.adopt.shapes import PLAIN, findings, said
 
-from keepstep.adopt import frameworks
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,16 +39,16 @@ def test_fabric() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", [LIGHTNING, FABRIC, TITAN])
-def test_a_release_without_the_integration_says_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frameworks, "is_there", lambda module: False)
-    (finding,) = findings(text)
-    assert "unprotected" in finding.why
-
-
-def test_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frameworks, "is_there", lambda module: True)
-    assert [finding.instead for finding in findings(TITAN)] == ["see docs/integrations/torchtitan.md"]
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        (TITAN, ["from keepstep.integrations.torchtitan import TitanTrainer as Trainer"]),
+        ("import torchtitan.train\n", ["see docs/integrations/torchtitan.md"]),
+        (f"from keepstep.integrations.torchtitan import protected\n{TITAN}", []),
+    ],
+)
+def test_torchtitan(text: str, instead: list[str]) -> None:
+    assert [finding.instead for finding in findings(text)] == instead
 
 
 TRAINER = "from transformers import Trainer\nTrainer(model).train()\n"
@@ -74,8 +72,7 @@ def test_trainers(text: str, instead: list[str]) -> None:
 
 def test_each_integration_that_is_named_has_its_page() -> None:
     for module in ("transformers", "accelerate", "lightning", "torchtitan"):
-        page = ROOT / "docs" / "integrations" / f"{module}.md"
-        assert page.exists() == frameworks.is_there(module)
+        assert (ROOT / "docs" / "integrations" / f"{module}.md").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 
 from keepstep.adopt.loops import Survey, TrainingLoop
@@ -19,11 +18,6 @@ def framework_findings(survey: Survey) -> list[Finding] | None:
     """What to change where a framework trains. None if none does, and the other rules hold."""
     found = [*_trainer(survey), *_lightning(survey), *_torchtitan(survey)] or [*_accelerate(survey)]
     return found or (None if not _is_adopted(survey) else [])
-
-
-def is_there(module: str) -> bool:
-    """Whether this release of keepstep has the integration."""
-    return importlib.util.find_spec(f"keepstep.integrations.{module}") is not None
 
 
 def _is_adopted(survey: Survey) -> bool:
@@ -179,7 +173,7 @@ def _lightning(survey: Survey) -> Iterator[Finding]:
     for package in LIGHTNING:
         for call in _calls_of(survey, package, "Trainer", "Fabric", "LightningCLI"):
             kind = survey.script.dotted(call.func).rpartition(".")[2]
-            if kind == "LightningCLI" or not is_there("lightning"):
+            if kind == "LightningCLI":
                 yield _loop_of(survey, call, "Lightning", "lightning")
                 continue
             strategy = "KeepstepFabricStrategy" if kind == "Fabric" else "KeepstepStrategy"
@@ -210,21 +204,32 @@ def _with_strategy(survey: Survey, call: ast.Call, strategy: str) -> str:
 
 
 def _torchtitan(survey: Survey) -> Iterator[Finding]:
-    for node in ast.walk(survey.script.tree):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if any(name.partition(".")[0] == "torchtitan" for name in names):
-            yield _loop_of(survey, node, "torchtitan", "torchtitan")
-            return
+    imports = [node for node in ast.walk(survey.script.tree) if isinstance(node, ast.ImportFrom | ast.Import)]
+    modules = {name: node for node in imports for name in _modules(node)}
+    first = next((node for name, node in modules.items() if name.partition(".")[0] == "torchtitan"), None)
+    if first is None or "keepstep.integrations.torchtitan" in modules:
+        return
+    trainer = _import_of(survey, "Trainer", "torchtitan")
+    if trainer is None:
+        yield _loop_of(survey, first, "torchtitan", "torchtitan")
+        return
+    yield survey.script.finding(
+        trainer,
+        Edit.REPLACE,
+        "from keepstep.integrations.torchtitan import TitanTrainer as Trainer",
+        "torchtitan runs the loop, and TitanTrainer has it go on after a failure. Other names of this line stay. See "
+        "docs/integrations/torchtitan.md.",
+    )
+
+
+def _modules(node: ast.ImportFrom | ast.Import) -> list[str]:
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
 
 
 def _loop_of(survey: Survey, node: ast.AST, framework: str, module: str) -> Finding:
-    if is_there(module):
-        instead = f"see docs/integrations/{module}.md"
-        why = f"{framework} runs the loop; keepstep.integrations.{module} protects it."
-    else:
-        instead = "nothing: the script stays as it is"
-        why = (
-            f"{framework} runs the loop. This release of keepstep has no integration: such a script runs, unprotected."
-        )
-    return survey.script.finding(node, Edit.REPLACE, instead, why)
+    return survey.script.finding(
+        node,
+        Edit.REPLACE,
+        f"see docs/integrations/{module}.md",
+        f"{framework} runs the loop; keepstep.integrations.{module} protects it.",
+    )
