@@ -47,7 +47,7 @@ def test_a_block_ends_well_or_is_given_up() -> None:
     with asked.once() as mine:
         assert not mine
     assert not asked.once()
-    assert asked.operations == ["hold", "give_up", "hold", "done"]
+    assert asked.operations == ["hold", "give_up", "hold", "done", "claim"], "the last has an answer"
 
 
 def test_a_block_that_another_process_has_done_says_nothing_at_its_end() -> None:

@@ -119,7 +119,7 @@ class Link:
         """Asks the controller for what happens once in the job's life; whether it is this process that does it.
 
         Args:
-            operation: claim, hold or done, which are answered; give_up, which is not.
+            operation: claim or hold, which are answered; done or give_up, which are not.
             name: of what happens.
             timeout_s: for the answer.
 
@@ -131,7 +131,7 @@ class Link:
         self._claims[number] = future
         self.send(OnceRequested(self.worker, number, operation, text(name)))
         try:
-            return operation != "give_up" and future.result(timeout_s)
+            return operation in ("claim", "hold") and future.result(timeout_s)
         except TimeoutError:
             raise PeerLost(f"once({name!r}): no answer from the controller within {timeout_s:g} s") from None
         finally:

@@ -310,7 +310,7 @@ class RecoveryMachine:
             case msg.CollectiveFailed():
                 detail = f"rank {worker.rank}: group {message.group}: {message.error}"
                 self._go(self._stage.interrupted(msg.Cause.COLLECTIVE, detail, (), now_s), now_s)
-            case msg.OnceRequested() if not worker.lost or message.operation == "done":  # what is done stays done
+            case msg.OnceRequested() if not worker.lost:
                 self._claims.requested(message)
             case msg.RankAwaited() if not worker.lost:
                 worker.awaits_rank = True

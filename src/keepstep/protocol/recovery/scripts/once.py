@@ -2,7 +2,7 @@
 
 A *claim* is granted once, and what becomes of the worker does not matter: at most once. A *hold* is given on to the
 next one that waits when the holder's process is gone before it has said that it is done: until it is done, by one at a
-time. The holder goes on when that is known here: where it dies later, none does it again.
+time.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ class Claims:
                 claim = self._claims.setdefault(request.name, _Claim(None))
                 claim.waiting.append((request.worker, request.request))
                 self._give_on(request.name)
-            case "done":
-                if claim is not None and claim.holder == request.worker:  # and was not taken for gone
-                    self._done(request.name, claim)
-                self._answer(request.worker, request.request, request.name, is_mine=False)
+            case "done" if claim is not None and claim.holder == request.worker:
+                self._done(request.name, claim)
             case "give_up" if claim is not None and claim.holder == request.worker:
                 claim.holder = None
                 self._give_on(request.name)
@@ -86,5 +84,5 @@ class Claims:
     def _answer(self, worker: int, request: int, name: str, *, is_mine: bool) -> None:
         asked = self._roster.workers[worker]
         if not asked.lost:
-            reason = f"once {name!r}: {'it is the first' if is_mine else 'it is done, or another one has it'}"
+            reason = f"once {name!r}: {'it is the first' if is_mine else 'another one has it, or had'}"
             self._orders.send(asked.node, OnceAnswered(worker, request, is_mine), reason)
