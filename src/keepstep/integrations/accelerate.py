@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from keepstep.errors import UsageError
 from keepstep.worker.loop.epochs import Epoch
+from keepstep.worker.loop.foreign import numbered
 from keepstep.worker.loop.late_rank import have_accelerate_wait
 from keepstep.worker.session import current_session, init
 
@@ -95,11 +96,7 @@ class KeepstepAccelerator(Accelerator):
             "custom": self._custom_objects,
             "scaler": [] if self.scaler is None else [self.scaler],
         }
-        return {
-            name if len(things) == 1 else f"{name}{number}": thing
-            for name, things in named.items()
-            for number, thing in enumerate(things)
-        }
+        return {key: thing for name, things in named.items() for key, thing in numbered(name, things).items()}
 
 
 class PreparedEpoch(int):

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from torchtitan.trainer import Trainer
 
 from keepstep.data.reader import random_numbers_of
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.worker.loop.foreign import ForeignLoop
+from keepstep.worker.loop.foreign import ForeignLoop, numbered, warn_of_release
 from keepstep.worker.session import current_session, init
 from keepstep.worker.values.attributes import from_bytes, to_bytes
 
@@ -83,7 +82,7 @@ class TitanMixin(_Base):
         Raises:
             ConfigurationError: it asks for what cannot be protected.
         """
-        _warn_of_version()
+        warn_of_release("torchtitan", torchtitan.__version__, TESTED)
         _refuse(type(self), config)
         self.session = current_session() or init(seed=config.debug.seed or 0)
         _ = self.session.rank  # torchtitan looks it up in the environment, where a spare has none before
@@ -126,7 +125,7 @@ class TitanMixin(_Base):
         self._first_step = self.step
         logger.info(f"Training starts at step {self.step + 1}")
         with config.profiler.build(global_step=self.step, base_folder=config.dump_folder) as profiler:
-            self._run(profiler)
+            self._loop.run(lambda: self._run(profiler), self._put)
         logger.info("Training completed")
 
     # ---- what they need ---------------------------------------------------------------------------------------------
@@ -137,8 +136,8 @@ class TitanMixin(_Base):
         self._own: Any = self.session.state("torchtitan", per_rank=True, tokens=self.ntokens_seen, lines=[])
         schedule = {"schedule": self.pp_schedule} if self.parallel_dims.pp_enabled else {}
         self.session.protect(
-            **_numbered("model", self.model_parts),
-            **_numbered("optimizer", list(self.optimizers)),
+            **numbered("model", self.model_parts),
+            **numbered("optimizer", list(self.optimizers)),
             scheduler=self.lr_schedulers,
             trainer=self._progress,
             **schedule,
@@ -152,22 +151,12 @@ class TitanMixin(_Base):
             self._say(self._loop.index - 1, number, line)
 
     def _run(self, profiler: Any) -> None:
-        while True:
-            try:
-                while not self._is_over():
-                    if self._progress.is_pending:
-                        self._follow()
-                    else:
-                        self._step()
-                        profiler.step()
-                if self._loop.finish():
-                    return
-                self._put()
-            except BaseException as error:  # an interruption may be of any kind
-                if not self._loop.is_interruption(error):
-                    raise
-                self._loop.go_back()
-                self._put()
+        while not self._is_over():
+            if self._progress.is_pending:
+                self._follow()
+            else:
+                self._step()
+                profiler.step()
 
     def _is_over(self) -> bool:
         progress = self._progress
@@ -432,21 +421,6 @@ def _listen(metrics: Any, hear: Callable[[list[Any]], object]) -> None:
             getattr(super(), name)(*arguments, **keywords)
 
     metrics.__class__ = DeferringMetrics
-
-
-def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
-    return {f"{name}{number}" if number else name: thing for number, thing in enumerate(things)}
-
-
-def _warn_of_version() -> None:
-    version = tuple(int(part) for part in torchtitan.__version__.split("+")[0].split(".")[:2])
-    if not TESTED[0] <= version < TESTED[1]:
-        between = " to ".join(".".join(map(str, each)) for each in TESTED)
-        warnings.warn(
-            f"keepstep was tested with torchtitan {between} (exclusive); this is {torchtitan.__version__}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _refuse(kind: type, config: Any) -> None:

@@ -23,7 +23,6 @@ import functools
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl, TrainerState
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.worker.loop.foreign import ForeignLoop
+from keepstep.worker.loop.foreign import ForeignLoop, warn_of_release
 from keepstep.worker.loop.late_rank import have_accelerate_wait
 from keepstep.worker.loop.reading import Reading
 from keepstep.worker.session import current_session
@@ -72,7 +71,7 @@ class KeepstepMixin(_Base):
                 "KeepstepTrainer without keepstep.init(): call it first, before TrainingArguments(...), which make a "
                 "process group of their own otherwise"
             )
-        _warn_of_version()
+        warn_of_release("Transformers", transformers.__version__, TESTED)
         self.keepstep_options: dict[str, Any] = {}
         self.session = session
         with session.pretending() if session.is_waiting_spare else contextlib.nullcontext():
@@ -173,8 +172,8 @@ class KeepstepMixin(_Base):
         return super().training_step(*arguments, **keywords)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """That of the Trainer, which looks for the folder next, to note it as the best one on each rank. Where it saves
-        shards it has not made it yet."""
+        """That of the Trainer, which next notes the folder as the best checkpoint, if it is there. Where shards are saved
+        another rank may make it later."""
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and self.is_fsdp_enabled and self.args.should_save:
             os.makedirs(output_dir, exist_ok=True)
@@ -439,17 +438,6 @@ class _EpochLoader(DataLoader[Any]):
 def _only(batches: list[Any]) -> Any:
     (batch,) = batches
     return batch
-
-
-def _warn_of_version() -> None:
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not TESTED[0] <= version < TESTED[1]:
-        between = " to ".join(".".join(map(str, each)) for each in TESTED)
-        warnings.warn(
-            f"keepstep was tested with Transformers {between} (exclusive); this is {transformers.__version__}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 def _refuse(trainer: Any) -> None:

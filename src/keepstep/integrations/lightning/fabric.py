@@ -18,7 +18,6 @@ Without ``epochs()``, `Session.protect`, `Session.batches` and `Session.epochs` 
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import lightning
@@ -30,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.worker.loop.epochs import Epochs
+from keepstep.worker.loop.foreign import numbered, warn_of_release
 from keepstep.worker.session import Session, current_session, init
 
 TESTED = ((2, 6), (2, 7))
@@ -137,7 +137,7 @@ class KeepstepFabricStrategy(DDPStrategy):
         if self._has_begun:
             raise UsageError("strategy.epochs() is called a second time: one loop has all epochs")
         self._has_begun = True
-        self._session.protect(**_numbered("model", self._modules), **_numbered("optimizer", self._optimizers), **others)
+        self._session.protect(**numbered("model", self._modules), **numbered("optimizer", self._optimizers), **others)
         return self._session.epochs(loader, num_epochs, accumulate=accumulate)
 
     # ---- what Fabric asks for -------------------------------------------------------------------------------------
@@ -201,16 +201,4 @@ def _check_version(present: str) -> None:
             f"Lightning {present} was published with malware in its wheel (CVE-2026-44484): install another release, "
             "and consider what this process could read as known to others"
         )
-    version = tuple(int(part) for part in present.split(".")[:2])
-    if not TESTED[0] <= version < TESTED[1]:
-        between = " to ".join(".".join(map(str, each)) for each in TESTED)
-        warnings.warn(
-            f"keepstep was tested with Lightning {between} (exclusive); this is {present}", RuntimeWarning, stacklevel=4
-        )
-
-
-def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
-    """Under the name alone, or with numbers where there are several."""
-    if len(things) == 1:
-        return {name: things[0]}
-    return {f"{name}{number}": thing for number, thing in enumerate(things)}
+    warn_of_release("Lightning", present, TESTED)

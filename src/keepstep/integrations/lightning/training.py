@@ -32,7 +32,7 @@ from keepstep.integrations.lightning.batches import TrainingBatches
 from keepstep.integrations.lightning.files import Logs, WrittenCheckpoints
 from keepstep.integrations.lightning.metrics import copied, local_values, put_local_values
 from keepstep.integrations.lightning.progress import LightningProgress
-from keepstep.worker.loop.foreign import ForeignLoop
+from keepstep.worker.loop.foreign import ForeignLoop, numbered
 from keepstep.worker.session import Session
 from keepstep.worker.values.attributes import from_bytes, to_bytes
 
@@ -93,20 +93,13 @@ class LightningTraining:
         batches = TrainingBatches(self._fit_loop._combined_loader)
         self._read = batches.read
         try:
-            while True:
-                try:
-                    while not self._is_over():
-                        self._run_epoch()
-                    if self._loop.finish():
-                        return
-                    self._put()
-                except BaseException as error:  # an interruption may be of any kind
-                    if not self._loop.is_interruption(error):
-                        raise
-                    self._loop.go_back()
-                    self._put()
+            self._loop.run(self._run_epochs, self._put)
         finally:
             batches.close()
+
+    def _run_epochs(self) -> None:
+        while not self._is_over():
+            self._run_epoch()
 
     def about_to_write(self, path: str) -> None:
         """A checkpoint is about to be written by this rank."""
@@ -124,8 +117,8 @@ class LightningTraining:
         self._session.protect(
             model=strategy.model,
             trainer=self._progress,
-            **_numbered("optimizer", optimizers),
-            **_numbered("scheduler", schedulers),
+            **numbered("optimizer", optimizers),
+            **numbered("scheduler", schedulers),
             **({} if scaler is None else {"scaler": scaler}),
             **self._options,
         )
@@ -358,7 +351,3 @@ def _packed(values: dict[str, Any]) -> bytes:
 def _unpacked(content: bytes) -> dict[str, Any]:
     values: dict[str, Any] = from_bytes(zlib.decompress(content), "what self.log() and callbacks keep")
     return values
-
-
-def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
-    return {f"{name}{number}" if number else name: thing for number, thing in enumerate(things)}

@@ -9,7 +9,9 @@ every rank, a replacement too, enters the loop there by the framework's own way 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 from keepstep.errors import StepInterrupted
 from keepstep.worker.step_controller import StepController
@@ -83,6 +85,25 @@ class ForeignLoop:
         self.is_inside = False
         return True
 
+    def run(self, loop: Callable[[], object], put: Callable[[], object]) -> None:
+        """Runs the framework's loop until all ranks are at its end, and enters it again where it is interrupted.
+
+        Args:
+            loop: the rest of it, from where the protected state says.
+            put: gives the framework what the protected state says.
+        """
+        while True:
+            try:
+                loop()
+                if self.finish():
+                    return
+                put()
+            except BaseException as error:  # an interruption may be of any kind
+                if not self.is_interruption(error):
+                    raise
+                self.go_back()
+                put()
+
     def finish(self) -> bool:
         """The framework's loop is at its end, which the protected state says, too.
 
@@ -100,3 +121,28 @@ class ForeignLoop:
         if index is None:  # the job is drained, and the script handles the signal itself
             raise SystemExit(0)
         self.index = index
+
+
+def numbered(name: str, things: list[Any]) -> dict[str, Any]:
+    """Arguments for `Session.protect`: one thing under the name alone, several under the name with a number each."""
+    if len(things) == 1:
+        return {name: things[0]}
+    return {f"{name}{number}": thing for number, thing in enumerate(things)}
+
+
+def warn_of_release(framework: str, present: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """Warns of a release of a framework for which the tests have not passed. Called where the user's object is made.
+
+    Args:
+        framework: its name.
+        present: the version that is installed.
+        tested: the first release for which they have passed, and the first one behind these.
+    """
+    version = tuple(int(part) for part in present.split("+")[0].split(".")[:2])
+    if not tested[0] <= version < tested[1]:
+        between = " to ".join(".".join(map(str, each)) for each in tested)
+        warnings.warn(
+            f"keepstep was tested with {framework} {between} (exclusive); this is {present}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
