@@ -1,4 +1,4 @@
-"""The checkout that a benchmark belongs to. Who imports this can import ``tests``, from whatever folder it runs."""
+"""The checkout that a benchmark belongs to. A benchmark that imports this can import ``tests``, run from any folder."""
 
 import sys
 from pathlib import Path

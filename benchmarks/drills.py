@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -43,3 +44,8 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
         "step_ms": result["step_ms"],
         "files": [file["file"] for file in result["files"]],
     }
+
+
+def figures(result: dict[str, Any]) -> list[str]:
+    """Two cells of a table: how many steps came again at the most, and the median recovery in milliseconds."""
+    return [f"≤ {max(result['again'])}", f"{statistics.median(result['recovery_ms']):,.0f}"]

@@ -113,7 +113,7 @@ def rebuild(rank: int, size: int, path: Path, turns: int) -> list[dict[str, floa
         times.append(time.monotonic())
         meet(path, size, f"reduced {turn}")
         if rank == 0 and size > 1:
-            group.barrier(tensor)  # nobody else comes
+            group.barrier(tensor)  # the other ranks do not come
         times.append(time.monotonic())
         group.abort()
         if not group.wait_until_quiet(CONNECT_DEADLINE.total_seconds()):

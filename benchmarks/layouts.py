@@ -13,17 +13,15 @@ Prints a table, and writes ``benchmarks/results/DATE-layouts.md`` with the raw f
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - the layouts are those of the tests
 import drills
 import page
 from page import RESULTS, Section
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support import layouts
 
 QUICK = {"only": "HSDP 2 × 2", "random_kills": 2}
@@ -65,7 +63,12 @@ def sections(result: dict[str, Any]) -> list[Section]:
     """The two tables."""
     spare, none = ([each for each in result["in_every_phase"] if each["spares"] == spares] for spares in (1, 0))
     rows = [
-        [with_spare["layout"], ", ".join(with_spare["state_from"]), *_figures(with_spare), *_figures(without)]
+        [
+            with_spare["layout"],
+            ", ".join(with_spare["state_from"]),
+            *drills.figures(with_spare),
+            *drills.figures(without),
+        ]
         for with_spare, without in zip(spare, none, strict=True)
     ]
     columns = ("layout", "state from", "again", "recovery, ms", "no spare: again", "recovery, ms")
@@ -81,17 +84,12 @@ def sections(result: dict[str, Any]) -> list[Section]:
     found = [Section("A kill in every phase, and a hang", columns, rows, notes)]
     if result["at_random"]:
         rows = [
-            [each["layout"], str(each["num_faults"]), ", ".join(each["state_from"]), *_figures(each)]
+            [each["layout"], str(each["num_faults"]), ", ".join(each["state_from"]), *drills.figures(each)]
             for each in result["at_random"]
         ]
         columns = ("layout", "kills", "state from", "again", "recovery, ms")
         found.append(Section("Kills at random instants, with a spare", columns, rows, ["The same weights, too."]))
     return found
-
-
-def _figures(result: dict[str, Any]) -> list[str]:
-    """How many steps came again at the most, and the median recovery."""
-    return [f"≤ {max(result['again'])}", f"{statistics.median(result['recovery_ms']):,.0f}"]
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:

@@ -13,17 +13,15 @@ Prints a table, and writes ``benchmarks/results/DATE-loops.md`` with the raw fig
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - the examples' options are those of the tests
 import drills
 import page
 from page import RESULTS, Section
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support import loops
 
 QUICK = {"only": ["fabric"]}
@@ -59,7 +57,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
         [
             f"`{each['example']}.py`",
             str(len(each["spare"]["files"])),
-            *(text for key in ("spare", "no_spare", "two_at_once") for text in _figures(each[key])),
+            *(text for key in ("spare", "no_spare", "two_at_once") for text in drills.figures(each[key])),
         ]
         for each in result["examples"]
     ]
@@ -82,11 +80,6 @@ def sections(result: dict[str, Any]) -> list[Section]:
         "first completed step, without that step's own time.",
     ]
     return [Section("A kill in every phase, and a hang; two at once", columns, rows, notes)]
-
-
-def _figures(result: dict[str, Any]) -> list[str]:
-    """How many steps came again at the most, and the median recovery."""
-    return [f"≤ {max(result['again'])}", f"{statistics.median(result['recovery_ms']):,.0f}"]
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:

@@ -28,13 +28,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - the machines are those of the tests
 import page
 import turns
 from jobs import JobFailed
 from page import RESULTS, Section
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the machines are those of the tests
 from tests.network.cluster import SCRIPT, Cluster
 from tests.network.lab import Lab, why_not
 

@@ -30,7 +30,7 @@ NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""With these a lost peer ends an operation of NCCL's, and never the process, whatever the user's environment says.
+"""With these a lost peer ends an operation of NCCL's, and never the process. They replace what the user has set.
 
 From torch's ProcessGroupNCCL.cpp. ``Watchdog::runLoop``: 2 is CleanUpOnly, with which the watchdog breaks a
 communicator in which an operation's timeout has passed; 1 and 3 end the process, and so does 0 together with

@@ -33,7 +33,7 @@ _STATELESS = {
     *(data.BatchSampler, data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler),
     *(data.WeightedRandomSampler, DistributedSampler, list, tuple, range),
 }
-# Likewise, once they are told the epoch. To ask the second one for 500,000 batches twice takes 10 s.
+# Likewise, once they are told the epoch. To ask the second one twice for 500,000 batches takes 5.6 s (2 cores, 2026).
 _STATELESS_NAMES = {"accelerate.data_loader.SeedableRandomSampler", "accelerate.data_loader.BatchSamplerShard"}
 
 

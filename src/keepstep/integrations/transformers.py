@@ -172,7 +172,7 @@ class KeepstepMixin(_Base):
         return super().training_step(*arguments, **keywords)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """That of the Trainer, which next notes the folder as the best checkpoint, if it is there. Where shards are saved
+        """That of the Trainer. It notes the folder as the best checkpoint next, if it is there; where shards are saved,
         another rank may make it later."""
         super().save_model(output_dir, _internal_call)
         if output_dir is not None and self.is_fsdp_enabled and self.args.should_save:

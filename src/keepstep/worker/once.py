@@ -59,5 +59,5 @@ class Once:
         else:
             del self._known[self._name]
         self._ask("done" if kind is None else "give_up", self._name)
-        if kind is None:  # the answer to what is asked next comes when that is known: this process may be killed then
+        if kind is None:  # the controller answers this one behind the other: from then on a kill repeats nothing
             self._ask("claim", self._name)

@@ -232,7 +232,7 @@ def abort_while_another_thread_waits(rank: int, size: int, kind: Kind, path: Pat
     found = []
     if rank == 0:
         work = reduce(group, kind.ones(1))
-        found.append(group.wait_until_quiet(0.05))  # nobody else reduces
+        found.append(group.wait_until_quiet(0.05))  # the other ranks do not reduce
         threading.Timer(0.05, group.abort).start()
         with pytest.raises(RuntimeError):
             finish(kind, work)

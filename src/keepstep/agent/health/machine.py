@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from keepstep.agent.health.conditions import RULES, DeviceCondition, HealthAction, Rule, rule_of_xid
 
 SLOW_S = 30.0
-"""Clocks that are lowered for less than that are told to nobody: it happens at every peak of power or heat."""
+"""keepstep reports lowered clocks from this time on: every peak of power or heat lowers them for a moment."""
 REPEAT_S = 300.0
 """The same Xid of the same device is told again after this time; a failing kernel may cause it at every step."""
 SILENT_S = 60.0

@@ -22,6 +22,19 @@ LOOPBACK = "127.0.0.1"
 """The address that a backend listens at on a job's only node."""
 
 Outputs = list[Tensor] | list[list[Tensor]]
+
+
+def first_tensor(tensors: object) -> Tensor | None:
+    """The first tensor in nested lists of them; None where there is none."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if isinstance(tensors, list | tuple):
+        for each in tensors:
+            if (first := first_tensor(each)) is not None:
+                return first
+    return None
+
+
 OnError = Callable[[Exception], Callable[[], None] | None]
 """Told of the error that an operation has ended with, from any thread. None: each thread that waits raises the error.
 Else the error has been dealt with, and each thread that waits calls the result before it goes on."""

@@ -45,7 +45,7 @@ class OperationsInFlight(Generic[H]):
         self._begun: Counter[tuple[int, bool]] = Counter()
         """Operations by peer, and whether it was a recv."""
         self._under_way: dict[H, None] = {}
-        """In the order in which they were begun. `look_at_the_oldest` looks at those that nobody waits for."""
+        """In the order in which they were begun. `look_at_the_oldest` looks at those that no thread waits for."""
         self._in_background: dict[H, None] = {}
         self._has_background = self._has_failed = False
         """Whether there was one. What a thread in the background does next cannot be known."""

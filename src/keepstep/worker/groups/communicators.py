@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.worker.backends.by_device import CPU, backends_of
-from keepstep.worker.backends.communicator import Communicator, FailureCause
+from keepstep.worker.backends.communicator import Communicator, FailureCause, first_tensor
 from keepstep.worker.groups.observer import GroupObserver
 
 DETECTION_S = 5.0
@@ -55,7 +55,7 @@ class Communicators:
         """
         if len(self._by_type) == 1:
             return self.own
-        first = _first_of(tensors)
+        first = first_tensor(tensors)
         return self.own if first is None else self._by_type.get(first.device.type, self.own)
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -160,14 +160,3 @@ class Communicators:
                 return False
             case FailureCause.CALL:
                 return self._observer.knows_failure(0.0)
-
-
-def _first_of(tensors: object) -> Tensor | None:
-    """The first tensor in nested lists of them."""
-    if isinstance(tensors, Tensor):
-        return tensors
-    if isinstance(tensors, (list, tuple)):
-        for each in tensors:
-            if (first := _first_of(each)) is not None:
-                return first
-    return None

@@ -46,7 +46,7 @@ class HostCompletion:
     """A process without a GPU: what it has called is complete. Implements `DeviceCompletion`."""
 
     def wait(self, look: Callable[[], None], is_interrupted: Callable[[], bool]) -> None:
-        """Returns at once, and asks nobody."""
+        """Returns at once, and calls neither function."""
 
     def drain(self) -> None:
         """Returns at once."""

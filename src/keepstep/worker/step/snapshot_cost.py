@@ -22,19 +22,20 @@ class _Taken:
     """What one snapshot took."""
 
     prepared_s: float
-    """As long the training thread was at it."""
+    """How long the training thread prepared it."""
     waited_s: float = 0.0
-    """As long it waited for the copy in front of the gradient barrier."""
+    """How long the training thread waited for the copy in front of the gradient barrier."""
     processor_s: float = 0.0
-    """As much of a core the copy took."""
+    """How much time of a core the copy took."""
     num_bytes: int = 0
 
 
 class SnapshotCost:
     """What one rank measures.
 
-    While ranks leave cores idle a snapshot costs what the training thread prepares and waits. Where they do not, copies
-    take time of cores from all of them: each rank takes its own copy for what that of any rank of this node costs.
+    While ranks leave cores idle a snapshot costs the time in which the training thread prepares it and waits for it.
+    Where they do not, copies take time of cores from all ranks. A rank assumes that the copies of all ranks of its node
+    cost as much as its own.
     """
 
     def __init__(self, num_ranks: int, num_cores: int | None = None) -> None:
@@ -74,7 +75,7 @@ class SnapshotCost:
         self._begun_s = self._current = None
 
     def prepared(self, prepared_s: float) -> None:
-        """The copy for the present step has begun; as long the training thread was at it."""
+        """The copy for the present step has begun; the training thread has prepared it for so long."""
         self._current = _Taken(prepared_s)
 
     def waited(self, waited_s: float, processor_s: float, num_bytes: int) -> None:
@@ -120,5 +121,5 @@ class SnapshotCost:
 
 
 def now() -> tuple[float, float]:
-    """What `SnapshotCost.begin` is told."""
+    """A monotonic time, and how long all cores have been idle, added up; both in seconds."""
     return time.monotonic(), psutil.cpu_times().idle

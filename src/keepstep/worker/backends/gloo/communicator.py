@@ -193,7 +193,7 @@ class GlooCommunicator(OwnTraffic):
         return self._in_flight.end_within(deadline_s)
 
     def look(self) -> None:
-        """Notices which operations have ended. Whoever waits for one gets its error there."""
+        """Notices which operations have ended. A thread that waits for one gets its error."""
         self._in_flight.end_within(0.0)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from keepstep.protocol.waiting.operations import Operation
 from keepstep.worker.backends import futures
-from keepstep.worker.backends.communicator import OnError, Outputs, TorchBackend
+from keepstep.worker.backends.communicator import OnError, Outputs, TorchBackend, first_tensor
 from keepstep.worker.backends.gloo.background import in_background
 from keepstep.worker.backends.gloo.errors import RAISED
 from keepstep.worker.backends.gloo.scattering import CopyingWork
@@ -169,7 +169,7 @@ class GlooWork(dist.Work):
 
         Gloo's handle ends when the copies are queued on streams of its own (``AsyncAllreduceCUDAWork`` in torch's
         ProcessGroupGlooCuda.cpp), and waiting for it holds up the current stream of the thread that waits. Here the
-        host waits, so that whoever goes on finds the tensors written, in any thread and on any stream.
+        host waits, so that every thread and every stream finds the tensors written afterwards.
         """
         if self._issued is not None:
             self._issued.wait()
@@ -289,9 +289,7 @@ class GlooWork(dist.Work):
 
 def _gpu_of(outputs: Outputs) -> torch.device | None:
     """The GPU that the outputs are on; None where they are on the CPU."""
-    first = outputs[0] if outputs else None
-    if isinstance(first, list):
-        first = first[0] if first else None
+    first = first_tensor(outputs)
     return first.device if first is not None and first.is_cuda else None
 
 

@@ -25,6 +25,7 @@ from keepstep.worker.backends.communicator import (
     OnError,
     OperationObserver,
     Outputs,
+    first_tensor,
 )
 from keepstep.worker.backends.in_flight import PEEK_S, OperationsInFlight
 from keepstep.worker.backends.nccl import errors
@@ -62,7 +63,7 @@ class NcclCommunicator(OwnTraffic):
         self._failed: list[NcclWork] = []
         """Operations that have ended in an error. The device may still be in their kernels."""
         self._untold: list[NcclWork] = []
-        """Those of the training thread whose error is nobody's yet."""
+        """Those of the training thread whose error no thread was told of yet."""
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class NcclCommunicator(OwnTraffic):
 
     def look(self) -> None:
         """Notices which operations have ended; see `Communicator.look`. Each error is raised once, and that of an
-        abort never: whoever has aborted the group knows of it.
+        abort never: the code that aborts a group knows of it.
 
         Raises:
             RuntimeError: an error that no thread was told of.
@@ -263,9 +264,7 @@ class NcclCommunicator(OwnTraffic):
                 f"group {self._name}: a CUDA graph captures a collective; NCCL cannot be aborted while a graph holds "
                 "one of its operations, so a lost rank would hang this one. Keep collectives out of the captured part"
             )
-        first = outputs[0] if outputs else None
-        if isinstance(first, list):
-            first = first[0] if first else None
+        first = first_tensor(outputs)
         if first is not None and first.device != self._device.device:
             raise UsageError(
                 f"group {self._name} carries tensors on {self._device.device}, this process's own device, and this one "

@@ -12,7 +12,7 @@ class ConnectingStore(Store):
 
     Torch keeps a group's store, and its watchdog writes there when an operation has failed, for other ranks to write
     what they know to files (``ProcessGroupNCCL::broadcastDumpSignal``). keepstep has ended the generation by then, and
-    nobody reads it; a watchdog that waits for an answer would keep the group from being given up.
+    no rank reads it; a watchdog that waits for an answer would keep the group from being given up.
     """
 
     def __init__(self, store: Store) -> None:

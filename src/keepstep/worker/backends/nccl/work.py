@@ -25,7 +25,7 @@ POLL_S = 0.0005
 
 
 class NcclWork(dist.Work):
-    """An operation on its way. It ends once, when somebody looks: this class has no thread.
+    """An operation on its way. It ends once, when a thread looks: this class has none of its own.
 
     `wait` holds up the current stream and not the host, as on NCCL: the error that an operation ends in is raised by a
     later call, or found at the gradient barrier, which waits for the device.
