@@ -10,8 +10,11 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import signal
 
+EXIT_DEADLINE_S = 5.0
+"""How long the spawner's exit may take behind the closing of its files; it has nothing left to do but to say so."""
 _NUMBER = "i"
 """A process number as C has it. A few bytes pass through a pipe in one piece (`man 7 pipe`)."""
 
@@ -21,6 +24,7 @@ class Sweeper:
 
     def __init__(self) -> None:
         """Starts the sweeper by forking this process."""
+        spawner = os.getpid()
         read, self.descriptor = os.pipe()
         if os.fork():
             os.close(read)
@@ -29,7 +33,7 @@ class Sweeper:
             os.setsid()
             os.dup2(read, 0)
             _close_all_above(0)  # among them this process's own copy of the other end
-            _sweep(0)
+            _sweep(0, spawner)
         finally:
             os._exit(0)
 
@@ -59,7 +63,7 @@ def _close_all_above(highest: int) -> None:
                 os.close(int(name))
 
 
-def _sweep(line: int) -> None:
+def _sweep(line: int, spawner: int) -> None:
     groups: set[int] = set()
     while data := os.read(line, 4096):
         for number in array.array(_NUMBER, data):
@@ -67,5 +71,22 @@ def _sweep(line: int) -> None:
                 groups.add(number)
             else:
                 groups.discard(-number)
+    _await_exit(spawner)
     for group in groups:
         kill_group(group)
+
+
+def _await_exit(spawner: int) -> None:
+    """Waits until the spawner has closed all of its files.
+
+    The kernel closes them one after the other, and the pipe is not the last one. If the workers were killed in between,
+    their agent would see them die while the spawner seems to live, and take them for the cause.
+    """
+    try:
+        process = os.pidfd_open(spawner)
+    except ProcessLookupError:
+        return
+    if os.getppid() == spawner:  # otherwise the number may be another's by now
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.poll(EXIT_DEADLINE_S * 1000)
