@@ -95,15 +95,23 @@ class State:
         """
         return {name: to_bytes(value, f"{self._label}.{name}") for name, value in self.__dict__.items()}
 
-    def seal(self) -> None:
-        """Takes note of the values as they are."""
-        object.__setattr__(self, "_seals", self.as_bytes())
+    def seal(self) -> dict[str, bytes]:
+        """Takes note of the values as they are.
+
+        Returns:
+            `as_bytes`.
+        """
+        seals = self.as_bytes()
+        object.__setattr__(self, "_seals", seals)
+        return seals
 
     def changed(self) -> str | None:
         """The first attribute that is not as it was sealed, as the script writes it; None if there is none."""
-        values = self.as_bytes()
-        name = next((name for name, seal in self._seals.items() if values[name] != seal), None)
-        return f"{self._label}.{name}" if name is not None else None
+        for name, seal in self._seals.items():
+            path = f"{self._label}.{name}"
+            if to_bytes(self.__dict__[name], path) != seal:
+                return path
+        return None
 
 
 def _is_missing(value: Any) -> bool:

@@ -146,11 +146,9 @@ class DeclaredState:
     # ---- between ranks ----------------------------------------------------------------------------------------------
 
     def _share(self, world_size: int) -> None:
-        row = msgspec.msgpack.encode({name: state.as_bytes() for name, state in self._local.items()})
+        row = msgspec.msgpack.encode({name: state.seal() for name, state in self._local.items()})
         self._check_size(len(row), world_size)
         self._table.share(row, world_size)
-        for state in self._local.values():
-            state.seal()
 
     def _check_size(self, num_bytes: int, world_size: int) -> None:
         allowed = min(MAX_RANK_BYTES, MAX_TABLE_BYTES // world_size)
