@@ -98,10 +98,10 @@ def median_step_s(events: list[Event], after_step: int = 0) -> float:
     return statistics.median(intervals) if intervals else float("nan")
 
 
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
-"""Every job keeps the memory that it frees. By glibc's defaults a job whose block at the top of the heap is free gives
-it back at each step and takes it again: 8,000 page faults and 16 of 150 ms for 8 layers of 512 x 512 and 900 rows (2 cores,
-November 2026). Which of two jobs does so is decided by a few small objects, and says nothing of either."""
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""Every job keeps the memory that it frees; the second is the greatest that glibc takes. By its defaults a job may give
+it back at each step and take it again: 8,000 page faults and 16 of 150 ms for 8 layers of 512 x 512 and 900 rows (2
+cores, November 2026). A few small objects decide which of two jobs does so, and it says nothing of either."""
 
 
 class RunningJob:
