@@ -15,6 +15,8 @@ def check(tmp_path: Path, name: str, faults: str, spares: int) -> None:
     assert result["identical"]
     assert result["missed"] == []
     assert all(row["steps_recomputed"] <= 1 for row in result["faults"])
+    if spares == 1:
+        assert {row["spare"] for row in result["faults"]} == {"warm"}
 
 
 @pytest.mark.parametrize("spares", [1, 0])

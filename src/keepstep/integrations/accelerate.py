@@ -17,13 +17,14 @@ Without ``epochs()``, `Session.protect` and `Session.batches` take what ``prepar
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.errors import UsageError
 from keepstep.worker.loop.epochs import Epoch
@@ -83,6 +84,17 @@ class KeepstepAccelerator(Accelerator):
         wrapped = super().prepare_model(model, *arguments, **keywords)
         self._note(wrapped)
         return wrapped
+
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **keywords: Any) -> Any:
+        """That of Accelerate. On a spare the batches are shared out when the loader is iterated, and the rank is known.
+
+        Not where Accelerate needs the rank at once: a mesh says which ranks read the same batches, and a dataset
+        without indices may have a part of its own for each rank.
+        """
+        is_shared_out_later = self.torch_device_mesh is None and not isinstance(data_loader.dataset, IterableDataset)
+        session = self.session
+        with session.pretending() if session.is_waiting_spare and is_shared_out_later else contextlib.nullcontext():
+            return super().prepare_data_loader(data_loader, *arguments, **keywords)
 
     def _note(self, thing: Any) -> None:
         if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._wrapped):

@@ -73,13 +73,15 @@ class Joined(Protocol):
 
 
 def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
-    """Has the state that Accelerate keeps of a process ask for the rank when it is used, and not when it is made.
+    """Has what Accelerate makes of a process and of its loaders ask for the rank when it is used, and not before.
 
-    On a spare; else nothing changes. Transformers makes this state for its arguments, before the model is built.
+    On a spare; else nothing changes. Transformers makes the state of a process for its arguments, before the model is
+    built. What shares out the samples of a loader is made with the loader; see `Session.pretending`.
 
     Args:
         session: gives that of this process, if there is one.
     """
+    from accelerate.data_loader import BatchSamplerShard
     from accelerate.state import AcceleratorState, PartialState
 
     if isinstance(vars(PartialState).get("process_index"), _LateIndex):
@@ -101,10 +103,12 @@ def have_accelerate_wait(session: Callable[[], Joined | None]) -> None:
     for kind in (PartialState, AcceleratorState):
         kind.process_index = _LateIndex("process_index", session, lambda present: present.rank)
         kind.local_process_index = _LateIndex("local_process_index", session, lambda present: present.local_rank)
+    BatchSamplerShard.process_index = _LateIndex("process_index", session, lambda present: present.rank)
 
 
 class _LateIndex:
-    """The attribute of Accelerate's state that says which process this is: where it is None, it is asked for."""
+    """The attribute of Accelerate's that says which process this is. It is None where it was set while a spare
+    pretends, and is asked for when it is used."""
 
     def __init__(self, name: str, session: Callable[[], Joined | None], ask: Callable[[Joined], int]) -> None:
         self._name, self._session, self._ask = name, session, ask
@@ -122,4 +126,6 @@ class _LateIndex:
         return held
 
     def __set__(self, state: Any, value: int | None) -> None:
-        vars(state)[self._name] = value
+        present = self._session()
+        is_pretending = present is not None and present.is_pretending
+        vars(state)[self._name] = None if is_pretending else value
