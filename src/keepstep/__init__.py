@@ -32,7 +32,9 @@ from keepstep.errors import (
 )
 
 if TYPE_CHECKING:
+    from keepstep.protocol.transfer.names.name_map import NameMap, Rule
     from keepstep.weights.memory.blocks import Block
+    from keepstep.weights.memory.mapping.mapped import Mapped
     from keepstep.weights.publisher import Buffers, Publisher
     from keepstep.weights.subscriber import Subscriber
     from keepstep.worker.loop.step import Step
@@ -45,9 +47,12 @@ __all__ = [
     "Buffers",
     "ConfigurationError",
     "KeepstepError",
+    "Mapped",
+    "NameMap",
     "NothingToRecoverFrom",
     "PeerLost",
     "Publisher",
+    "Rule",
     "Session",
     "StateMismatch",
     "Step",
@@ -62,7 +67,10 @@ __all__ = [
 _MODULES = {
     "Block": "keepstep.weights.memory.blocks",
     "Buffers": "keepstep.weights.publisher",
+    "Mapped": "keepstep.weights.memory.mapping.mapped",
+    "NameMap": "keepstep.protocol.transfer.names.name_map",
     "Publisher": "keepstep.weights.publisher",
+    "Rule": "keepstep.protocol.transfer.names.name_map",
     "Session": "keepstep.worker.session",
     "Step": "keepstep.worker.loop.step",
     "Subscriber": "keepstep.weights.subscriber",

@@ -34,6 +34,7 @@ from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import checksum_in
+from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
 from keepstep.weights.spans import Spans
 
@@ -62,7 +63,7 @@ class Subscriber:
         self,
         folder: str | Path,
         *,
-        into: Weights | None = None,
+        into: Weights | Mapped | None = None,
         load: Load | None = None,
         atomic: bool = True,
         device: int = 0,
@@ -71,7 +72,8 @@ class Subscriber:
     ) -> None:
         """Args:
         folder: that of the publishers.
-        into: where the weights go: a module, or tensors (or blocks of them) by name. The objects stay the same.
+        into: where the weights go: a module, or tensors (or blocks of them) by name. The objects stay the same. With
+            a name map, they are made of the published ones by its rules.
         load: a function that is given each name and whole tensor instead; it keeps nothing of the tensor.
         atomic: with ``into``: new versions are put together in a second set of tensors, and change places with the
             first when they are whole. Without, they overwrite what is there, which cannot be used meanwhile.
@@ -80,7 +82,8 @@ class Subscriber:
         deadline_s: how long the device may show nothing during an update; best that of the publishers.
 
         Raises:
-            ConfigurationError: neither or both of ``into`` and ``load`` are given.
+            ConfigurationError: neither or both of ``into`` and ``load`` are given; or a name map that cannot work:
+                AmbiguousName, and for quantized tensors UnknownTensor, ShapeMismatch or DtypeMismatch.
         """
         if (into is None) == (load is None):
             raise ConfigurationError("a subscriber needs one of into=... and load=...")

@@ -10,7 +10,7 @@ from tests.protocol.transfer.cases import boxes_in, shards
 
 from keepstep.errors import StateMismatch
 from keepstep.protocol.transfer.boxes import Box, whole
-from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want, lay_out, serve_one
+from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Problem, Want, lay_out, serve_one
 from keepstep.protocol.transfer.plan import Limits, Part, Reader, TensorForm
 
 LIMITS = Limits(64, 32)
@@ -34,7 +34,7 @@ def problem_of(want: Want, *forms: TensorForm) -> str | None:
     """What the layout has to say about a consumer with one want."""
     found = lay_out([all_of(*forms)], [[Consumer("engine", (want,))]], LIMITS)
     assert (found.problems[0] is None) == bool(found.readers[0].parts)
-    return found.problems[0]
+    return None if found.problems[0] is None else found.problems[0].reason
 
 
 # ---- Random layouts -------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_those_whose_wants_are_there_are_served_and_the_others_are_told(case: Ca
     ):
         assert (problem is None) == is_served
         assert reader.parts == (parts_of(consumer, case.forms) if is_served else ())
-        assert problem is None or problem.startswith(f"{consumer.name} ")
+        assert problem is None or problem.reason.startswith(f"{consumer.name} ")
 
 
 @given(cases())
@@ -174,7 +174,8 @@ def test_one_alone_gets_what_it_would_get_among_others(case: Case) -> None:
         else:
             with pytest.raises(StateMismatch) as caught:
                 serve_one(layout, reader.device, consumer)
-            assert str(caught.value) == problem
+            assert Problem.of(caught.value) == problem
+            assert type(caught.value) is type(problem.error)
 
 
 # ---- What is told ---------------------------------------------------------------------------------------------------

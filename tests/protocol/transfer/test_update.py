@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.boxes import Box, whole
-from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
+from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Misfit, Want
 from keepstep.protocol.transfer.plan import Limits, TensorForm
 from keepstep.protocol.transfer.update import SubscriberStanding, Terms, UpdateMachine, UpdateStage, Verdict
 
@@ -327,7 +327,9 @@ def test_a_consumer_that_wants_what_no_device_holds_is_left_out() -> None:
     (told,) = machine.receive(0, offer(held=(half,), consumers=(Consumer("engine", None), modest)), 0.0)
     assert isinstance(told, msg.UpdateAgreed)
     problem, none = told.layout.problems
-    assert "no source holds 'a' at [2] with shape [2]" in problem
+    assert problem is not None
+    assert problem.misfit is Misfit.PART
+    assert "no source holds 'a' at [2] with shape [2]" in problem.reason
     assert none is None
     assert [bucket.readers for bucket in told.layout.plan().buckets] == [(1,)]
 

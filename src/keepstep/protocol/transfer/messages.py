@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError
-from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
+from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Misfit, Want
 
 MAX_BODY_BYTES = 256 << 20
 """A layout takes about 150 bytes for each tensor and each part of one; what claims more is refused unread."""
@@ -173,6 +173,8 @@ class UpdateAborted(TransferMessage, frozen=True):
     fault: TransferFault
     culprit: str
     reason: str
+    misfit: Misfit = Misfit.OTHER
+    """Why the layouts do not fit together, if it is that."""
 
 
 # ---- the owner of a buffer, and its readers -------------------------------------------------------------------------
@@ -266,5 +268,5 @@ def decode(body: bytes) -> AnyTransferMessage:
     """
     try:
         return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError, RecursionError) as error:
         raise RemoteProtocolError(f"not a message of a transfer: {error}") from error

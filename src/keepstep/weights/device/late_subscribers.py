@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer import messages as msg
-from keepstep.protocol.transfer.layout import Layout, serve_one
+from keepstep.protocol.transfer.layout import Layout, Problem, serve_one
 from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import attach_buffer
@@ -104,7 +104,8 @@ class LateSubscribers:
         except Cancelled:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "no process", "a newer version is about to come"))
         except ConfigurationError as error:
-            attached.tell(msg.UpdateAborted(0, TransferFault.LAYOUT, attached.name, str(error)))
+            misfit = Problem.of(error).misfit
+            attached.tell(msg.UpdateAborted(0, TransferFault.LAYOUT, attached.name, str(error), misfit))
         except CannotGoOn as error:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, error.culprit, error.reason))
         finally:

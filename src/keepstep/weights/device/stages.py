@@ -8,6 +8,7 @@ consumers' own processes (`keepstep.weights.subscriber`). Each stage waits for o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -75,7 +76,11 @@ class RankPlan:
         Args:
             held: this device's tensors, in the order in which it offered them.
         """
-        self._tensors = {part.tensor: [own] for part, own in zip(self.layout.holders[self.rank], held, strict=True)}
+        casts = {cast.tensor: getattr(torch, cast.dtype) for cast in self.layout.casts}
+        self._tensors = {}
+        for part, own in zip(self.layout.holders[self.rank], held, strict=True):
+            own = dataclasses.replace(own, travels_as=casts.get(part.tensor))
+            self._tensors.setdefault(part.tensor, []).append(own)
 
     def gather(self, number: int, slot: torch.Tensor) -> bytes:
         """Gathers one of its own buckets, and returns the checksum.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from keepstep.cancel import Cancelled, CancelToken
-from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration, StateMismatch
+from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.protocol.transfer.update import Terms
@@ -177,8 +177,11 @@ class WeightUpdate:
                     msg.UpdateBegan(agreed.update, agreed.version, agreed.generation, agreed.layout, reader, None)
                 )
             else:
-                self.failures.append(StateMismatch(problem))
-                each.tell(msg.UpdateAborted(agreed.update, TransferFault.LAYOUT, each.name, problem))
+                self.failures.append(problem.error)
+                notice = msg.UpdateAborted(
+                    agreed.update, TransferFault.LAYOUT, each.name, problem.reason, problem.misfit
+                )
+                each.tell(notice)
         return taking
 
     def _follow(self, listener: CoordinatorConnection, update: int, stages: Stages, consumers: list[Attached]) -> None:

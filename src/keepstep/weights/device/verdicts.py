@@ -7,7 +7,8 @@ import time
 from typing import NoReturn
 
 from keepstep.cancel import CancelToken
-from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration, StateMismatch
+from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration
+from keepstep.protocol.transfer.layout import MISFITS
 from keepstep.protocol.transfer.messages import AnyTransferMessage, StillThere, TransferFault, UpdateAborted
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, wait, what_of
 
@@ -22,14 +23,14 @@ VERDICT_S = 0.2
 """For the coordinator to say who is to blame for a stall."""
 _ERRORS: dict[TransferFault, type[KeepstepError]] = {
     TransferFault.LOST: PublisherLost,
-    TransferFault.LAYOUT: StateMismatch,
     TransferFault.STALE: StaleGeneration,
 }
 
 
 def error_of(notice: UpdateAborted, what: str) -> KeepstepError:
     """The error for ``what`` did not come about."""
-    return _ERRORS[notice.fault](f"{what}: {notice.culprit}: {notice.reason}")
+    kind = MISFITS[notice.misfit] if notice.fault is TransferFault.LAYOUT else _ERRORS[notice.fault]
+    return kind(f"{what}: {notice.culprit}: {notice.reason}")
 
 
 class UpdateFailed(Exception):
