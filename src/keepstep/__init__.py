@@ -32,7 +32,7 @@ from keepstep.errors import (
 )
 
 if TYPE_CHECKING:
-    from keepstep.protocol.transfer.names.name_map import NameMap, Rule
+    from keepstep.protocol.transfer.names.name_map import NameMap, NameRule
     from keepstep.weights.memory.blocks import Block
     from keepstep.weights.memory.mapping.mapped import Mapped
     from keepstep.weights.publisher import Buffers, Publisher
@@ -49,10 +49,10 @@ __all__ = [
     "KeepstepError",
     "Mapped",
     "NameMap",
+    "NameRule",
     "NothingToRecoverFrom",
     "PeerLost",
     "Publisher",
-    "Rule",
     "Session",
     "StateMismatch",
     "Step",
@@ -69,8 +69,8 @@ _MODULES = {
     "Buffers": "keepstep.weights.publisher",
     "Mapped": "keepstep.weights.memory.mapping.mapped",
     "NameMap": "keepstep.protocol.transfer.names.name_map",
+    "NameRule": "keepstep.protocol.transfer.names.name_map",
     "Publisher": "keepstep.weights.publisher",
-    "Rule": "keepstep.protocol.transfer.names.name_map",
     "Session": "keepstep.worker.session",
     "Step": "keepstep.worker.loop.step",
     "Subscriber": "keepstep.weights.subscriber",

@@ -13,7 +13,7 @@ from keepstep.protocol.transfer.layout import Layout, Want, index_of, regions_of
 from keepstep.protocol.transfer.plan import Bucket, Part, TensorForm
 from keepstep.weights.memory.blocks import Weights, named_blocks
 from keepstep.weights.memory.copies import Copy, checksum_of, copy_of
-from keepstep.weights.memory.mapping.mapped import Mapped, Place, Placed, plain, wants_of
+from keepstep.weights.memory.mapping.mapped import IncomingPart, Mapped, Placed, plain, wants_of
 from keepstep.weights.memory.mapping.quantized import Staged
 from keepstep.weights.memory.pieces import Held, as_tensor
 
@@ -94,7 +94,7 @@ class TensorTarget:
         for placed in self._placed:
             regions = regions_of(placed.want, layout.forms, by_name)
             places = [
-                Place(region, part, getattr(torch, forms[part.tensor].dtype))
+                IncomingPart(region, part, getattr(torch, forms[part.tensor].dtype))
                 for region, part in zip(regions, itertools.islice(coming, len(regions)), strict=True)
             ]
             if placed.scale is not None:
@@ -104,7 +104,7 @@ class TensorTarget:
                 for place in places:  # what comes once may have several places
                     held.setdefault(place.part.tensor, []).append(place.held(tensors[placed.index]))
 
-    def _stage(self, placed: Placed, places: Sequence[Place]) -> None:
+    def _stage(self, placed: Placed, places: Sequence[IncomingPart]) -> None:
         staged = Staged(placed, self._sets[0][placed.index], places)
         for tensor in {place.part.tensor for place in places}:
             self._staged.setdefault(tensor, []).append(staged)

@@ -2,13 +2,13 @@
 
 ::
 
-    from keepstep.protocol.transfer.names import Concat, NameMap, Rule, Shard, fused_decoder
+    from keepstep.protocol.transfer.names import Concat, NameMap, NameRule, Shard, fused_decoder
 
     names = NameMap(fused_decoder(), tp_rank=1, tp_size=2)
     keepstep.Subscriber(folder, into=keepstep.Mapped(engine, names))
 """
 
-from keepstep.protocol.transfer.names.name_map import Conversion, NameMap, Quantize, Rule
+from keepstep.protocol.transfer.names.name_map import Conversion, NameMap, NameRule, Quantize
 from keepstep.protocol.transfer.names.presets import fused_decoder
 from keepstep.protocol.transfer.names.recipes import Chunk, Concat, Recipe, Select, Shard, Slice, Stack, Transpose
 
@@ -17,9 +17,9 @@ __all__ = [
     "Concat",
     "Conversion",
     "NameMap",
+    "NameRule",
     "Quantize",
     "Recipe",
-    "Rule",
     "Select",
     "Shard",
     "Slice",

@@ -50,7 +50,7 @@ class Quantize(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
 Convert: TypeAlias = Conversion | Quantize
 
 
-class Rule(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class NameRule(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How the tensors come about whose names match a pattern.
 
     In a pattern ``{layer}`` stands for one or more characters that are no dot, and ``{rest*}`` for any characters, at
@@ -72,7 +72,7 @@ class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     refused.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     tp_rank: int = 0
     """Of the consumer among the tensor-parallel ranks, for `Shard`."""
     tp_size: int = 1
@@ -108,7 +108,7 @@ class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
             convert = msgspec.structs.replace(convert, scale=_fill(convert.scale, values))
         return self._compile(rule.recipe, values), convert
 
-    def made_by(self, rule: Rule, names: Iterable[str]) -> list[str]:
+    def made_by(self, rule: NameRule, names: Iterable[str]) -> list[str]:
         """What a rule makes of tensors of which some are there: names of those for which one of its parts is.
 
         Raises:
@@ -124,7 +124,7 @@ class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         bound = (values for part in parts for name in names if (values := matched(part, name)) is not None)
         return list(dict.fromkeys(_fill(rule.to, values) for values in bound))
 
-    def _rule_for(self, name: str) -> tuple[Rule, Mapping[str, str]] | None:
+    def _rule_for(self, name: str) -> tuple[NameRule, Mapping[str, str]] | None:
         matching = [(rule, values) for rule in self.rules if (values := matched(rule.to, name)) is not None]
         narrow = [each for each in matching if not _is_wide(each[0].to)]
         chosen = narrow or matching
@@ -151,7 +151,7 @@ class NameMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
             case _:
                 return msgspec.structs.replace(recipe, of=self._compile(recipe.of, values))
 
-    def _check(self, rule: Rule) -> None:
+    def _check(self, rule: NameRule) -> None:
         known = set(_placeholders(rule.to))
         scale = rule.convert.scale if isinstance(rule.convert, Quantize) else ""
         used = {name for text in (*_texts(rule.recipe), scale) for name in _placeholders(text)}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from keepstep.protocol.transfer.names.name_map import Rule
+from keepstep.protocol.transfer.names.name_map import NameRule
 from keepstep.protocol.transfer.names.recipes import Concat, Shard
 
 
-def fused_decoder(prefix: str = "model.", kv_replicas: int = 1) -> tuple[Rule, ...]:
+def fused_decoder(prefix: str = "model.", kv_replicas: int = 1) -> tuple[NameRule, ...]:
     """Rules for an engine with ``qkv_proj`` and ``gate_up_proj``, from Hugging Face's names, at any ``tp_size``.
 
     They fit Llama, Mistral, Qwen2 and Qwen3 (dense). Query, key, value, gate and up are cut along their rows, as
@@ -23,9 +23,12 @@ def fused_decoder(prefix: str = "model.", kv_replicas: int = 1) -> tuple[Rule, .
     for kind in ("weight", "bias"):
         qkv = tuple(Shard(f"{attention}{each}_proj.{kind}", 0, num) for each, num in replicas.items())
         gate_up = tuple(Shard(f"{mlp}{each}_proj.{kind}", 0) for each in ("gate", "up"))
-        rules += [Rule(f"{attention}qkv_proj.{kind}", Concat(qkv)), Rule(f"{mlp}gate_up_proj.{kind}", Concat(gate_up))]
+        rules += [
+            NameRule(f"{attention}qkv_proj.{kind}", Concat(qkv)),
+            NameRule(f"{mlp}gate_up_proj.{kind}", Concat(gate_up)),
+        ]
     for name in (f"{attention}o_proj.weight", f"{mlp}down_proj.weight"):
-        rules.append(Rule(name, Shard(name, 1)))
+        rules.append(NameRule(name, Shard(name, 1)))
     for name in (f"{prefix}embed_tokens.weight", "lm_head.weight"):
-        rules.append(Rule(name, Shard(name, 0)))
+        rules.append(NameRule(name, Shard(name, 0)))
     return tuple(rules)

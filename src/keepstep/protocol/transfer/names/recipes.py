@@ -24,25 +24,25 @@ from keepstep.errors import ConfigurationError, ShapeMismatch
 from keepstep.protocol.transfer.boxes import Box, whole
 
 
-class Operation(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+class RecipeOperation(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """The root of what a recipe consists of, besides names of tensors."""
 
 
-class Concat(Operation, frozen=True):
+class Concat(RecipeOperation, frozen=True):
     """Tensors one behind the other along a dimension, as ``torch.cat``."""
 
     parts: tuple[Recipe, ...]
     dim: int = 0
 
 
-class Stack(Operation, frozen=True):
+class Stack(RecipeOperation, frozen=True):
     """Tensors of one shape along a new dimension, as ``torch.stack``."""
 
     parts: tuple[Recipe, ...]
     dim: int = 0
 
 
-class Slice(Operation, frozen=True):
+class Slice(RecipeOperation, frozen=True):
     """The indices from ``start`` up to ``stop`` of a dimension."""
 
     of: Recipe
@@ -51,7 +51,7 @@ class Slice(Operation, frozen=True):
     stop: int
 
 
-class Chunk(Operation, frozen=True):
+class Chunk(RecipeOperation, frozen=True):
     """One of ``num`` equal parts along a dimension. The index may be a placeholder of the rule (``"{expert}"``)."""
 
     of: Recipe
@@ -60,7 +60,7 @@ class Chunk(Operation, frozen=True):
     num: int
 
 
-class Select(Operation, frozen=True):
+class Select(RecipeOperation, frozen=True):
     """One index of a dimension, which is gone then. It may be a placeholder of the rule (``"{expert}"``)."""
 
     of: Recipe
@@ -68,14 +68,14 @@ class Select(Operation, frozen=True):
     index: int | str
 
 
-class Transpose(Operation, frozen=True):
+class Transpose(RecipeOperation, frozen=True):
     """The dimensions in another order, as ``torch.permute``."""
 
     of: Recipe
     dims: tuple[int, ...]
 
 
-class Shard(Operation, frozen=True):
+class Shard(RecipeOperation, frozen=True):
     """The tensor-parallel rank's own part along a dimension.
 
     With ``replicas`` above one, so many ranks that follow each other have the same part, and there are as many times
@@ -142,22 +142,22 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Made:
+class MadeTensor:
     """A tensor as a recipe makes it: its shape, and the regions that fill it."""
 
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
 
-    def cut(self, dim: int, start: int, stop: int) -> Made:
+    def cut(self, dim: int, start: int, stop: int) -> MadeTensor:
         """What lies between two indices of a dimension."""
         kept = [each for region in self.regions if (each := region.cut(dim, start, stop)) is not None]
         moved = tuple(
             dataclasses.replace(each, at=_along(each.at, dim, each.at.start[dim] - start, each.at.shape[dim]))
             for each in kept
         )
-        return Made((*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), moved)
+        return MadeTensor((*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), moved)
 
-    def block(self, box: Box) -> Made:
+    def block(self, box: Box) -> MadeTensor:
         """One block of it; indices are counted from its first."""
         made = self
         for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
@@ -165,7 +165,7 @@ class Made:
         return made
 
 
-def resolve(recipe: Recipe, shape_of: Callable[[str], tuple[int, ...]]) -> Made:
+def resolve(recipe: Recipe, shape_of: Callable[[str], tuple[int, ...]]) -> MadeTensor:
     """What a recipe makes.
 
     Args:
@@ -178,14 +178,14 @@ def resolve(recipe: Recipe, shape_of: Callable[[str], tuple[int, ...]]) -> Made:
     match recipe:
         case str():
             shape = shape_of(recipe)
-            return Made(shape, (Region(recipe, whole(shape), whole(shape), tuple(range(len(shape)))),))
+            return MadeTensor(shape, (Region(recipe, whole(shape), whole(shape), tuple(range(len(shape)))),))
         case Concat() | Stack():
             return _joined(recipe, [resolve(part, shape_of) for part in recipe.parts])
         case _:
             return _applied(recipe, resolve(recipe.of, shape_of))
 
 
-def _applied(recipe: Slice | Chunk | Select | Transpose | Shard, made: Made) -> Made:
+def _applied(recipe: Slice | Chunk | Select | Transpose | Shard, made: MadeTensor) -> MadeTensor:
     match recipe:
         case Transpose(dims=dims):
             _check(sorted(dims) == list(range(len(made.shape))), recipe, made)
@@ -205,7 +205,7 @@ def _applied(recipe: Slice | Chunk | Select | Transpose | Shard, made: Made) -> 
             raise ConfigurationError(f"{recipe} stands in a rule of a name map, which says what it means")
 
 
-def _check(fits: bool, operation: Operation, made: Made) -> None:
+def _check(fits: bool, operation: RecipeOperation, made: MadeTensor) -> None:
     if not fits:
         fields = [field for field in operation.__struct_fields__ if field not in ("of", "parts")]
         arguments = ", ".join(f"{field}={getattr(operation, field)}" for field in fields)
@@ -214,7 +214,7 @@ def _check(fits: bool, operation: Operation, made: Made) -> None:
         )
 
 
-def _joined(recipe: Concat | Stack, parts: list[Made]) -> Made:
+def _joined(recipe: Concat | Stack, parts: list[MadeTensor]) -> MadeTensor:
     if not parts:
         raise ConfigurationError(f"{type(recipe).__name__} has no parts")
     dim, is_stack = recipe.dim, isinstance(recipe, Stack)
@@ -230,30 +230,30 @@ def _joined(recipe: Concat | Stack, parts: list[Made]) -> Made:
             regions.append(dataclasses.replace(region, at=at))
         done += part.shape[dim]
     shape = parts[0].shape
-    return Made((*shape[:dim], done, *shape[dim + 1 :]), tuple(regions))
+    return MadeTensor((*shape[:dim], done, *shape[dim + 1 :]), tuple(regions))
 
 
-def _check_alike(shapes: list[tuple[int, ...]], recipe: Concat | Stack, parts: list[Made]) -> None:
+def _check_alike(shapes: list[tuple[int, ...]], recipe: Concat | Stack, parts: list[MadeTensor]) -> None:
     if any(shape != shapes[0] for shape in shapes):
         found = ", ".join(f"{_named(part)} {list(part.shape)}" for part in parts)
         raise ShapeMismatch(f"{type(recipe).__name__} along dim {recipe.dim} does not fit its parts: {found}")
 
 
-def _named(made: Made) -> str:
+def _named(made: MadeTensor) -> str:
     return " and ".join(f"'{name}'" for name in dict.fromkeys(region.source for region in made.regions))
 
 
-def _transposed(made: Made, dims: tuple[int, ...]) -> Made:
+def _transposed(made: MadeTensor, dims: tuple[int, ...]) -> MadeTensor:
     def moved(region: Region) -> Region:
         at = Box(tuple(region.at.start[dim] for dim in dims), tuple(region.at.shape[dim] for dim in dims))
         return dataclasses.replace(
             region, at=at, dims=tuple(None if dim is None else dims.index(dim) for dim in region.dims)
         )
 
-    return Made(tuple(made.shape[dim] for dim in dims), tuple(map(moved, made.regions)))
+    return MadeTensor(tuple(made.shape[dim] for dim in dims), tuple(map(moved, made.regions)))
 
 
-def _without(made: Made, dim: int) -> Made:
+def _without(made: MadeTensor, dim: int) -> MadeTensor:
     """Without a dimension of one index."""
 
     def lowered(region: Region) -> Region:
@@ -261,10 +261,10 @@ def _without(made: Made, dim: int) -> Made:
         dims = (None if each is None or each == dim else each - (each > dim) for each in region.dims)
         return dataclasses.replace(region, at=at, dims=tuple(dims))
 
-    return Made(_dropped(made.shape, dim), tuple(map(lowered, made.regions)))
+    return MadeTensor(_dropped(made.shape, dim), tuple(map(lowered, made.regions)))
 
 
-def _with_new(made: Made, dim: int) -> Made:
+def _with_new(made: MadeTensor, dim: int) -> MadeTensor:
     """With a new dimension of one index."""
 
     def raised(region: Region) -> Region:
@@ -273,7 +273,7 @@ def _with_new(made: Made, dim: int) -> Made:
         dims = (None if each is None else each + (each >= dim) for each in region.dims)
         return dataclasses.replace(region, at=at, dims=tuple(dims))
 
-    return Made((*made.shape[:dim], 1, *made.shape[dim:]), tuple(map(raised, made.regions)))
+    return MadeTensor((*made.shape[:dim], 1, *made.shape[dim:]), tuple(map(raised, made.regions)))
 
 
 def _dropped(values: tuple[int, ...], dim: int) -> tuple[int, ...]:

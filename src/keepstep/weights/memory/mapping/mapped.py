@@ -67,7 +67,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class IncomingPart:
     """Where one part of what comes lies in a consumer's tensor.
 
     Attributes:

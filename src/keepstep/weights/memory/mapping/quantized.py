@@ -8,14 +8,14 @@ import torch
 
 from keepstep.protocol.transfer.boxes import whole
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.memory.mapping.mapped import Place, Placed, blocks_along
+from keepstep.weights.memory.mapping.mapped import IncomingPart, Placed, blocks_along
 from keepstep.weights.memory.pieces import Held
 
 
 class Staged:
     """One tensor on its way. Its memory is taken with its first part and given back with its last."""
 
-    def __init__(self, placed: Placed, like: torch.Tensor, places: Sequence[Place]) -> None:
+    def __init__(self, placed: Placed, like: torch.Tensor, places: Sequence[IncomingPart]) -> None:
         """Args:
         placed: what it is; it has scales.
         like: the consumer's tensor, for its shape and device.
