@@ -23,6 +23,7 @@
     │   ├── LocalProtocolError  ... and we were about to send it (a bug of ours)
     │   └── RemoteProtocolError ... and another process sent it to us
     │       ├── ChecksumMismatch    ... with other bytes than were sent
+    │       ├── BaseMismatch        ... and builds on weights that are not here
     │       ├── StaleGeneration     ... and its generation is over
     │       └── TokenRefused        ... and could not show that it may
     ├── NothingToRecoverFrom    no live rank, snapshot or checkpoint holds some shard
@@ -124,6 +125,10 @@ class RemoteProtocolError(ProtocolError):
 
 class ChecksumMismatch(RemoteProtocolError):
     """Bytes arrived that are not those that were sent."""
+
+
+class BaseMismatch(RemoteProtocolError):
+    """What has not changed is left out of a version, and it is not what this consumer has; the next comes in full."""
 
 
 class StaleGeneration(RemoteProtocolError):

@@ -318,7 +318,7 @@ def test_damaged_weights_are_never_ready(tmp_path: Path) -> None:
 
 def test_who_says_something_else_at_the_door_is_sent_away(tmp_path: Path) -> None:
     with publish(tmp_path, plain(), 0, 1) as publisher:
-        for stranger in (MovementSeen(0), DeviceCalled(5, 0), UpdateOffered(-1, 0, 1, 0, (), ())):
+        for stranger in (MovementSeen(0), DeviceCalled(5, 0), UpdateOffered(-1, 0, 1, 0, (), (), ())):
             with pytest.raises(RemoteProtocolError, match=r"opens no connection|there is no rank"):
                 dial(listener_path(tmp_path, 0), stranger, "rank 0", 1e9)
         assert publisher.publish(1).failures == ()

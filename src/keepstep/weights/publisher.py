@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from keepstep.cancel import CancelToken
-from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, UsageError
+from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.weights.device.device import Device, Settings
 from keepstep.weights.device.late_subscribers import LateSubscribers, PublishedCopy
 from keepstep.weights.device.stages import RankPlan
@@ -19,7 +19,6 @@ from keepstep.weights.device.update import WeightUpdate
 from keepstep.weights.device.verdicts import UpdateFailed, error_of
 from keepstep.weights.memory.blocks import NamedBlock, Weights, copies_of, fingerprint
 from keepstep.weights.memory.mapping.mapped import Mapped, plain, published_blocks
-from keepstep.weights.spans import Spans
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 DEFAULT_DEADLINE_S = 30.0
@@ -50,10 +49,13 @@ class Published:
         version: the version, committed on every device.
         failures: consumers here that did not get it, as errors that name them; all others use it now.
         spans: when this device's stages were busy.
+        sent_bytes: of the weights that this device is the source of: those that went to at least one device.
+        unchanged_bytes: of the same: those that all consumers of them have and keep, so that they did not travel.
     """
 
-    def __init__(self, version: int, failures: tuple[KeepstepError, ...], spans: Spans) -> None:
-        self.version, self.failures, self.spans = version, failures, spans
+    def __init__(self, version: int, update: WeightUpdate) -> None:
+        self.version, self.failures, self.spans = version, tuple(update.failures), update.spans
+        self.sent_bytes, self.unchanged_bytes = update.sent_bytes, update.unchanged_bytes
 
 
 class Publisher:
@@ -258,7 +260,7 @@ class Publisher:
                 self._late_subscribers.keep(
                     self._device, PublishedCopy(version, self._plan.layout, self._copies), update.served
                 )
-            return Published(version, tuple(update.failures), update.spans)
+            return Published(version, update)
         except UpdateFailed as failed:
             raise error_of(failed.notice, f"version {version} was not published") from None
         finally:

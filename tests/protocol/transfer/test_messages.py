@@ -183,7 +183,7 @@ def test_random_bytes_are_refused(body: bytes) -> None:
 
 @given(any_message, st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4))
 @example(Refused("ab", False), [(10, 0xFF)])
-@example(UpdateAgreed(1, 1, 1, LAYOUT), [(-2, 0)])
+@example(UpdateAgreed(1, 1, 1, LAYOUT, ()), [(-2, 0)])
 def test_damaged_bytes_are_refused_or_still_a_message(
     message: AnyTransferMessage, damage: list[tuple[int, int]]
 ) -> None:
@@ -201,9 +201,9 @@ def test_text_that_is_not_unicode_is_refused() -> None:
 
 def test_limits_that_cannot_be_are_refused() -> None:
     """They are checked where they are made, with an error for the user; on the line it is the sender's fault."""
-    fields = fields_of(UpdateAgreed(1, 1, 1, LAYOUT))
-    assert fields[-1][-1] == [ALIGNMENT_BYTES, 0]
-    fields[-1][-1] = [ALIGNMENT_BYTES - 1, 0]
+    fields = fields_of(UpdateAgreed(1, 1, 1, LAYOUT, ()))
+    assert fields[-2][4] == [ALIGNMENT_BYTES, 0]
+    fields[-2][4] = [ALIGNMENT_BYTES - 1, 0]
     assert refused(msgspec.msgpack.encode(fields))
 
 

@@ -28,8 +28,9 @@ def offer(
     held: tuple[HeldPart, ...] = HELD,
     consumers: tuple[Consumer, ...] = (),
     rank: int = 1,
+    holds: tuple[int | None, ...] = (),
 ) -> msg.UpdateOffered:
-    return msg.UpdateOffered(rank, generation, version, last_update, held, consumers)
+    return msg.UpdateOffered(rank, generation, version, last_update, held, consumers, holds)
 
 
 def agreed(world_size: int, now_s: float = 0.0) -> tuple[UpdateMachine, int]:
@@ -347,6 +348,15 @@ def test_a_consumer_that_wants_what_there_is_not_is_left_out() -> None:
     (told,) = machine.receive(0, offer(consumers=(odd, Consumer("good", None))), 0.0)
     assert isinstance(told, msg.UpdateAgreed)
     assert [problem is None for problem in told.layout.problems] == [False, True]
+
+
+def test_what_consumers_hold_is_told_by_reader() -> None:
+    machine, whoever = machine_of(3), tuple(Consumer(name, None) for name in "ab")
+    machine.receive(0, offer(consumers=whoever, holds=(6, None), rank=0), 0.0)
+    machine.receive(1, offer(rank=1), 0.0)
+    (told,) = machine.receive(2, offer(consumers=whoever, holds=(6,), rank=2), 0.0)
+    assert isinstance(told, msg.UpdateAgreed)
+    assert told.holds == (6, None, None, None)  # what does not fit to the consumers counts for nothing
 
 
 # ---- The agreement of the update before ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Misfit(enum.StrEnum):
     PART = "part"
     SHAPE = "shape"
     DTYPE = "dtype"
-    OTHER = "other"
+    OTHER = "layout"
 
 
 MISFITS: Mapping[Misfit, type[StateMismatch]] = {

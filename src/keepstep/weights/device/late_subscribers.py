@@ -104,8 +104,8 @@ class LateSubscribers:
         except Cancelled:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "no process", "a newer version is about to come"))
         except ConfigurationError as error:
-            misfit = Problem.of(error).misfit
-            attached.tell(msg.UpdateAborted(0, TransferFault.LAYOUT, attached.name, str(error), misfit))
+            fault = TransferFault(Problem.of(error).misfit.value)
+            attached.tell(msg.UpdateAborted(0, fault, attached.name, str(error)))
         except CannotGoOn as error:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, error.culprit, error.reason))
         finally:
@@ -126,7 +126,7 @@ class LateSubscribers:
             connections.append(sources[source][0])
         ipc = self._buffer("ipc")
         place, descriptors = ipc.share()
-        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place), descriptors)
+        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place, None), descriptors)
         try:
             receiving = ReceiveStage(update, plan, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
             receiving.run()

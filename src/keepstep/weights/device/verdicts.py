@@ -7,7 +7,14 @@ import time
 from typing import NoReturn
 
 from keepstep.cancel import CancelToken
-from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration
+from keepstep.errors import (
+    ChecksumMismatch,
+    KeepstepError,
+    PeerLost,
+    PublisherLost,
+    RemoteProtocolError,
+    StaleGeneration,
+)
 from keepstep.protocol.transfer.layout import MISFITS
 from keepstep.protocol.transfer.messages import AnyTransferMessage, StillThere, TransferFault, UpdateAborted
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, wait, what_of
@@ -23,14 +30,15 @@ VERDICT_S = 0.2
 """For the coordinator to say who is to blame for a stall."""
 _ERRORS: dict[TransferFault, type[KeepstepError]] = {
     TransferFault.LOST: PublisherLost,
+    TransferFault.CHECKSUM: ChecksumMismatch,
     TransferFault.STALE: StaleGeneration,
+    **{TransferFault(misfit.value): kind for misfit, kind in MISFITS.items()},
 }
 
 
 def error_of(notice: UpdateAborted, what: str) -> KeepstepError:
     """The error for ``what`` did not come about."""
-    kind = MISFITS[notice.misfit] if notice.fault is TransferFault.LAYOUT else _ERRORS[notice.fault]
-    return kind(f"{what}: {notice.culprit}: {notice.reason}")
+    return _ERRORS[notice.fault](f"{what}: {notice.culprit}: {notice.reason}")
 
 
 class UpdateFailed(Exception):
