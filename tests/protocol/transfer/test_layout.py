@@ -122,6 +122,8 @@ def parts_of(consumer: Consumer, forms: list[TensorForm]) -> tuple[Part, ...]:
         return tuple(Part(number, whole(each.shape)) for number, each in enumerate(forms))
     found = []
     for want in consumer.wants:
+        if 0 in want.shape:  # there is nothing of it to get
+            continue
         (number,) = [number for number, each in enumerate(forms) if set(each.names) & set(want.names)]
         found.append(Part(number, Box((0,) * len(want.shape) if want.start is None else want.start, want.shape)))
     return tuple(found)

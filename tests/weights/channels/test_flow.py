@@ -461,7 +461,7 @@ def test_an_unchanged_bucket_takes_no_slot(make: Make) -> None:
     stand = make(2)
     stand.outlet.announce_unchanged(3, b"checksum", [0, 1])
     stand.outlet.wait_until_all_free()
-    for reader in stand.readers:
+    for reader in stand.readers.values():
         assert next_bucket(reader, UPDATE, 3, DEADLINE_S, stand.stop) == BucketUnchanged(UPDATE, 3, b"checksum")
 
 
