@@ -32,7 +32,9 @@ from keepstep.errors import (
 )
 
 if TYPE_CHECKING:
+    from keepstep.protocol.transfer.names.name_map import NameMap, NameRule
     from keepstep.weights.memory.blocks import Block
+    from keepstep.weights.memory.mapping.mapped import Mapped
     from keepstep.weights.publisher import Buffers, Publisher
     from keepstep.weights.subscriber import Subscriber
     from keepstep.worker.loop.step import Step
@@ -45,6 +47,9 @@ __all__ = [
     "Buffers",
     "ConfigurationError",
     "KeepstepError",
+    "Mapped",
+    "NameMap",
+    "NameRule",
     "NothingToRecoverFrom",
     "PeerLost",
     "Publisher",
@@ -62,6 +67,9 @@ __all__ = [
 _MODULES = {
     "Block": "keepstep.weights.memory.blocks",
     "Buffers": "keepstep.weights.publisher",
+    "Mapped": "keepstep.weights.memory.mapping.mapped",
+    "NameMap": "keepstep.protocol.transfer.names.name_map",
+    "NameRule": "keepstep.protocol.transfer.names.name_map",
     "Publisher": "keepstep.weights.publisher",
     "Session": "keepstep.worker.session",
     "Step": "keepstep.worker.loop.step",

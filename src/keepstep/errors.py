@@ -5,6 +5,11 @@
     KeepstepError
     ├── ConfigurationError      you asked for something that cannot be done
     │   ├── StateMismatch       a rank's model has other names, shapes or dtypes than its replicas
+    │   │   ├── UnknownTensor   a consumer wants a tensor that is not published
+    │   │   │   └── MissingPart     ... as a part of one of its own, or no device holds that block
+    │   │   ├── ShapeMismatch   ... in another shape than it has
+    │   │   └── DtypeMismatch   ... in a dtype to which it cannot be cast
+    │   ├── AmbiguousName       two rules of a name map make the same tensor
     │   └── BufferUnavailable   there is not enough shared memory for the buffers of a transfer
     ├── UsageError              a call came at a moment where it has no meaning
     │   └── WeightsNotReady     a consumer has no whole version of the weights to use
@@ -18,6 +23,7 @@
     │   ├── LocalProtocolError  ... and we were about to send it (a bug of ours)
     │   └── RemoteProtocolError ... and another process sent it to us
     │       ├── ChecksumMismatch    ... with other bytes than were sent
+    │       ├── BaseMismatch        ... and builds on weights that are not here
     │       ├── StaleGeneration     ... and its generation is over
     │       └── TokenRefused        ... and could not show that it may
     ├── NothingToRecoverFrom    no live rank, snapshot or checkpoint holds some shard
@@ -47,6 +53,26 @@ class ConfigurationError(KeepstepError):
 
 class StateMismatch(ConfigurationError):
     """This rank's protected state has other names, shapes or dtypes than the replica it should equal."""
+
+
+class UnknownTensor(StateMismatch):
+    """A consumer wants a tensor that is not published; the message names it."""
+
+
+class MissingPart(UnknownTensor):
+    """A part of a consumer's tensor is not published, or is held by no device; the message names both tensors."""
+
+
+class ShapeMismatch(StateMismatch):
+    """A consumer's tensor has another shape than what is published gives; the message names both."""
+
+
+class DtypeMismatch(StateMismatch):
+    """A consumer's tensor has a dtype to which what is published is not cast; the message names both."""
+
+
+class AmbiguousName(ConfigurationError):
+    """Two rules of a name map make the same tensor; the message names it and both rules."""
 
 
 class BufferUnavailable(ConfigurationError):
@@ -99,6 +125,10 @@ class RemoteProtocolError(ProtocolError):
 
 class ChecksumMismatch(RemoteProtocolError):
     """Bytes arrived that are not those that were sent."""
+
+
+class BaseMismatch(RemoteProtocolError):
+    """What has not changed is left out of a version, and it is not what this consumer has; the next comes in full."""
 
 
 class StaleGeneration(RemoteProtocolError):

@@ -51,6 +51,8 @@ MISFITS: dict[str, tuple[Weights, str]] = {
     ),
 }
 
+KINDS = {"shape": "ShapeMismatch", "dtype": "DtypeMismatch", "name": "UnknownTensor", "block": "ShapeMismatch"}
+
 
 def misfit(rank: int, size: int, path: Path, what: str) -> Any:
     """Rank 0 publishes, rank 1 fits, rank 2 does not."""
@@ -73,7 +75,7 @@ def misfit(rank: int, size: int, path: Path, what: str) -> Any:
 @pytest.mark.parametrize("what", MISFITS)
 def test_a_consumer_that_wants_another_form_gets_nothing(what: str, tmp_path: Path) -> None:
     (failure,), fitting, (message, condition) = run_ranks(3, misfit, tmp_path, what)
-    assert failure == f"StateMismatch: engine 2 {MISFITS[what][1]}"
+    assert failure == f"{KINDS[what]}: engine 2 {MISFITS[what][1]}"
     assert fitting == 7
     assert message.endswith(MISFITS[what][1])
     assert condition is Condition.EMPTY
@@ -101,7 +103,7 @@ def at_odds(rank: int, size: int, path: Path, what: str) -> str:
     [
         ("dtype", "StateMismatch: version 1 was not published: the layout: 'a' is float64[2, 3] on rank 1 and float32"),
         ("shape", "StateMismatch: version 1 was not published: the layout: 'a' is float32[3, 2] on rank 1 and float32"),
-        ("a hole", "StateMismatch: no source holds 'a' at [1, 0] with shape [1, 3], which is wanted"),
+        ("a hole", "MissingPart: no source holds 'a' at [1, 0] with shape [1, 3], which is wanted"),
     ],
 )
 def test_devices_that_are_at_odds_publish_nothing(what: str, text: str, tmp_path: Path) -> None:
@@ -316,7 +318,7 @@ def test_damaged_weights_are_never_ready(tmp_path: Path) -> None:
 
 def test_who_says_something_else_at_the_door_is_sent_away(tmp_path: Path) -> None:
     with publish(tmp_path, plain(), 0, 1) as publisher:
-        for stranger in (MovementSeen(0), DeviceCalled(5, 0), UpdateOffered(-1, 0, 1, 0, (), ())):
+        for stranger in (MovementSeen(0), DeviceCalled(5, 0), UpdateOffered(-1, 0, 1, 0, (), (), ())):
             with pytest.raises(RemoteProtocolError, match=r"opens no connection|there is no rank"):
                 dial(listener_path(tmp_path, 0), stranger, "rank 0", 1e9)
         assert publisher.publish(1).failures == ()

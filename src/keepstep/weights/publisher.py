@@ -11,14 +11,14 @@ from types import TracebackType
 import torch
 
 from keepstep.cancel import CancelToken
-from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, UsageError
+from keepstep.errors import ConfigurationError, PeerLost, UsageError
 from keepstep.weights.device.device import Device, Settings
 from keepstep.weights.device.late_subscribers import LateSubscribers, PublishedCopy
 from keepstep.weights.device.stages import RankPlan
 from keepstep.weights.device.update import WeightUpdate
 from keepstep.weights.device.verdicts import UpdateFailed, error_of
-from keepstep.weights.memory.blocks import NamedBlock, Weights, copies_of, fingerprint, named_blocks
-from keepstep.weights.spans import Spans
+from keepstep.weights.memory.blocks import NamedBlock, Weights, copies_of, fingerprint
+from keepstep.weights.memory.mapping.mapped import Mapped, plain, published_blocks
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 DEFAULT_DEADLINE_S = 30.0
@@ -49,10 +49,13 @@ class Published:
         version: the version, committed on every device.
         failures: consumers here that did not get it, as errors that name them; all others use it now.
         spans: when this device's stages were busy.
+        sent_bytes: of the weights that this device is the source of: those that went to at least one device.
+        unchanged_bytes: of the same: those that all consumers of them have and keep, so that they did not travel.
     """
 
-    def __init__(self, version: int, failures: tuple[KeepstepError, ...], spans: Spans) -> None:
-        self.version, self.failures, self.spans = version, failures, spans
+    def __init__(self, version: int, update: WeightUpdate) -> None:
+        self.version, self.failures, self.spans = version, tuple(update.failures), update.spans
+        self.sent_bytes, self.unchanged_bytes = update.sent_bytes, update.unchanged_bytes
 
 
 class Publisher:
@@ -67,7 +70,7 @@ class Publisher:
     def __init__(
         self,
         folder: str | Path,
-        weights: Weights,
+        weights: Weights | Mapped,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -79,7 +82,7 @@ class Publisher:
         """Args:
         folder: where all devices and consumers of this node find each other; made if it is not there, for this user
             alone. A short name: sockets are in it.
-        weights: what this device holds, only read.
+        weights: what this device holds, only read; with a name map, what it publishes is made of that.
         rank, world_size: of this device among all that publish.
         generation: of the membership; a device or consumer that knows a higher one refuses this publisher.
         copies: publish copies in host memory, so that the weights may change meanwhile, and consumers that come
@@ -94,8 +97,8 @@ class Publisher:
         settings = Settings(Path(folder), rank, world_size, buffers.bucket_bytes, deadline_s, device)
         settings.limits  # noqa: B018  # checks the size of a bucket
         self._weights, self._has_copies = weights, copies
-        self._blocks = named_blocks(weights)
-        self._fingerprint = fingerprint(weights)
+        self._blocks = published_blocks(weights)
+        self._fingerprint = fingerprint(plain(weights)[0])
         self._check_sizes(buffers.bucket_bytes)
         self._settings = settings
         self._copies = self._copies_of(self._blocks)
@@ -241,10 +244,10 @@ class Publisher:
 
     def _look_again(self) -> None:
         """Takes the weights in anew where a tensor was replaced, or has moved in memory."""
-        now = fingerprint(self._weights)
+        now = fingerprint(plain(self._weights)[0])
         if now == self._fingerprint:
             return
-        self._blocks, self._fingerprint, self._plan = named_blocks(self._weights), now, None
+        self._blocks, self._fingerprint, self._plan = published_blocks(self._weights), now, None
         self._check_sizes(self._settings.bucket_bytes)
         self._copies = self._copies_of(self._blocks)
 
@@ -257,7 +260,7 @@ class Publisher:
                 self._late_subscribers.keep(
                     self._device, PublishedCopy(version, self._plan.layout, self._copies), update.served
                 )
-            return Published(version, tuple(update.failures), update.spans)
+            return Published(version, update)
         except UpdateFailed as failed:
             raise error_of(failed.notice, f"version {version} was not published") from None
         finally:

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import (
+    BaseMismatch,
     ChecksumMismatch,
     ConfigurationError,
     KeepstepError,
@@ -28,12 +29,14 @@ from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.channels.connection import Connection, ConnectionEnded, wait
+from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import RETRY_S, dial, listener_path
 from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import checksum_in
+from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
 from keepstep.weights.spans import Spans
 
@@ -48,6 +51,8 @@ class _Update:
     def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket], buffer: Buffer) -> None:
         self.number, self.version = began.update, began.version
         self.missing = dict(buckets)
+        self.base = began.base
+        self.checksums: dict[int, bytes] = {}
         self.buffer = buffer
         self.has_failed = False
 
@@ -62,31 +67,38 @@ class Subscriber:
         self,
         folder: str | Path,
         *,
-        into: Weights | None = None,
+        into: Weights | Mapped | None = None,
         load: Load | None = None,
         atomic: bool = True,
         device: int = 0,
         name: str | None = None,
+        delta: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         """Args:
         folder: that of the publishers.
-        into: where the weights go: a module, or tensors (or blocks of them) by name. The objects stay the same.
+        into: where the weights go: a module, or tensors (or blocks of them) by name. The objects stay the same. With
+            a name map, they are made of the published ones by its rules.
         load: a function that is given each name and whole tensor instead; it keeps nothing of the tensor.
         atomic: with ``into``: new versions are put together in a second set of tensors, and change places with the
             first when they are whole. Without, they overwrite what is there, which cannot be used meanwhile.
         device: rank of the publisher to attach to.
         name: for messages; by default the process's number. A newer consumer of the same name takes its place.
+        delta: what has not changed since the last version need not come again. Nobody else may write to ``into``.
         deadline_s: how long the device may show nothing during an update; best that of the publishers.
 
         Raises:
-            ConfigurationError: neither or both of ``into`` and ``load`` are given.
+            ConfigurationError: neither or both of ``into`` and ``load`` are given; or ``delta`` with ``load``, which
+                keeps nothing, or with quantized tensors, which are made of more than what has changed; or a name map
+                that cannot work: AmbiguousName, and for quantized tensors UnknownTensor, ShapeMismatch, DtypeMismatch.
         """
         if (into is None) == (load is None):
             raise ConfigurationError("a subscriber needs one of into=... and load=...")
+        if delta and into is None:
+            raise ConfigurationError("delta=True needs into=..., for a function keeps nothing of what has come before")
         self._target: Target
         if into is not None:
-            self._target = TensorTarget(into, atomic)
+            self._target = TensorTarget(into, atomic, delta)
         else:
             assert load is not None
             self._target = FunctionTarget(load)
@@ -96,7 +108,7 @@ class Subscriber:
         self.last_error: KeepstepError | None = None
         """Why the latest update did not come; None since a version has come."""
         self._path = listener_path(Path(folder), device)
-        self._device, self._deadline_s = device, deadline_s
+        self._device, self._deadline_s, self._delta = device, deadline_s, delta
         self._state = ConsumerState(atomic and into is not None)
         self._changed = threading.Condition()  # reentrant
         """Guards what those who use the weights look at."""
@@ -238,7 +250,9 @@ class Subscriber:
     def _attached_connection(self, until_s: float) -> Connection:
         """The connection to the device; opened if there is none."""
         if self._connection is None:
-            introduction = msg.SubscriberCalled(self.name, self._target.wants, self._generation, self.version)
+            introduction = msg.SubscriberCalled(
+                self.name, self._target.wants, self._generation, self.version, self._delta
+            )
             connection, welcomed = dial(self._path, introduction, f"rank {self._device}", until_s, self._stop)
             self._ipc = attach_buffer(welcomed.buffer, connection)
             self._connection, self._generation = connection, max(self._generation, welcomed.generation)
@@ -294,13 +308,16 @@ class Subscriber:
             case msg.BucketReady(update=number) if update is not None and number == update.number:
                 if not update.has_failed:
                     self._load(connection, update, message)
+            case msg.BucketUnchanged(update=number) if update is not None and number == update.number:
+                if not update.has_failed:
+                    self._keep(connection, update, message)
             case msg.VersionCommitted(update=number) if update is not None and number == update.number:
                 self._commit(connection, update)
                 return update.version
             case msg.UpdateAborted():
                 self._fail(message.reason)
                 raise error_of(message, "an update broke off")
-            case msg.BucketReady() | msg.MovementSeen() | msg.VersionCommitted():
+            case msg.BucketReady() | msg.BucketUnchanged() | msg.MovementSeen() | msg.VersionCommitted():
                 pass
             case other:
                 self._leave("the protocol was broken")
@@ -368,14 +385,32 @@ class Subscriber:
             if checksum != checksum_in(slot, bucket):
                 self._refuse(connection, update, f"bucket {bucket.index} has a wrong checksum")
                 raise ChecksumMismatch(f"bucket {bucket.index} of version {update.version} has a wrong checksum")
+        update.checksums[bucket.index] = checksum
         self._tell(connection, msg.SlotFreed(update.number, ready.slot))
+        self._finish_if_whole(connection, update)
+
+    def _keep(self, connection: Connection, update: _Update, unchanged: msg.BucketUnchanged) -> None:
+        """A bucket does not come, since it is what this consumer has; which is looked at."""
+        bucket = update.missing.pop(unchanged.bucket, None)
+        if bucket is None:
+            self._leave("the protocol was broken")
+            raise RemoteProtocolError(f"rank {self._device} left out bucket {unchanged.bucket}, out of turn")
+        with self.spans.of("keep", bucket.index):
+            is_held = self._target.keep(bucket, unchanged.checksum)
+        if not is_held:
+            builds = f"version {update.version} builds on version {update.base}"
+            reason = f"{builds}, of which bucket {bucket.index} is not what is here"
+            self._refuse(connection, update, reason)
+            raise BaseMismatch(reason)
+        update.checksums[bucket.index] = unchanged.checksum
         self._finish_if_whole(connection, update)
 
     def _finish_if_whole(self, connection: Connection, update: _Update) -> None:
         if not update.missing:
             with self._guarded(connection, update):
                 self._target.finish()
-            self._tell(connection, msg.VersionLoaded(update.number))
+            checksum = checksum_of_version(update.checksums[index] for index in sorted(update.checksums))
+            self._tell(connection, msg.VersionLoaded(update.number, checksum))
 
     @contextlib.contextmanager
     def _guarded(self, connection: Connection, update: _Update) -> Iterator[None]:

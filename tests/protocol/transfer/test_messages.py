@@ -21,6 +21,16 @@ from keepstep.protocol.transfer.messages import (
     decode,
     encode,
 )
+from keepstep.protocol.transfer.names.recipes import (
+    Chunk,
+    Concat,
+    Recipe,
+    Select,
+    Shard,
+    Slice,
+    Stack,
+    Transpose,
+)
 from keepstep.protocol.transfer.plan import ALIGNMENT_BYTES, Limits
 
 MESSAGE_TYPES: list[type[TransferMessage]] = sorted(typing.get_args(AnyTransferMessage), key=lambda kind: kind.__name__)
@@ -40,6 +50,8 @@ def values_of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
         return SCALARS[hint]
     if typing.get_origin(hint) is tuple:
         return st.lists(values_of(typing.get_args(hint)[0]), max_size=2).map(tuple)
+    if hint == Recipe:
+        return recipes()
     if typing.get_origin(hint) is types.UnionType:
         return st.one_of([values_of(part) for part in typing.get_args(hint)])
     if hint is Limits:
@@ -49,6 +61,26 @@ def values_of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
     if issubclass(hint, msgspec.Struct):
         return instances_of(hint)
     raise TypeError(f"no values are known for a field of type {hint}")
+
+
+def recipes() -> st.SearchStrategy[Recipe]:
+    """Recipes of any operations, some of them with operations inside."""
+    names, numbers = SCALARS[str], st.integers(-(2**63), 2**63 - 1)
+
+    def applied(of: st.SearchStrategy[Recipe]) -> st.SearchStrategy[Recipe]:
+        parts = st.lists(of, max_size=2).map(tuple)
+        indices = st.one_of(numbers, names)
+        return st.one_of(
+            st.builds(Concat, parts, numbers),
+            st.builds(Stack, parts, numbers),
+            st.builds(Slice, of, numbers, numbers, numbers),
+            st.builds(Chunk, of, numbers, indices, numbers),
+            st.builds(Select, of, numbers, indices),
+            st.builds(Transpose, of, st.lists(numbers, max_size=2).map(tuple)),
+            st.builds(Shard, of, numbers, numbers),
+        )
+
+    return st.recursive(names, applied, max_leaves=3)
 
 
 def instances_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[typing.Any]:
@@ -151,7 +183,7 @@ def test_random_bytes_are_refused(body: bytes) -> None:
 
 @given(any_message, st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4))
 @example(Refused("ab", False), [(10, 0xFF)])
-@example(UpdateAgreed(1, 1, 1, LAYOUT), [(-2, 0)])
+@example(UpdateAgreed(1, 1, 1, LAYOUT, ()), [(-2, 0)])
 def test_damaged_bytes_are_refused_or_still_a_message(
     message: AnyTransferMessage, damage: list[tuple[int, int]]
 ) -> None:
@@ -169,9 +201,9 @@ def test_text_that_is_not_unicode_is_refused() -> None:
 
 def test_limits_that_cannot_be_are_refused() -> None:
     """They are checked where they are made, with an error for the user; on the line it is the sender's fault."""
-    fields = fields_of(UpdateAgreed(1, 1, 1, LAYOUT))
-    assert fields[-1][-1] == [ALIGNMENT_BYTES, 0]
-    fields[-1][-1] = [ALIGNMENT_BYTES - 1, 0]
+    fields = fields_of(UpdateAgreed(1, 1, 1, LAYOUT, ()))
+    assert fields[-2][4] == [ALIGNMENT_BYTES, 0]
+    fields[-2][4] = [ALIGNMENT_BYTES - 1, 0]
     assert refused(msgspec.msgpack.encode(fields))
 
 

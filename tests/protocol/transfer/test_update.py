@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.boxes import Box, whole
-from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Want
+from keepstep.protocol.transfer.layout import Consumer, HeldPart, Layout, Misfit, Want
 from keepstep.protocol.transfer.plan import Limits, TensorForm
 from keepstep.protocol.transfer.update import SubscriberStanding, Terms, UpdateMachine, UpdateStage, Verdict
 
@@ -28,8 +28,9 @@ def offer(
     held: tuple[HeldPart, ...] = HELD,
     consumers: tuple[Consumer, ...] = (),
     rank: int = 1,
+    holds: tuple[int | None, ...] = (),
 ) -> msg.UpdateOffered:
-    return msg.UpdateOffered(rank, generation, version, last_update, held, consumers)
+    return msg.UpdateOffered(rank, generation, version, last_update, held, consumers, holds)
 
 
 def agreed(world_size: int, now_s: float = 0.0) -> tuple[UpdateMachine, int]:
@@ -327,7 +328,9 @@ def test_a_consumer_that_wants_what_no_device_holds_is_left_out() -> None:
     (told,) = machine.receive(0, offer(held=(half,), consumers=(Consumer("engine", None), modest)), 0.0)
     assert isinstance(told, msg.UpdateAgreed)
     problem, none = told.layout.problems
-    assert "no source holds 'a' at [2] with shape [2]" in problem
+    assert problem is not None
+    assert problem.misfit is Misfit.PART
+    assert "no source holds 'a' at [2] with shape [2]" in problem.reason
     assert none is None
     assert [bucket.readers for bucket in told.layout.plan().buckets] == [(1,)]
 
@@ -345,6 +348,15 @@ def test_a_consumer_that_wants_what_there_is_not_is_left_out() -> None:
     (told,) = machine.receive(0, offer(consumers=(odd, Consumer("good", None))), 0.0)
     assert isinstance(told, msg.UpdateAgreed)
     assert [problem is None for problem in told.layout.problems] == [False, True]
+
+
+def test_what_consumers_hold_is_told_by_reader() -> None:
+    machine, whoever = machine_of(3), tuple(Consumer(name, None) for name in "ab")
+    machine.receive(0, offer(consumers=whoever, holds=(6, None), rank=0), 0.0)
+    machine.receive(1, offer(rank=1), 0.0)
+    (told,) = machine.receive(2, offer(consumers=whoever, holds=(6,), rank=2), 0.0)
+    assert isinstance(told, msg.UpdateAgreed)
+    assert told.holds == (6, None, None, None)  # what does not fit to the consumers counts for nothing
 
 
 # ---- The agreement of the update before ------------------------------------------------------------------------------

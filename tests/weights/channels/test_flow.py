@@ -14,6 +14,7 @@ from keepstep.errors import PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
     BucketReady,
+    BucketUnchanged,
     LoadFailed,
     MovementSeen,
     SlotFreed,
@@ -100,7 +101,7 @@ def is_free(stand: Stand, slot: int) -> bool:
 
 def take_in(stand: Stand, key: int) -> None:
     """Has the outlet hear all that a reader has said."""
-    stand.say(key, VersionLoaded(UPDATE))
+    stand.say(key, VersionLoaded(UPDATE, b""))
     num_others = len(stand.others)
     stand.outlet.wait_while(lambda: {key} if len(stand.others) == num_others else set())
 
@@ -178,11 +179,11 @@ def test_a_credit_of_another_update_or_slot_frees_nothing(make: Make, credit: Sl
 def test_what_is_no_credit_is_passed_on(make: Make) -> None:
     stand = make(2)
     stand.outlet.announce(0, 0, [0, 1])
-    stand.say(0, VersionLoaded(UPDATE), freed(0))
+    stand.say(0, VersionLoaded(UPDATE, b""), freed(0))
     stand.say(1, LoadFailed(UPDATE, "no memory"), freed(0))
     stand.outlet.wait_until_free(0)
     assert sorted(stand.others, key=lambda pair: pair[0]) == [
-        (0, VersionLoaded(UPDATE)),
+        (0, VersionLoaded(UPDATE, b"")),
         (1, LoadFailed(UPDATE, "no memory")),
     ]
 
@@ -193,7 +194,7 @@ def test_readers_are_heard_while_anything_of_them_is_awaited(make: Make) -> None
     loaded: set[int] = set()
     stand.outlet._other = lambda key, _message: loaded.add(key)
     for key in range(2):
-        stand.say(key, VersionLoaded(UPDATE))
+        stand.say(key, VersionLoaded(UPDATE, b""))
     stand.outlet.wait_while(lambda: stand.outlet.readers - loaded)
     assert loaded == {0, 1}
 
@@ -409,7 +410,9 @@ def test_the_flag_ends_a_wait(make: Make) -> None:
 
 def next_of(stand: Stand, bucket: int, deadline_s: float = DEADLINE_S) -> int:
     """The first reader waits for a bucket; its own connection is that of the stand's other side."""
-    return next_bucket(stand.readers[0], UPDATE, bucket, deadline_s, stand.stop)
+    ready = next_bucket(stand.readers[0], UPDATE, bucket, deadline_s, stand.stop)
+    assert isinstance(ready, BucketReady)
+    return ready.slot
 
 
 def test_buckets_come_with_their_slots(make: Make) -> None:
@@ -433,17 +436,42 @@ def test_what_an_earlier_update_left_on_the_line_is_dropped(make: Make) -> None:
     [
         BucketReady(UPDATE, 4, 0),
         BucketReady(UPDATE, 2, 0),
+        BucketUnchanged(UPDATE, 4, b""),
         BucketReady(UPDATE + 1, 3, 0),
         VersionCommitted(UPDATE, 1),
         SlotFreed(UPDATE, 0),
     ],
-    ids=["a later bucket", "an earlier bucket", "a later update", "something else", "a credit"],
+    ids=[
+        "a later bucket",
+        "an earlier bucket",
+        "another that is unchanged",
+        "a later update",
+        "something else",
+        "a credit",
+    ],
 )
 def test_anything_else_breaks_the_protocol(make: Make, message: AnyTransferMessage) -> None:
     stand = make(1)
     stand.connections[0].send(message, later())
     with pytest.raises(RemoteProtocolError, match=rf"bucket 3 of update 5 was due, {type(message).__name__}\("):
         next_of(stand, 3)
+
+
+def test_an_unchanged_bucket_takes_no_slot(make: Make) -> None:
+    stand = make(2)
+    stand.outlet.announce_unchanged(3, b"checksum", [0, 1])
+    stand.outlet.wait_until_all_free()
+    for reader in stand.readers.values():
+        assert next_bucket(reader, UPDATE, 3, DEADLINE_S, stand.stop) == BucketUnchanged(UPDATE, 3, b"checksum")
+
+
+def test_a_reader_that_is_gone_is_told_of_no_unchanged_bucket(make: Make) -> None:
+    stand = make(2)
+    stand.readers[0].close()
+    for bucket in range(3):
+        stand.outlet.announce_unchanged(bucket, b"checksum", [0, 1])
+    assert stand.outlet.readers == {1}
+    assert list(stand.lost) == [0]
 
 
 def test_a_writer_that_sends_nothing_in_time(make: Make) -> None:

@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from keepstep.errors import ConfigurationError, StateMismatch
+from keepstep.errors import (
+    ConfigurationError,
+    DtypeMismatch,
+    MissingPart,
+    ShapeMismatch,
+    StateMismatch,
+    UnknownTensor,
+)
 from keepstep.protocol.transfer.boxes import Box, whole
+from keepstep.protocol.transfer.names.name_map import Conversion, Convert, Quantize
+from keepstep.protocol.transfer.names.recipes import Recipe, Region, names_in, resolve
 from keepstep.protocol.transfer.plan import Limits, Part, Plan, Reader, TensorForm, plan_transfer
+
+FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""The dtypes between which a tensor may be cast, with their bytes. All others, among them float8, are taken as they
+are: a value out of range would become infinite, or another integer, in silence."""
+
+
+class Misfit(enum.StrEnum):
+    """Why what a consumer wants cannot be had."""
+
+    UNKNOWN = "unknown"
+    PART = "part"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    OTHER = "layout"
+
+
+MISFITS: Mapping[Misfit, type[StateMismatch]] = {
+    Misfit.PART: MissingPart,
+    Misfit.UNKNOWN: UnknownTensor,
+    Misfit.SHAPE: ShapeMismatch,
+    Misfit.DTYPE: DtypeMismatch,
+    Misfit.OTHER: StateMismatch,
+}
+"""The error for each; a class stands before those that it derives from."""
+
+
+class Problem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Why a consumer gets nothing."""
+
+    misfit: Misfit
+    reason: str
+
+    @classmethod
+    def of(cls, error: ConfigurationError) -> Problem:
+        """That of an error."""
+        misfit = next((misfit for misfit, kind in MISFITS.items() if isinstance(error, kind)), Misfit.OTHER)
+        return cls(misfit, str(error))
+
+    @property
+    def error(self) -> StateMismatch:
+        """The error for it."""
+        return MISFITS[self.misfit](self.reason)
 
 
 class HeldPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -28,9 +80,20 @@ class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Of the block where it wants one, else of the whole tensor."""
     start: tuple[int, ...] | None
     """The block's first index; None: the whole tensor."""
+    recipe: Recipe | None = None
+    """How it is made of what is published; None: it is the published tensor of the same name."""
+    convert: Convert = Conversion.EXACT
+    """How the published dtype may differ."""
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+class CastAtSource(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor that its holders cast before it travels."""
+
+    tensor: int
+    dtype: str
 
 
 class Consumer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -45,16 +108,29 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """All that a plan depends on; the same on every device and rank of an update."""
 
     forms: tuple[TensorForm, ...]
+    """As they are published."""
     holders: tuple[tuple[Part, ...], ...]
     """By rank."""
     readers: tuple[Reader, ...]
-    problems: tuple[str | None, ...]
+    problems: tuple[Problem | None, ...]
     """By reader: why it gets nothing."""
     limits: Limits
+    casts: tuple[CastAtSource, ...] = ()
+    """Tensors that travel in a smaller dtype, since all who want them want that one."""
+
+    @property
+    def travelling(self) -> tuple[TensorForm, ...]:
+        """The forms in which the tensors travel."""
+        forms = list(self.forms)
+        for cast in self.casts:
+            forms[cast.tensor] = msgspec.structs.replace(
+                forms[cast.tensor], dtype=cast.dtype, item_bytes=FLOATS[cast.dtype]
+            )
+        return tuple(forms)
 
     def plan(self) -> Plan:
         """The plan; the same on every device and rank."""
-        return plan_transfer(self.forms, dict(enumerate(self.holders)), self.readers, self.limits)
+        return plan_transfer(self.travelling, dict(enumerate(self.holders)), self.readers, self.limits)
 
 
 def lay_out(held: Sequence[Sequence[HeldPart]], consumers: Sequence[Sequence[Consumer]], limits: Limits) -> Layout:
@@ -71,14 +147,21 @@ def lay_out(held: Sequence[Sequence[HeldPart]], consumers: Sequence[Sequence[Con
         StateMismatch: two sources hold parts of one tensor and see it differently.
     """
     forms, holders = _merge(held)
-    by_name = {name: index for index, form in enumerate(forms) for name in form.names}
-    readers, problems = [], []
+    by_name = index_of(forms)
+    readers: list[Reader] = []
+    problems: list[Problem | None] = []
+    served = []
     for device, there in enumerate(consumers):
         for consumer in there:
-            parts, problem = _resolve(consumer, forms, by_name)
-            readers.append(Reader(device, parts if problem is None else ()))
-            problems.append(problem)
-    return _without_unserved(Layout(tuple(forms), holders, tuple(readers), tuple(problems), limits))
+            try:
+                readers.append(Reader(device, _parts_for(consumer, forms, by_name)))
+                problems.append(None)
+                served.append(consumer)
+            except ConfigurationError as error:
+                readers.append(Reader(device, ()))
+                problems.append(Problem.of(error))
+    casts = _casts_at_source(served, forms, by_name)
+    return _without_unserved(Layout(tuple(forms), holders, tuple(readers), tuple(problems), limits, casts))
 
 
 def _without_unserved(layout: Layout) -> Layout:
@@ -89,12 +172,12 @@ def _without_unserved(layout: Layout) -> Layout:
     except ConfigurationError:
         readers, problems = list(layout.readers), list(layout.problems)
     for index, reader in enumerate(layout.readers):
-        alone = Layout(layout.forms, layout.holders, (reader,), (None,), layout.limits)
+        alone = msgspec.structs.replace(layout, readers=(reader,), problems=(None,))
         try:
             alone.plan()
         except ConfigurationError as error:
-            readers[index], problems[index] = Reader(reader.device, ()), str(error)
-    return Layout(layout.forms, layout.holders, tuple(readers), tuple(problems), layout.limits)
+            readers[index], problems[index] = Reader(reader.device, ()), Problem.of(error)
+    return msgspec.structs.replace(layout, readers=tuple(readers), problems=tuple(problems))
 
 
 def serve_one(layout: Layout, device: int, consumer: Consumer) -> Layout:
@@ -103,11 +186,15 @@ def serve_one(layout: Layout, device: int, consumer: Consumer) -> Layout:
     Raises:
         StateMismatch: it wants what there is not.
     """
-    by_name = {name: index for index, form in enumerate(layout.forms) for name in form.names}
-    parts, problem = _resolve(consumer, layout.forms, by_name)
-    if problem is not None:
-        raise StateMismatch(problem)
-    return Layout(layout.forms, layout.holders, (Reader(device, parts),), (None,), layout.limits)
+    by_name = index_of(layout.forms)
+    reader = Reader(device, _parts_for(consumer, layout.forms, by_name))
+    casts = _casts_at_source([consumer], layout.forms, by_name)
+    return Layout(layout.forms, layout.holders, (reader,), (None,), layout.limits, casts)
+
+
+def index_of(forms: Sequence[TensorForm]) -> Mapping[str, int]:
+    """The index of each tensor, under all its names."""
+    return {name: index for index, form in enumerate(forms) for name in form.names}
 
 
 def _merge(held: Sequence[Sequence[HeldPart]]) -> tuple[list[TensorForm], tuple[tuple[Part, ...], ...]]:
@@ -135,22 +222,96 @@ def _merge(held: Sequence[Sequence[HeldPart]]) -> tuple[list[TensorForm], tuple[
     return forms, tuple(holders)
 
 
-def _resolve(
-    consumer: Consumer, forms: Sequence[TensorForm], by_name: Mapping[str, int]
-) -> tuple[tuple[Part, ...], str | None]:
-    """What a consumer gets, or why it gets nothing."""
+def regions_of(want: Want, forms: Sequence[TensorForm], by_name: Mapping[str, int]) -> tuple[Region, ...]:
+    """The blocks of published tensors that a want consists of, in an order of their own.
+
+    Args:
+        want: of a consumer.
+        forms: what is published.
+        by_name: their `index_of`.
+
+    Raises:
+        StateMismatch: it cannot be had; of which kind it is says why, and the message names the tensors.
+    """
+    recipe = want.recipe
+    if recipe is None:
+        recipe = next((name for name in want.names if name in by_name), want.names[0])
+    name = want.names[0]
+
+    def shape_of(source: str) -> tuple[int, ...]:
+        if source in by_name:
+            return forms[by_name[source]].shape
+        if isinstance(recipe, str):
+            which = f"'{name}'" if want.recipe is None else f"'{name}' from '{source}'"
+            raise UnknownTensor(f"wants {which}, which is not published")
+        raise MissingPart(f"wants '{name}', of which the part '{source}' is not published")
+
+    try:
+        made = resolve(recipe, shape_of)
+    except ShapeMismatch as error:
+        raise ShapeMismatch(f"wants '{name}': {error}") from None
+    published = forms[by_name[recipe]] if isinstance(recipe, str) else None
+    what = (
+        f"published is {published}"
+        if published
+        else f"made of {_listed(recipe, forms, by_name)} it is {list(made.shape)}"
+    )
+    at = "" if want.start is None else f" from {list(want.start)} on"
+    takes = f"takes '{name}' as {want}{at}, {what}"
+    box = Box(want.start if want.start is not None else (0,) * len(want.shape), want.shape)
+    if not box.lies_in(made.shape) or (want.start is None and want.shape != made.shape):
+        raise ShapeMismatch(takes)
+    for source in names_in(recipe):
+        if not _may_become(forms[by_name[source]].dtype, want):
+            raise DtypeMismatch(takes + (", which is not cast" if want.convert is not Conversion.EXACT else ""))
+    return made.block(box).regions
+
+
+def _listed(recipe: Recipe, forms: Sequence[TensorForm], by_name: Mapping[str, int]) -> str:
+    return ", ".join(f"'{name}' {forms[by_name[name]]}" for name in dict.fromkeys(names_in(recipe)))
+
+
+def _may_become(dtype: str, want: Want) -> bool:
+    if isinstance(want.convert, Quantize):
+        return dtype in FLOATS
+    return want.dtype == dtype or (want.convert is Conversion.CAST and {want.dtype, dtype} <= FLOATS.keys())
+
+
+def _parts_for(consumer: Consumer, forms: Sequence[TensorForm], by_name: Mapping[str, int]) -> tuple[Part, ...]:
+    """What a consumer gets: of each want its regions."""
     if consumer.wants is None:
-        return tuple(Part(index, whole(form.shape)) for index, form in enumerate(forms)), None
-    parts = []
-    for want in consumer.wants:
-        index = next((by_name[name] for name in want.names if name in by_name), None)
-        if index is None:
-            return (), f"{consumer.name} wants '{want.names[0]}', which is not published"
-        form = forms[index]
-        box = Box(want.start if want.start is not None else (0,) * len(want.shape), want.shape)
-        fits = box.lies_in(form.shape)
-        if want.dtype != form.dtype or not fits or (want.start is None and want.shape != form.shape):
-            at = "" if want.start is None else f" from {list(want.start)} on"
-            return (), f"{consumer.name} takes '{want.names[0]}' as {want}{at}, published is {form}"
-        parts.append(Part(index, box))
-    return tuple(parts), None
+        return tuple(Part(index, whole(form.shape)) for index, form in enumerate(forms))
+    try:
+        regions = [region for want in consumer.wants for region in regions_of(want, forms, by_name)]
+    except ConfigurationError as error:
+        raise MISFITS[Problem.of(error).misfit](f"{consumer.name} {error}") from None
+    return tuple(Part(by_name[region.source], region.box) for region in regions)
+
+
+def _casts_at_source(
+    consumers: Sequence[Consumer], forms: Sequence[TensorForm], by_name: Mapping[str, int]
+) -> tuple[CastAtSource, ...]:
+    """A tensor travels in a smaller dtype if all who want it want that one; the bits are the same wherever it is cast.
+
+    In two dtypes it would travel twice. A consumer that computes scales needs it as it is published.
+    """
+    wanted: dict[int, set[str]] = {}
+    for consumer in consumers:
+        if consumer.wants is None:
+            return ()
+        for want in consumer.wants:
+            for source in _sources(want, by_name):
+                dtype = forms[source].dtype if isinstance(want.convert, Quantize) else want.dtype
+                wanted.setdefault(source, set()).add(dtype)
+    return tuple(
+        CastAtSource(index, dtype)
+        for index, dtypes in sorted(wanted.items())
+        if len(dtypes) == 1 and (dtype := next(iter(dtypes))) != forms[index].dtype
+        if FLOATS[dtype] < FLOATS[forms[index].dtype]
+    )
+
+
+def _sources(want: Want, by_name: Mapping[str, int]) -> list[int]:
+    if want.recipe is not None:
+        return [by_name[name] for name in names_in(want.recipe)]
+    return [next(by_name[name] for name in want.names if name in by_name)]

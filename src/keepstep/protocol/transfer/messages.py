@@ -28,9 +28,15 @@ class TransferFault(enum.StrEnum):
     LOST = "lost"
     """A device is gone or stands still."""
     LAYOUT = "layout"
-    """The tensors do not fit together."""
+    """The tensors do not fit together; the next four say more of it, as `keepstep.protocol.transfer.layout.Misfit`."""
+    UNKNOWN = "unknown"
+    PART = "part"
+    SHAPE = "shape"
+    DTYPE = "dtype"
     STALE = "stale"
     """A device is of another generation, or publishes another version."""
+    CHECKSUM = "checksum"
+    """A consumer has other bytes than were sent."""
 
 
 class TransferMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
@@ -60,6 +66,8 @@ class UpdateOffered(TransferMessage, frozen=True):
     """The highest number of an update that this device has seen."""
     held: tuple[HeldPart, ...]
     consumers: tuple[Consumer, ...]
+    holds: tuple[int | None, ...]
+    """By consumer: the version that it has whole and keeps, so that what has not changed need not come again."""
 
 
 class CatchUpCalled(TransferMessage, frozen=True):
@@ -81,6 +89,8 @@ class SubscriberCalled(TransferMessage, frozen=True):
     """The highest it has heard of."""
     version: int | None
     """What it has."""
+    delta: bool
+    """It keeps what it has, and need not get it again."""
 
 
 class GpuMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -131,6 +141,8 @@ class UpdateAgreed(TransferMessage, frozen=True):
     version: int
     generation: int
     layout: Layout
+    holds: tuple[int | None, ...]
+    """By reader, as the devices have offered."""
 
 
 class MovementSeen(TransferMessage, frozen=True):
@@ -186,6 +198,14 @@ class BucketReady(TransferMessage, frozen=True):
     slot: int
 
 
+class BucketUnchanged(TransferMessage, frozen=True):
+    """A bucket has the content that it had in the version which the readers have: it does not come."""
+
+    update: int
+    bucket: int
+    checksum: bytes
+
+
 class SlotFreed(TransferMessage, frozen=True):
     """The reader has taken what it needs from the slot."""
 
@@ -206,12 +226,16 @@ class UpdateBegan(TransferMessage, frozen=True):
     reader: int
     lent: BufferPlace | None
     """Another buffer, in which the buckets of this update lie."""
+    base: int | None
+    """The version that the subscriber has; what has not changed since does not come."""
 
 
 class VersionLoaded(TransferMessage, frozen=True):
     """The subscriber has the whole version, every checksum was right."""
 
     update: int
+    checksum: bytes
+    """Of all its buckets together, also of those that have not come."""
 
 
 class VersionTaken(TransferMessage, frozen=True):
@@ -242,6 +266,7 @@ AnyTransferMessage: TypeAlias = (
     | VersionCommitted
     | UpdateAborted
     | BucketReady
+    | BucketUnchanged
     | SlotFreed
     | UpdateBegan
     | VersionLoaded
@@ -266,5 +291,5 @@ def decode(body: bytes) -> AnyTransferMessage:
     """
     try:
         return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError, RecursionError) as error:
         raise RemoteProtocolError(f"not a message of a transfer: {error}") from error

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from keepstep.errors import ConfigurationError
+from keepstep.errors import ConfigurationError, MissingPart
 from keepstep.protocol.transfer.boxes import Box, cells
 
 ALIGNMENT_BYTES = 16
@@ -121,7 +121,7 @@ def plan_transfer(
         limits: how buckets are filled.
 
     Raises:
-        ConfigurationError: a consumer wants a block that no source holds; the message names it.
+        MissingPart: a consumer wants a block that no source holds; the message names it.
     """
     wanted = _by_tensor(enumerate(reader.parts for reader in readers), len(tensors))
     held = _by_tensor(holders.items(), len(tensors))
@@ -133,7 +133,7 @@ def plan_transfer(
             grids[owned] = _wanted_cells(*owned)
         for cell, holding, wanting in grids[owned]:
             if not holding:
-                raise ConfigurationError(
+                raise MissingPart(
                     f"no source holds '{form.name}' at {list(cell.start)} with shape {list(cell.shape)}, "
                     "which is wanted"
                 )

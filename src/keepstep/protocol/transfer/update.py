@@ -203,7 +203,8 @@ class UpdateMachine:
         self._update = 1 + max(each.last_update for each in offers)
         self._moved_s = dict.fromkeys(self._moved_s, now_s)
         self._heard_s = dict(self._moved_s)
-        return [msg.UpdateAgreed(self._update, terms.version, terms.generation, layout)]
+        holds = tuple(held for each in offers for held in _holds(each))
+        return [msg.UpdateAgreed(self._update, terms.version, terms.generation, layout, holds)]
 
     def _layout_of(self, offers: list[msg.UpdateOffered]) -> Layout:
         held = tuple(each.held for each in offers)
@@ -213,3 +214,8 @@ class UpdateMachine:
             self.agreement = Agreement(held, consumers, lay_out(held, consumers, self.terms.limits))
         assert self.agreement is not None
         return self.agreement.layout
+
+
+def _holds(offer: msg.UpdateOffered) -> tuple[int | None, ...]:
+    """What each consumer has; nothing where the offer does not say it of all."""
+    return offer.holds if len(offer.holds) == len(offer.consumers) else (None,) * len(offer.consumers)

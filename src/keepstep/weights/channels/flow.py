@@ -12,7 +12,14 @@ import torch
 
 from keepstep.cancel import CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError
-from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, BufferPlace, SlotFreed, UpdateAborted
+from keepstep.protocol.transfer.messages import (
+    AnyTransferMessage,
+    BucketReady,
+    BucketUnchanged,
+    BufferPlace,
+    SlotFreed,
+    UpdateAborted,
+)
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.channels.connection import Connection, wait
 from keepstep.weights.memory.buffers import Buffer, SlotBuffer
@@ -74,6 +81,18 @@ class Outlet:
             except PeerLost as error:
                 self.leave_out(key, error)
 
+    def announce_unchanged(self, bucket: int, checksum: bytes, readers: Collection[int]) -> None:
+        """Tells the readers that are still there that a bucket is what they have."""
+        for key in readers:
+            if key in self._connections:
+                if not any(key in held for held in self._held):
+                    self._moved_s[key] = time.monotonic()
+                try:
+                    message = BucketUnchanged(self._update, bucket, checksum)
+                    self._connections[key].send(message, time.monotonic() + self._deadline_s)
+                except PeerLost as error:
+                    self.leave_out(key, error)
+
     def wait_until_free(self, slot: int) -> None:
         """Waits until the slot has no reader. Raises Cancelled by the stop."""
         self.wait_while(lambda: self._held[slot])
@@ -121,8 +140,10 @@ class Outlet:
             self._held[message.slot].discard(key)
 
 
-def next_bucket(connection: Connection, update: int, bucket: int, deadline_s: float, stop: CancelToken) -> int:
-    """Waits for one bucket and returns its slot; what earlier updates left on the connection is dropped.
+def next_bucket(
+    connection: Connection, update: int, bucket: int, deadline_s: float, stop: CancelToken
+) -> BucketReady | BucketUnchanged:
+    """Waits for one bucket and returns what is said of it; what earlier updates left on the connection is dropped.
 
     Raises:
         Cancelled: by ``stop``.
@@ -137,10 +158,10 @@ def next_bucket(connection: Connection, update: int, bucket: int, deadline_s: fl
         match message:
             case None:
                 continue
-            case BucketReady() | UpdateAborted() if message.update < update:
+            case BucketReady() | BucketUnchanged() | UpdateAborted() if message.update < update:
                 continue
-            case BucketReady(update=number, bucket=index, slot=slot) if (number, index) == (update, bucket):
-                return slot
+            case BucketReady() | BucketUnchanged() if (message.update, message.bucket) == (update, bucket):
+                return message
             case other:
                 raise RemoteProtocolError(f"bucket {bucket} of update {update} was due, {other!r:.80} came")
 
@@ -164,11 +185,20 @@ class Inlet:
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """Waits for a bucket; its slot, uint8, valid until `release`. Raises what `next_bucket` does."""
-        slot = next_bucket(self._connection, self._update, bucket.index, self._deadline_s, self._stop)
-        if not 0 <= slot < self._buffer.num_slots:
-            raise RemoteProtocolError(f"bucket {bucket.index} in slot {slot} of {self._buffer.num_slots}")
-        self._slot = slot
-        return self._buffer.view(slot)
+        taken = self.take_changed(bucket)
+        if isinstance(taken, BucketUnchanged):
+            raise RemoteProtocolError(f"bucket {bucket.index} is said to be here, and nothing is")
+        return taken
+
+    def take_changed(self, bucket: Bucket) -> torch.Tensor | BucketUnchanged:
+        """As `take`, or that the bucket's readers have its content; then there is nothing to release."""
+        ready = next_bucket(self._connection, self._update, bucket.index, self._deadline_s, self._stop)
+        if isinstance(ready, BucketUnchanged):
+            return ready
+        if not 0 <= ready.slot < self._buffer.num_slots:
+            raise RemoteProtocolError(f"bucket {bucket.index} in slot {ready.slot} of {self._buffer.num_slots}")
+        self._slot = ready.slot
+        return self._buffer.view(ready.slot)
 
     def release(self) -> None:
         """The bucket is done with.

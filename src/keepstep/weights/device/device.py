@@ -17,6 +17,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Limits
 from keepstep.protocol.transfer.update import Agreement
 from keepstep.weights.channels.connection import Connection
+from keepstep.weights.channels.deltas import SentVersion
 from keepstep.weights.channels.listener import Listener, listener_path, make_private
 from keepstep.weights.device.callers import Callers
 from keepstep.weights.device.source_connections import SourceConnections
@@ -86,6 +87,8 @@ class Device:
         """For the coordinator, where this device is that."""
         self.agreement: Agreement | None = None
         """Of the last update that was coordinated here."""
+        self.sent: SentVersion | None = None
+        """What this device sent of the last version that counts."""
         self._came, self._asked = came, asked
         self._numbers = threading.Lock()
         self._last_update = 0
@@ -160,7 +163,7 @@ class Device:
                 self._asked(connection, message)
             case msg.SubscriberCalled(name=name, wants=wants):
                 connection.who = name
-                attached = Attached(Consumer(name, wants), connection)
+                attached = Attached(Consumer(name, wants), connection, message.delta)
                 self.subscriber_registry.add(attached, lambda: self.welcome_to(self.ipc, connection, until_s))
                 self._came(attached, message.version)
             case other:

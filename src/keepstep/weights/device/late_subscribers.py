@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer import messages as msg
-from keepstep.protocol.transfer.layout import Layout, serve_one
+from keepstep.protocol.transfer.layout import Layout, Problem, serve_one
 from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import attach_buffer
@@ -104,7 +104,8 @@ class LateSubscribers:
         except Cancelled:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "no process", "a newer version is about to come"))
         except ConfigurationError as error:
-            attached.tell(msg.UpdateAborted(0, TransferFault.LAYOUT, attached.name, str(error)))
+            fault = TransferFault(Problem.of(error).misfit.value)
+            attached.tell(msg.UpdateAborted(0, fault, attached.name, str(error)))
         except CannotGoOn as error:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, error.culprit, error.reason))
         finally:
@@ -125,7 +126,7 @@ class LateSubscribers:
             connections.append(sources[source][0])
         ipc = self._buffer("ipc")
         place, descriptors = ipc.share()
-        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place), descriptors)
+        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place, None), descriptors)
         try:
             receiving = ReceiveStage(update, plan, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
             receiving.run()

@@ -8,6 +8,7 @@ consumers' own processes (`keepstep.weights.subscriber`). Each stage waits for o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -15,21 +16,25 @@ from typing import Protocol
 import torch
 
 from keepstep.cancel import Cancelled, CancelToken
-from keepstep.errors import LoadError, PeerLost, RemoteProtocolError, SubscriberLost
+from keepstep.errors import ChecksumMismatch, LoadError, PeerLost, RemoteProtocolError, SubscriberLost
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
+    BucketUnchanged,
     LoadFailed,
+    TransferFault,
+    UpdateAborted,
     VersionCommitted,
     VersionLoaded,
     VersionTaken,
 )
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, what_of
+from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
 from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.memory.buffers import Buffer
-from keepstep.weights.memory.copies import Copy, copy_of, seal
+from keepstep.weights.memory.copies import Copy, checksum_in, copy_of, seal
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
 from keepstep.weights.spans import Spans
 
@@ -75,7 +80,11 @@ class RankPlan:
         Args:
             held: this device's tensors, in the order in which it offered them.
         """
-        self._tensors = {part.tensor: [own] for part, own in zip(self.layout.holders[self.rank], held, strict=True)}
+        casts = {cast.tensor: getattr(torch, cast.dtype) for cast in self.layout.casts}
+        self._tensors = {}
+        for part, own in zip(self.layout.holders[self.rank], held, strict=True):
+            own = dataclasses.replace(own, travels_as=casts.get(part.tensor))
+            self._tensors.setdefault(part.tensor, []).append(own)
 
     def gather(self, number: int, slot: torch.Tensor) -> bytes:
         """Gathers one of its own buckets, and returns the checksum.
@@ -199,7 +208,8 @@ class ReceiveStage:
         self._outlet = Outlet(update, ipc.num_slots, connections, deadline_s, stop, self._lose, self._hear)
         self._loaded: set[int] = set()
         self._taken: set[int] = set()
-        self.failures: list[SubscriberLost | LoadError] = []
+        self._checksums: dict[int, bytes] = {}
+        self.failures: list[SubscriberLost | LoadError | ChecksumMismatch] = []
         self.num_moved = 0
 
     def run(self) -> None:
@@ -232,22 +242,32 @@ class ReceiveStage:
         with contextlib.suppress(Cancelled):
             self._outlet.wait_while(lambda: self._outlet.readers - self._taken)
 
+    @property
+    def taken(self) -> list[Attached]:
+        """The consumers that have switched to the version."""
+        return [self._consumers[reader] for reader in sorted(self._taken)]
+
     def _pass_on(self, bucket: Bucket, half: int) -> None:
         inlet = self._inlets[bucket.source]
         try:
-            slot = inlet.take(bucket)
+            slot = inlet.take_changed(bucket)
+            if isinstance(slot, BucketUnchanged):
+                self._checksums[bucket.index] = slot.checksum
+                self._outlet.announce_unchanged(bucket.index, slot.checksum, bucket.readers)
+                return
             self._outlet.wait_until_free(half)
             with self._spans.of(self.name, bucket.index):
                 self._ipc.fill(half, slot, bucket.num_bytes + CHECKSUM_BYTES)
             inlet.release()
+            self._checksums[bucket.index] = checksum_in(self._ipc.view(half), bucket)
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn.because_of(bucket.source, error) from None
         self._outlet.announce(bucket.index, half, bucket.readers)
 
     def _hear(self, reader: int, message: AnyTransferMessage) -> None:
         match message:
-            case VersionLoaded(update=update) if update == self._update:
-                self._loaded.add(reader)
+            case VersionLoaded(update=update, checksum=checksum) if update == self._update:
+                self._compare(reader, checksum)
             case VersionTaken(update=update) if update == self._update:
                 self._taken.add(reader)
             case LoadFailed(update=update, reason=reason) if update == self._update:
@@ -257,6 +277,18 @@ class ReceiveStage:
                 pass  # of an earlier update
             case other:
                 self._outlet.leave_out(reader, RemoteProtocolError(f"sent {other!r:.80}"))
+
+    def _compare(self, reader: int, checksum: bytes) -> None:
+        """A consumer says that it has everything."""
+        own = (self._checksums.get(each.index, b"") for each in self._plan.coming if reader in each.readers)
+        if checksum == checksum_of_version(own):
+            self._loaded.add(reader)
+            return
+        consumer = self._consumers[reader]
+        reason = "what it has is not the whole version: its checksum is another one"
+        self.failures.append(ChecksumMismatch(f"{consumer.name}: {reason}"))
+        self._outlet.leave_out(reader)
+        consumer.tell(UpdateAborted(self._update, TransferFault.CHECKSUM, consumer.name, reason))
 
     def _lose(self, reader: int, error: PeerLost | RemoteProtocolError) -> None:
         """A consumer is gone or stands: the others go on, and it has to attach itself again."""

@@ -17,12 +17,21 @@ NOTICE_S = 0.1
 """For telling a consumer something; one that does not read finds out by its own deadline."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Attached:
-    """A consumer on this device."""
+    """A consumer on this device.
+
+    Attributes:
+        consumer: what it is called and wants.
+        connection: to it.
+        delta: whether it keeps what it has, and need not get it again.
+        holds: the version that it took in the latest update, over this connection; used by the publishing thread.
+    """
 
     consumer: Consumer
     connection: Connection
+    delta: bool = False
+    holds: int | None = None
 
     @property
     def name(self) -> str:

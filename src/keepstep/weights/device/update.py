@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from keepstep.cancel import Cancelled, CancelToken
-from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration, StateMismatch
+from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, StaleGeneration
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.protocol.transfer.update import Terms
 from keepstep.weights.channels.connection import Connection, wait
+from keepstep.weights.channels.deltas import DeltaOutlet
 from keepstep.weights.channels.listener import dial, listener_path
 from keepstep.weights.device.coordinator import Coordinator
 from keepstep.weights.device.device import Device
@@ -38,6 +39,8 @@ class WeightUpdate:
         self._present = device.subscriber_registry.present()
         self.spans = Spans()
         self.failures: list[KeepstepError] = []
+        self.sent_bytes = self.unchanged_bytes = 0
+        """Of this device's buckets: what went to at least one device, and what has not changed since the last."""
         self.served: list[Attached] = []
         """The consumers here that have the version."""
 
@@ -65,10 +68,11 @@ class WeightUpdate:
         own = f"rank {settings.rank}"
         held = tuple(block.as_held() for block in self._blocks)
         consumers = tuple(each.consumer for each in self._present)
+        holds = tuple(each.holds if each.delta else None for each in self._present)
         try:
             device.source_connections.connect(device.generation, until_s, self._stop)
             offer = msg.UpdateOffered(
-                settings.rank, device.generation, self._version, device.last_update, held, consumers
+                settings.rank, device.generation, self._version, device.last_update, held, consumers, holds
             )
             listener = listener_path(settings.folder, COORDINATOR)
             connection, _welcomed = dial(listener, offer, f"rank {COORDINATOR}", until_s, self._stop)
@@ -140,7 +144,8 @@ class WeightUpdate:
             plan.prepare([block.held for block in self._blocks])
         consumers = self._begin(agreed, plan)
         stop = CancelToken()
-        outlet = device_outlet(agreed.update, device.h2d, device.readers.connections(), settings.deadline_s, stop)
+        to_devices = device_outlet(agreed.update, device.h2d, device.readers.connections(), settings.deadline_s, stop)
+        outlet = DeltaOutlet(to_devices, device.h2d, plan.own, agreed.layout, agreed.holds, device.sent)
         sending = SendStage(plan, device.h2d, outlet, self.spans)
         receiving = ReceiveStage(
             agreed.update,
@@ -161,8 +166,12 @@ class WeightUpdate:
             raise
         finally:
             stages.close()
+        device.sent = outlet.sent(agreed.version)
+        self.sent_bytes, self.unchanged_bytes = outlet.sent_bytes, outlet.unchanged_bytes
         self.served = receiving.loaded
         receiving.hand_over(agreed.version, self._stop)
+        for each in receiving.taken:
+            each.holds = agreed.version
         self.failures += receiving.failures
         return plan
 
@@ -170,15 +179,19 @@ class WeightUpdate:
         """Tells the consumers what comes, and those that cannot take it why; the others, by index of the reader."""
         taking = {}
         for reader, each in zip(plan.readers, self._present, strict=True):
+            base, each.holds = each.holds, None  # until it has taken this one: in place it may be in between
             problem = agreed.layout.problems[reader]
             if problem is None:
                 taking[reader] = each
-                each.tell(
-                    msg.UpdateBegan(agreed.update, agreed.version, agreed.generation, agreed.layout, reader, None)
+                began = msg.UpdateBegan(
+                    agreed.update, agreed.version, agreed.generation, agreed.layout, reader, None, base
                 )
+                each.tell(began)
             else:
-                self.failures.append(StateMismatch(problem))
-                each.tell(msg.UpdateAborted(agreed.update, TransferFault.LAYOUT, each.name, problem))
+                self.failures.append(problem.error)
+                fault = TransferFault(problem.misfit.value)
+                notice = msg.UpdateAborted(agreed.update, fault, each.name, problem.reason)
+                each.tell(notice)
         return taking
 
     def _follow(self, listener: CoordinatorConnection, update: int, stages: Stages, consumers: list[Attached]) -> None:

@@ -7,7 +7,15 @@ import time
 from typing import NoReturn
 
 from keepstep.cancel import CancelToken
-from keepstep.errors import KeepstepError, PeerLost, PublisherLost, RemoteProtocolError, StaleGeneration, StateMismatch
+from keepstep.errors import (
+    ChecksumMismatch,
+    KeepstepError,
+    PeerLost,
+    PublisherLost,
+    RemoteProtocolError,
+    StaleGeneration,
+)
+from keepstep.protocol.transfer.layout import MISFITS
 from keepstep.protocol.transfer.messages import AnyTransferMessage, StillThere, TransferFault, UpdateAborted
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, wait, what_of
 
@@ -22,8 +30,9 @@ VERDICT_S = 0.2
 """For the coordinator to say who is to blame for a stall."""
 _ERRORS: dict[TransferFault, type[KeepstepError]] = {
     TransferFault.LOST: PublisherLost,
-    TransferFault.LAYOUT: StateMismatch,
+    TransferFault.CHECKSUM: ChecksumMismatch,
     TransferFault.STALE: StaleGeneration,
+    **{TransferFault(misfit.value): kind for misfit, kind in MISFITS.items()},
 }
 
 

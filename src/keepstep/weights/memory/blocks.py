@@ -12,6 +12,8 @@ import torch
 from keepstep.errors import ConfigurationError
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import HeldPart, Want
+from keepstep.protocol.transfer.names.name_map import Conversion, Convert
+from keepstep.protocol.transfer.names.recipes import Recipe
 from keepstep.protocol.transfer.plan import TensorForm
 from keepstep.typenames import is_named
 from keepstep.weights.memory.pieces import Held
@@ -75,10 +77,10 @@ class NamedBlock:
         form = TensorForm(self.names, self.dtype, self.whole, self.held.tensor.element_size())
         return HeldPart(form, self.held.box)
 
-    def as_want(self) -> Want:
-        """What a consumer says of it."""
-        is_whole = self.held.box == whole(self.whole)
-        return Want(self.names, self.dtype, self.held.box.shape, None if is_whole else self.held.box.start)
+    def as_want(self, recipe: Recipe | None = None, convert: Convert = Conversion.EXACT) -> Want:
+        """What a consumer says of it, and how it is made and converted, if a name map says it."""
+        start = None if self.held.box == whole(self.whole) else self.held.box.start
+        return Want(self.names, self.dtype, self.held.box.shape, start, recipe, convert)
 
 
 def named_blocks(weights: Weights) -> list[NamedBlock]:

@@ -48,7 +48,7 @@ class GpuCopy:
         held: by index of the tensor: what of it is here.
         """
         self._content = slot[: bucket.num_bytes]
-        self._pairs = [(as_tensor(slot, piece, own.dtype), own) for piece, own in blocks_of(bucket, held)]
+        self._pairs = [(as_tensor(slot, piece, dtype), own) for piece, dtype, own in blocks_of(bucket, held)]
 
     def gather(self) -> bytes:
         """Tensors to slot; the checksum."""

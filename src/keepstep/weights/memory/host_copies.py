@@ -1,7 +1,8 @@
 """Copies between a slot in host memory and tensors.
 
 A block that is one run of memory on both sides is copied as bytes; anything else (a column shard, a transposed
-tensor, a tensor on a GPU) by torch, element by element. The checksum is xxh3 over the bucket's bytes.
+tensor, one of another dtype, a tensor on a GPU) by torch, element by element. The checksum is xxh3 over the bucket's
+bytes.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ class HostCopy:
 
 
 def _segments(slot: torch.Tensor, bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Iterator[_Segment]:
-    for piece, own in blocks_of(bucket, held):
-        yield from _segments_of(slot, piece, own)
+    for piece, dtype, own in blocks_of(bucket, held):
+        yield from _segments_of(slot, piece, dtype, own)
 
 
-def _segments_of(slot: torch.Tensor, piece: Piece, own: torch.Tensor) -> Iterator[_Segment]:
-    if not _is_run_of_memory(own):
-        yield _Segment(piece.offset + piece.num_bytes, views=(as_tensor(slot, piece, own.dtype), own))
+def _segments_of(slot: torch.Tensor, piece: Piece, dtype: torch.dtype, own: torch.Tensor) -> Iterator[_Segment]:
+    if own.dtype != dtype or not _is_run_of_memory(own):
+        yield _Segment(piece.offset + piece.num_bytes, views=(as_tensor(slot, piece, dtype), own))
         return
     begin, address = slot.data_ptr() + piece.offset, own.data_ptr()
     for done in range(0, piece.num_bytes, BATCH_BYTES):

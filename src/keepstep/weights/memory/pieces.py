@@ -22,10 +22,17 @@ class Held:
     Attributes:
         tensor: its memory; any strides.
         box: which block of the whole tensor it is.
+        travels_as: the dtype that it has in buckets; None: its own. It is cast when it is copied.
     """
 
     tensor: torch.Tensor
     box: Box
+    travels_as: torch.dtype | None = None
+
+    @property
+    def dtype_in_slot(self) -> torch.dtype:
+        """The dtype that it has in buckets."""
+        return self.tensor.dtype if self.travels_as is None else self.travels_as
 
     def block(self, box: Box) -> torch.Tensor:
         """The view of a block, given by its place in the whole tensor."""
@@ -35,8 +42,8 @@ class Held:
         return view
 
 
-def blocks_of(bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Each piece of a bucket, with the views of those tensors here that it is a block of.
+def blocks_of(bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Iterator[tuple[Piece, torch.dtype, torch.Tensor]]:
+    """Each piece of a bucket and its dtype there, with the views of those tensors here that it is a block of.
 
     Args:
         bucket: whose pieces.
@@ -45,7 +52,7 @@ def blocks_of(bucket: Bucket, held: Mapping[int, Sequence[Held]]) -> Iterator[tu
     for piece in bucket.pieces:
         for each in held[piece.tensor]:
             if each.box.holds(piece.box):
-                yield piece, each.block(piece.box)
+                yield piece, each.dtype_in_slot, each.block(piece.box)
 
 
 def as_tensor(slot: torch.Tensor, piece: Piece, dtype: torch.dtype) -> torch.Tensor:

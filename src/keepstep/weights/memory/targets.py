@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from keepstep.errors import ConfigurationError
 from keepstep.protocol.transfer.boxes import Box, whole
-from keepstep.protocol.transfer.layout import Layout, Want
-from keepstep.protocol.transfer.plan import Bucket, Part, TensorForm
+from keepstep.protocol.transfer.layout import Layout, Want, index_of, regions_of
+from keepstep.protocol.transfer.plan import Bucket, Part, Piece, TensorForm
 from keepstep.weights.memory.blocks import Weights, named_blocks
 from keepstep.weights.memory.copies import Copy, checksum_of, copy_of
+from keepstep.weights.memory.mapping.mapped import IncomingPart, Mapped, Placed, plain, wants_of
+from keepstep.weights.memory.mapping.quantized import Staged
 from keepstep.weights.memory.pieces import Held, as_tensor
 
 Load = Callable[[str, torch.Tensor], None]
@@ -36,6 +40,10 @@ class Target(Protocol):
         """
         ...
 
+    def keep(self, bucket: Bucket, checksum: bytes) -> bool:
+        """A bucket is not sent, since it has the content of the version in use; whether that is so."""
+        ...
+
     def finish(self) -> None:
         """Everything has come."""
         ...
@@ -46,46 +54,133 @@ class Target(Protocol):
 
 
 class TensorTarget:
-    """Tensors to copy into: those in use (in place), or a second set that changes places with them (atomic)."""
+    """Tensors to copy into: those in use (in place), or a second set that changes places with them (atomic).
 
-    def __init__(self, into: Weights, atomic: bool) -> None:
-        """Takes as much memory again as ``into`` has, if it is atomic."""
-        self._blocks = named_blocks(into)
+    With a name map, what comes is copied to where the map puts it, block by block. Only what is quantized is put
+    together first, in memory of the published dtype that is held until the last part of the tensor has come.
+    """
+
+    def __init__(self, into: Weights | Mapped, atomic: bool, delta: bool = False) -> None:
+        """Takes as much memory again as ``into`` has, if it is atomic.
+
+        Args:
+            into: where to.
+            atomic: whether versions are put aside until they are committed.
+            delta: whether it is noted what of the last version is here, so that it need not come again.
+
+        Raises:
+            ConfigurationError: something is quantized, with ``delta``; or as `wants_of` and `named_blocks`.
+        """
+        weights, names = plain(into)
+        self._blocks = named_blocks(weights)
+        self._placed = wants_of(self._blocks, names)
+        if delta and (quantized := [placed.want.names[0] for placed in self._placed if placed.scale is not None]):
+            raise ConfigurationError(f"delta=True with a quantized tensor ('{quantized[0]}'), all of which has to come")
         self._sets = [[block.held.tensor for block in self._blocks]]
         if atomic:
             self._sets.append([torch.empty_like(tensor) for tensor in self._sets[0]])
         self._gpus = {tensor.device for tensor in self._sets[0] if tensor.is_cuda}
-        self._exchanges = atomic and isinstance(into, torch.nn.Module)
+        self._exchanges = atomic and isinstance(weights, torch.nn.Module)
         self._filled = len(self._sets) - 1
         """The set that is written; the other one, if there is one, is in use."""
         self._layout: Layout | None = None
         self._held: list[dict[int, list[Held]]] = []
         self._copies: list[dict[int, Copy]] = []
+        self._staged: dict[int, list[Staged]] = {}
+        """By index of the published tensor: what is quantized when it is whole."""
+        self._checksums: list[dict[tuple[Piece, ...], bytes]] | None = [{} for _ in self._sets] if delta else None
+        """By set: what is in there, by buckets."""
 
     @property
     def wants(self) -> tuple[Want, ...]:
         """Each tensor, in its own form."""
-        return tuple(block.as_want() for block in self._blocks)
+        return tuple(placed.want for placed in self._placed)
 
     def prepare(self, layout: Layout, parts: tuple[Part, ...]) -> None:
-        """See `Target`. ``parts`` are in the order of the wants."""
+        """See `Target`. ``parts`` are in the order of the wants, and of the regions of each."""
         for device in self._gpus:
             torch.cuda.synchronize(device)  # what still reads there was begun by those who have let the weights go
+        for each in {id(staged): staged for there in self._staged.values() for staged in there}.values():
+            each.forget()
         if layout is self._layout:
             return
+        self._forget_others(layout)
         self._layout = layout
         self._copies = [{} for _ in self._sets]
         self._held = [{} for _ in self._sets]
-        for held, tensors in zip(self._held, self._sets, strict=True):
-            for part, tensor in zip(parts, tensors, strict=True):  # several, where they are tied only at their source
-                held.setdefault(part.tensor, []).append(Held(tensor, part.box))
+        self._staged = {}
+        by_name, forms, coming = index_of(layout.forms), layout.travelling, iter(parts)
+        for placed in self._placed:
+            regions = regions_of(placed.want, layout.forms, by_name)
+            places = [
+                IncomingPart(region, part, getattr(torch, forms[part.tensor].dtype))
+                for region, part in zip(regions, itertools.islice(coming, len(regions)), strict=True)
+            ]
+            if placed.scale is not None:
+                self._stage(placed, places)
+                continue
+            for held, tensors in zip(self._held, self._sets, strict=True):
+                for place in places:  # what comes once may have several places
+                    held.setdefault(place.part.tensor, []).append(place.held(tensors[placed.index]))
+
+    def _forget_others(self, layout: Layout) -> None:
+        """Of what is noted to be here, that holds on which is a bucket of the new layout too: others will overlap."""
+        if self._checksums is None:
+            return
+        is_same = self._layout is not None and self._layout.travelling == layout.travelling
+        kept = {bucket.pieces for bucket in layout.plan().buckets} if is_same else set()
+        self._checksums = [
+            {pieces: checksum for pieces, checksum in there.items() if pieces in kept} for there in self._checksums
+        ]
+
+    def _stage(self, placed: Placed, places: Sequence[IncomingPart]) -> None:
+        staged = Staged(placed, self._sets[0][placed.index], places)
+        for tensor in {place.part.tensor for place in places}:
+            self._staged.setdefault(tensor, []).append(staged)
 
     def load(self, bucket: Bucket, slot: torch.Tensor) -> bytes:
         """See `Target`."""
-        prepared = self._copies[self._filled]
+        held, prepared = self._held[self._filled], self._copies[self._filled]
+        if self._staged and any(piece.tensor in self._staged for piece in bucket.pieces):
+            return self._load_staged(bucket, slot, held)
         if bucket.index not in prepared:
-            prepared[bucket.index] = copy_of(slot, bucket, self._held[self._filled])
-        return prepared[bucket.index].scatter()
+            prepared[bucket.index] = copy_of(slot, bucket, held)
+        if self._checksums is None:
+            return prepared[bucket.index].scatter()
+        self._checksums[self._filled].pop(bucket.pieces, None)
+        checksum = self._checksums[self._filled][bucket.pieces] = prepared[bucket.index].scatter()
+        return checksum
+
+    def keep(self, bucket: Bucket, checksum: bytes) -> bool:
+        """See `Target`. It is copied from the set in use, unless the one that is filled has it already."""
+        if self._checksums is None:
+            return False
+        filled, used = self._filled, (1 - self._filled if len(self._sets) > 1 else 0)
+        if self._checksums[filled].get(bucket.pieces) == checksum:
+            return True
+        if self._checksums[used].get(bucket.pieces) != checksum:
+            return False
+        for piece in bucket.pieces:
+            pairs = zip(self._held[used][piece.tensor], self._held[filled][piece.tensor], strict=True)
+            for source, to in pairs:
+                if to.box.holds(piece.box):
+                    to.block(piece.box).copy_(source.block(piece.box))
+        self._checksums[filled][bucket.pieces] = checksum
+        return True
+
+    def _load_staged(self, bucket: Bucket, slot: torch.Tensor, held: dict[int, list[Held]]) -> bytes:
+        """A bucket with parts of what is quantized: each tensor is, with its last part."""
+        own = {piece.tensor: list(held.get(piece.tensor, ())) for piece in bucket.pieces}
+        touched = {id(each): each for piece in bucket.pieces for each in self._staged.get(piece.tensor, ())}
+        for staged in touched.values():
+            for tensor, places in staged.held().items():
+                if tensor in own:
+                    own[tensor] += places
+        checksum = copy_of(slot, bucket, own).scatter()
+        tensors = self._sets[self._filled]
+        for staged in touched.values():
+            staged.came(bucket, tensors)
+        return checksum
 
     def finish(self) -> None:
         """See `Target`."""
@@ -104,6 +199,8 @@ class TensorTarget:
         elif len(self._sets) > 1:
             for live, new in zip(*self._sets, strict=True):
                 live.copy_(new)
+            if self._checksums is not None:
+                self._checksums[0] = dict(self._checksums[1])
 
 
 class FunctionTarget:
@@ -136,6 +233,10 @@ class FunctionTarget:
             else:
                 self._put_together(piece.tensor, form, piece.box, block)
         return checksum_of(slot, bucket)
+
+    def keep(self, bucket: Bucket, checksum: bytes) -> bool:
+        """See `Target`. Nothing is kept here."""
+        return False
 
     def finish(self) -> None:
         """See `Target`. Tensors without elements travel in no bucket."""

@@ -1,0 +1,99 @@
+"""Versions of which only what has changed travels.
+
+A source takes each bucket's checksum anyway, while it gathers it. Where that is the one of the version before, and
+every reader on a device has that version, it tells the device so instead of sending the bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import xxhash
+
+from keepstep.protocol.transfer.layout import Layout
+from keepstep.protocol.transfer.plan import Bucket, Piece, TensorForm
+from keepstep.weights.channels.flow import Outlet
+from keepstep.weights.memory.buffers import Buffer
+from keepstep.weights.memory.copies import checksum_in
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SentVersion:
+    """What a source sent of the last version that counts, and kept.
+
+    Attributes:
+        version: its number.
+        forms: in which the tensors travelled.
+        checksums: of its buckets, by what they consist of: plans change when consumers come and go.
+    """
+
+    version: int
+    forms: tuple[TensorForm, ...]
+    checksums: Mapping[tuple[Piece, ...], bytes]
+
+
+class DeltaOutlet:
+    """The writing side of an H2D buffer, which sends a bucket to the devices alone that lack it."""
+
+    def __init__(
+        self,
+        outlet: Outlet,
+        h2d: Buffer,
+        own: Sequence[Bucket],
+        layout: Layout,
+        holds: Sequence[int | None],
+        base: SentVersion | None,
+    ) -> None:
+        """Args:
+        outlet: to the devices.
+        h2d: this source's.
+        own: the buckets that it sends.
+        layout: of the update.
+        holds: by reader: the version that it has, if it keeps what does not come again.
+        base: what this source sent last. Buffers on a GPU have none: two changes may cancel out in the sum that is
+            their checksum, which is no matter for accidents, but for deciding that nothing has changed.
+        """
+        self._outlet, self._h2d, self._layout = outlet, h2d, layout
+        self._buckets = {bucket.index: bucket for bucket in own}
+        is_usable = base is not None and base.forms == layout.travelling and h2d.view(0).device.type == "cpu"
+        self._base = base if is_usable else None
+        version = None if self._base is None else self._base.version
+        self._lacking = {reader for reader, held in enumerate(holds) if held is None or held != version}
+        self._checksums: dict[tuple[Piece, ...], bytes] = {}
+        self.sent_bytes = 0
+        """Of the buckets that went to at least one device, each once."""
+        self.unchanged_bytes = 0
+        """Of those that went to none."""
+
+    def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
+        """A bucket lies in a slot; the devices that have its content already are told that instead."""
+        which = self._buckets[bucket]
+        checksum = checksum_in(self._h2d.view(slot), which)
+        self._checksums[which.pieces] = checksum
+        lacking = set(readers)
+        if self._base is not None and self._base.checksums.get(which.pieces) == checksum:
+            lacking = {self._layout.readers[reader].device for reader in which.readers if reader in self._lacking}
+        self._outlet.announce(bucket, slot, lacking)
+        self._outlet.announce_unchanged(bucket, checksum, set(readers) - lacking)
+        if lacking:
+            self.sent_bytes += which.num_bytes
+        else:
+            self.unchanged_bytes += which.num_bytes
+
+    def wait_until_free(self, slot: int) -> None:
+        """Waits until the slot has no reader."""
+        self._outlet.wait_until_free(slot)
+
+    def wait_until_all_free(self) -> None:
+        """Waits until no slot has a reader."""
+        self._outlet.wait_until_all_free()
+
+    def sent(self, version: int) -> SentVersion:
+        """What was sent, once the version counts."""
+        return SentVersion(version, self._layout.travelling, self._checksums)
+
+
+def checksum_of_version(checksums: Iterable[bytes]) -> bytes:
+    """One checksum of a whole version, as one consumer has it: xxh3 over those of its buckets, in their order."""
+    return xxhash.xxh3_64_digest(b"".join(checksums))

@@ -1,0 +1,237 @@
+"""Weights under a name map: what a consumer's tensors want of those that are published, and where it lies in them.
+
+On the other side a publisher may declare how what it publishes comes from its own tensors, by the same rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from keepstep.errors import AmbiguousName, DtypeMismatch, MissingPart, ShapeMismatch, UnknownTensor
+from keepstep.protocol.transfer.boxes import Box, whole
+from keepstep.protocol.transfer.layout import Want
+from keepstep.protocol.transfer.names.name_map import Conversion, Convert, NameMap, Quantize
+from keepstep.protocol.transfer.names.recipes import Recipe, Region, resolve
+from keepstep.protocol.transfer.plan import Part
+from keepstep.weights.memory.blocks import NamedBlock, Weights, named_blocks
+from keepstep.weights.memory.pieces import Held
+
+_PLAIN = NameMap(())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mapped:
+    """Weights, and how they correspond to those of the other side.
+
+    For a `Subscriber`, the map's rules make its tensors (or blocks of them) from those that are published. For a
+    `Publisher`, they make what is published from its own tensors; those that no rule uses keep their names.
+
+    Attributes:
+        weights: a module, or tensors and blocks by name.
+        names: the rules.
+    """
+
+    weights: Weights
+    names: NameMap
+
+
+def plain(weights: Weights | Mapped) -> tuple[Weights, NameMap]:
+    """The weights, and their map, which is empty if there is none."""
+    return (weights.weights, weights.names) if isinstance(weights, Mapped) else (weights, _PLAIN)
+
+
+# ---- a consumer -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """One of a consumer's tensors that is wanted.
+
+    Attributes:
+        index: of the tensor among the consumer's.
+        want: what it asks for.
+        scale: index of its scales, if it is quantized.
+    """
+
+    index: int
+    want: Want
+    scale: int | None
+
+    @property
+    def block(self) -> tuple[int, ...] | None:
+        """Shape of the blocks that have a scale each; None: one scale."""
+        return self.want.convert.block if isinstance(self.want.convert, Quantize) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IncomingPart:
+    """Where one part of what comes lies in a consumer's tensor.
+
+    Attributes:
+        region: in the consumer's tensor.
+        part: of which published tensor.
+        dtype: in which it travels.
+    """
+
+    region: Region
+    part: Part
+    dtype: torch.dtype
+
+    def held(self, tensor: torch.Tensor) -> Held:
+        """The same in the memory of a tensor."""
+        return Held(view_of(tensor, self.region), self.part.box, self.dtype)
+
+
+def wants_of(blocks: Sequence[NamedBlock], names: NameMap) -> list[Placed]:
+    """What a consumer asks for, in the order of its tensors, without scales, which it computes.
+
+    Raises:
+        AmbiguousName: two rules make the same tensor.
+        UnknownTensor: a quantized tensor's scales are not there.
+        ShapeMismatch: they have another shape than there are blocks.
+        DtypeMismatch: they are not float32, or what is quantized is not float8.
+    """
+    found, scales = [], set[int]()
+    by_name = {name: index for index, block in enumerate(blocks) for name in block.names}
+    for index, block in enumerate(blocks):
+        recipe, convert = _rule_of(block, names)
+        scale = _scale_of(block, convert, blocks, by_name) if isinstance(convert, Quantize) else None
+        if scale is not None:
+            scales.add(scale)
+        found.append(Placed(index, block.as_want(recipe, convert), scale))
+    return [placed for placed in found if placed.index not in scales]
+
+
+def _rule_of(block: NamedBlock, names: NameMap) -> tuple[Recipe | None, Convert]:
+    """The first of its names that a rule makes decides."""
+    made = [names.made_of(name) for name in block.names]
+    return next((each for each in made if each[0] is not None), made[0])
+
+
+def _scale_of(block: NamedBlock, convert: Quantize, blocks: Sequence[NamedBlock], by_name: Mapping[str, int]) -> int:
+    name, tensor = block.names[0], block.held.tensor
+    if convert.scale not in by_name:
+        raise UnknownTensor(f"'{name}' is quantized, and there is no '{convert.scale}' for its scales")
+    if not tensor.is_floating_point() or tensor.element_size() != 1:
+        raise DtypeMismatch(f"'{name}' is {block.dtype}, and quantized is to float8 alone")
+    index = by_name[convert.scale]
+    scales, per = blocks[index], convert.block
+    if scales.dtype != "float32":
+        raise DtypeMismatch(f"the scales '{convert.scale}' of '{name}' are {scales.dtype}, and not float32")
+    shape = tuple(scales.held.tensor.shape)
+    if per is not None and (len(per) != tensor.dim() or min(per, default=1) < 1):
+        raise ShapeMismatch(f"'{name}' of shape {list(tensor.shape)} has no blocks of shape {list(per)}")
+    allowed = [(), (1,)] if per is None else [tuple(map(blocks_along, tensor.shape, per))]
+    if shape not in allowed:
+        raise ShapeMismatch(f"the scales '{convert.scale}' of '{name}' are {list(shape)}, and {list(allowed[0])} fits")
+    return index
+
+
+def blocks_along(size: int, per: int) -> int:
+    """How many blocks of ``per`` indices there are in ``size``, the last one perhaps shorter."""
+    return -(-size // per)
+
+
+def view_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """The part of a consumer's tensor in which a region lies, with the dimensions that it has where it is published."""
+    view = Held(tensor, whole(tuple(tensor.shape))).block(region.at)
+    kept = [dim for dim in region.dims if dim is not None]
+    new = [dim for dim in range(view.dim()) if dim not in kept]
+    view = view.permute((*kept, *new))
+    for _ in new:
+        view = view.squeeze(-1)
+    for dim, to in enumerate(region.dims):
+        if to is None:
+            view = view.unsqueeze(dim)
+    return view
+
+
+# ---- a publisher ----------------------------------------------------------------------------------------------------
+
+
+def published_blocks(weights: Weights | Mapped) -> list[NamedBlock]:
+    """What a publisher offers: its tensors, or what its rules make of them, block by block.
+
+    Raises:
+        AmbiguousName: two rules make the same tensor.
+        MissingPart: a rule makes a tensor of which this device has some parts, and not all.
+        DtypeMismatch: a tensor's parts have several dtypes, or a rule converts: a consumer says what it casts.
+        ConfigurationError: as `keepstep.weights.memory.blocks.named_blocks`.
+    """
+    own, names = plain(weights)
+    blocks = named_blocks(own)
+    by_name = {name: block for block in blocks for name in block.names}
+    made: dict[str, str] = {}
+    used: set[int] = set()
+    found: list[NamedBlock] = []
+    for rule in names.rules:
+        if names.convert is not Conversion.EXACT or (rule.convert or Conversion.EXACT) is not Conversion.EXACT:
+            raise DtypeMismatch(
+                f"the rule for '{rule.to}' converts: a consumer declares that, and a publisher does not"
+            )
+        for name in names.made_by(rule, by_name):
+            if name in made:
+                raise AmbiguousName(
+                    f"'{name}' is made by several rules of the name map: '{made[name]}' and '{rule.to}'"
+                )
+            made[name] = rule.to
+            recipe, _convert = names.made_of(name)
+            assert recipe is not None
+            parts = list(_made_blocks(name, recipe, by_name))
+            used |= {id(block) for block, _made in parts}
+            found += [each for _block, each in parts if each is not None]
+    return [*(block for block in blocks if id(block) not in used), *found]
+
+
+def _made_blocks(
+    name: str, recipe: Recipe, by_name: Mapping[str, NamedBlock]
+) -> Iterator[tuple[NamedBlock, NamedBlock | None]]:
+    """Each block that is used, and what it is in the tensor that is made; None: nothing of it lies there."""
+
+    def shape_of(source: str) -> tuple[int, ...]:
+        if source not in by_name:
+            raise MissingPart(f"'{name}' cannot be published: its part '{source}' is not held here")
+        return by_name[source].whole
+
+    made = resolve(recipe, shape_of)
+    dtypes = {by_name[region.source].dtype for region in made.regions}
+    if len(dtypes) > 1:
+        raise DtypeMismatch(f"'{name}' cannot be published: its parts are {sorted(dtypes)}")
+    for whole_region in made.regions:
+        block = by_name[whole_region.source]
+        region = _held_part(whole_region, block.held.box)
+        if region is None:
+            yield block, None
+        else:
+            held = Held(_turned(block.held.block(region.box), region, len(made.shape)), region.at)
+            yield block, NamedBlock((name,), held, made.shape, block.owners)
+
+
+def _held_part(region: Region, held: Box) -> Region | None:
+    """What of a region a block of its source has."""
+    found: Region | None = region
+    for dim, to in enumerate(region.dims):
+        skipped = held.start[dim] - region.box.start[dim]
+        if to is None:
+            if not held.start[dim] <= region.box.start[dim] < held.stop[dim]:
+                return None
+        elif found is not None:
+            first = region.at.start[to] + skipped
+            found = found.cut(to, first, first + held.shape[dim])
+    return found
+
+
+def _turned(view: torch.Tensor, region: Region, num_dims: int) -> torch.Tensor:
+    """A view of a source's block with the dimensions of the tensor that is made."""
+    kept = sorted((to, dim) for dim, to in enumerate(region.dims) if to is not None)
+    gone = [dim for dim, to in enumerate(region.dims) if to is None]
+    view = view.permute((*(dim for _to, dim in kept), *gone))
+    for _ in gone:
+        view = view.squeeze(-1)
+    for to in range(num_dims):
+        if to not in region.dims:
+            view = view.unsqueeze(to)
+    return view
