@@ -73,6 +73,7 @@ def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[li
     if set(own) - {entry.name for entry in header.optimizer}:
         state.drop_optimizer_state()
         own = {}
+        existing.clear()  # there is no room for both
     optimizer = []
     for entry in header.optimizer:
         if own.get(entry.name) == entry:
