@@ -316,7 +316,8 @@ class Session(Loops):
         self._draws_as = first_tensor_peer(self._state.modules)
         self._data_ranks = data_ranks(objects, shard) if data_mesh is None else ranks_of_mesh(data_mesh)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
-        attempt = Attempt(self._coordination, self._state, self._declared, completion_on(self.device))
+        used = {tensor.device for _name, tensor in self._state.live_tensors()}
+        attempt = Attempt(self._coordination, self._state, self._declared, completion_on(self.device, used))
         snapshots = self._snapshots(snapshot_every)
         self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints, snapshots)
         self._set_controller(
