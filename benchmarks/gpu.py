@@ -1,14 +1,18 @@
-"""All that needs a GPU: the tests that a machine without one skips, and what communicators and waits take there.
+"""All that needs a GPU: the tests that a machine without one skips, and what keepstep does there beside its floors.
 
-    python benchmarks/gpu.py --name h100          everything that this machine has the GPUs for; some minutes
-    python benchmarks/gpu.py --only b             the waits alone; a: the communicators
+    python benchmarks/gpu.py --name h100          everything that this machine has the GPUs for; below nine minutes
+    python benchmarks/gpu.py --only c             the waits alone
     python benchmarks/gpu.py --no-tests           the figures without the tests
+    python benchmarks/gpu.py --quick --on-cpu     a smoke test of the parts without a GPU
 
-It needs neither make nor a network, and pytest for the tests. Without a GPU it says so and ends with exit code 3.
+It needs neither make nor a network, and pytest for the tests. Without a GPU it says so and ends with exit code 3. A
+part that fails, or finds no time left, takes no other along; it stands in the page with its reason.
 
 a: as many ranks as there are GPUs, at most eight, connect an NCCL group, abort it and connect the next one: what a
-recovery waits for. b: steps of kernels of a given length, with and without the host's wait for the device before the
-gradient barrier: what the lost run-ahead costs.
+recovery waits for. b: NCCL's own ways from one communicator to the next. c: steps of kernels of a given length, and
+what the host waits for before the gradient barrier: what the lost run-ahead costs. d: a plain loop and keepstep's. e: a
+state restored from two holders, beside copies of the same bytes. f: snapshots, beside the copies alone. g: weights
+published with buffers on the GPU. h: the parts of a recovery, from a drill.
 
 Prints tables, and writes ``benchmarks/results/DATE-gpu-NAME.md`` with the raw figures in a .json beside it. No figures
 of a GPU have been written so far.
@@ -24,30 +28,33 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_groups
+import gpu_state
 import torch
 from checkout import ROOT
 from page import RESULTS, Section, carry_out, heading, measure_parts, measured_in, parsed, provenance
 from rich.console import Console
-from tests.worker.ranks import Watcher, file_store, meet, run_ranks
 from torch import distributed as dist
 
-from keepstep.worker.backends.by_device import backends_of
-from keepstep.worker.step.device_completion import completion_on
+from keepstep.errors import KeepstepError
 
 NO_GPU = 3
 """The exit code on a machine without one."""
 TESTS = ("tests/gpu", "tests/worker/backends", "tests/weights/test_gpu.py")
-TESTS_TIMEOUT_S = 420
-MOST_RANKS = 8
-CONNECT_DEADLINE = timedelta(seconds=60)
-STEP_MS = (1, 20, 100)
-STEPS = {1: 300, 20: 60, 100: 20}
-"""Of each length, in a turn."""
+TESTS_TIMEOUT_S = 240
+BUDGET_S = 370
+"""Behind which no part begins. Each takes a minute at most, but for a drill's two and a half."""
+LETTERS = "abcdefgh"
+STEPS = {20: 20, 100: 6, 500: 2}
+QUICK_STEPS = {20: 3}
+"""How many steps of each length in milliseconds a turn has."""
 TURNS = 3
+MIB = 1536
+"""Of the state and of the weights."""
 
 
 def what_is_here() -> str:
@@ -94,92 +101,44 @@ def outcomes(report: Path) -> dict[str, Any]:
     return {"passed": found["passed"], "failed": failed, "skipped": found["skipped"], "reasons": dict(reasons)}
 
 
-# ---- a: communicators -----------------------------------------------------------------------------------------------
+# ---- the parts ------------------------------------------------------------------------------------------------------
 
 
-def rebuild(rank: int, size: int, path: Path, turns: int) -> list[dict[str, float]]:
-    """Connects, reduces, aborts with an operation under way, and waits until the device is quiet; seconds of each."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    tensor = torch.ones(1 << 20, device=device)
-    found = []
-    for turn in range(turns):
-        group = backends_of(device)["cuda"]("bench", Watcher(), "127.0.0.1")
-        meet(path, size, f"ready {turn}")
-        times = [time.monotonic()]
-        group.connect(file_store(path, turn), rank, size, CONNECT_DEADLINE, CONNECT_DEADLINE)
-        times.append(time.monotonic())
-        group.barrier().wait()
-        times.append(time.monotonic())
-        meet(path, size, f"reduced {turn}")
-        if rank == 0 and size > 1:
-            group.barrier(tensor)  # the other ranks do not come
-        times.append(time.monotonic())
-        group.abort()
-        if not group.wait_until_quiet(CONNECT_DEADLINE.total_seconds()):
-            raise RuntimeError("the group was not quiet after it was aborted")
-        times.append(time.monotonic())
-        group.release()
-        found.append({"connect": times[1] - times[0], "first": times[2] - times[1], "abort": times[4] - times[3]})
-    return found
-
-
-def communicators(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The times of all ranks and turns."""
-    num_ranks = min(torch.cuda.device_count(), MOST_RANKS)
-    answers = run_ranks(num_ranks, rebuild, folder, args.turns + 1)
-    worst = [
-        {name: max(answer[turn][name] for answer in answers) for name in answers[0][0]}
-        for turn in range(1, args.turns + 1)  # the first one loads libraries
+def parts(args: argparse.Namespace) -> list[tuple[str, str, Callable[[argparse.Namespace, Path], Any]]]:
+    """Letter, name and function of each, in their order: what a recovery waits for comes first."""
+    kind = "cpu" if args.on_cpu else "cuda"
+    steps = QUICK_STEPS if args.quick else STEPS
+    long_steps = {ms: number for ms, number in steps.items() if ms >= 100 or args.quick}
+    size = args.mib << 20
+    functions: list[tuple[str, Callable[[int, Path], Any]]] = [
+        ("communicators", lambda turns, folder: gpu_groups.communicators(kind, turns, folder)),
+        ("nccl", lambda turns, folder: gpu_groups.nccl_ways(kind, turns, folder)),
+        ("waits", lambda turns, folder: gpu_groups.waits(kind, turns, folder, steps)),
+        ("overhead", lambda turns, folder: gpu_groups.overhead(kind, turns, folder, steps)),
+        ("restore", lambda turns, folder: gpu_state.restores(kind, turns, folder, size)),
+        ("snapshots", lambda turns, folder: gpu_state.snapshots(kind, turns, folder, size, long_steps)),
+        ("weights", lambda turns, folder: gpu_state.weights(kind, turns, folder, size)),
+        ("recovery", lambda turns, folder: gpu_state.recovery(kind, turns, folder)),
     ]
-    return {"ranks": num_ranks, "first_turn": answers[0][0], "turns": worst}
+    return [
+        (letter, name, guarded(name, function)) for letter, (name, function) in zip(LETTERS, functions, strict=True)
+    ]
 
 
-# ---- b: waits -------------------------------------------------------------------------------------------------------
+def guarded(name: str, function: Callable[[int, Path], Any]) -> Callable[[argparse.Namespace, Path], Any]:
+    """A part that takes no other part's figures along when it fails, and is left out where the time is over."""
 
+    def measure(args: argparse.Namespace, folder: Path) -> Any:
+        if time.monotonic() > args.until_s:
+            return {"skipped": f"the {BUDGET_S} s of the whole run were over"}
+        begun_s = time.monotonic()
+        try:
+            found = dict(function(args.turns, folder))
+        except (AssertionError, RuntimeError, OSError, subprocess.SubprocessError, KeepstepError) as error:
+            return {"failed": f"{name}: {error}"}
+        return found | {"took_s": round(time.monotonic() - begun_s, 1)}
 
-def waits(args: argparse.Namespace, _folder: Path) -> dict[str, Any]:
-    """Seconds a step, by the length of a step's kernels, with the wait and without it."""
-    (found,) = run_ranks(1, steps_of_kernels, args.turns)
-    return dict(found)
-
-
-def steps_of_kernels(_rank: int, _size: int, turns: int) -> dict[str, Any]:
-    """In turns: every step launches ten kernels; the host waits for them at the end of each, or runs ahead."""
-    device = torch.device("cuda", 0)
-    completion = completion_on(device)
-    cycles_of_a_ms = calibrated()
-    found: dict[str, Any] = {}
-    for step_ms in STEP_MS:
-        taken: dict[str, list[float]] = {"waits": [], "runs ahead": []}
-        for _turn in range(turns):
-            for how, each in taken.items():
-                torch.cuda.synchronize()
-                begun_s = time.monotonic()
-                for _step in range(STEPS[step_ms]):
-                    for _kernel in range(10):
-                        torch.cuda._sleep(int(cycles_of_a_ms * step_ms / 10))
-                    if how == "waits":
-                        completion.wait(lambda: None, lambda: False)
-                torch.cuda.synchronize()
-                each.append((time.monotonic() - begun_s) / STEPS[step_ms])
-        found[str(step_ms)] = taken
-    return found
-
-
-def calibrated() -> float:
-    """How many cycles of a kernel that does nothing take a millisecond."""
-    cycles = 100_000_000
-    torch.cuda._sleep(cycles)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return float(cycles / begin.elapsed_time(end))
-
-
-PARTS = [("a", "communicators", communicators), ("b", "waits", waits)]
+    return measure
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
@@ -187,26 +146,120 @@ PARTS = [("a", "communicators", communicators), ("b", "waits", waits)]
 
 def sections(result: dict[str, Any]) -> list[Section]:
     """The tables."""
+    tables = {
+        "tests": of_tests,
+        "communicators": of_communicators,
+        "nccl": of_nccl,
+        "waits": of_steps("A step, ms, by what the host waits for", "kernels"),
+        "overhead": of_steps("A step of one rank, ms", "kernels"),
+        "restore": of_restore,
+        "snapshots": of_snapshots,
+        "weights": of_weights,
+        "recovery": of_recovery,
+    }
     found = []
-    if tests := result.get("tests"):
-        notes = [f"skipped {number}: {reason}" for reason, number in tests.get("reasons", {}).items()]
-        notes += [f"failed: {name}" for name in tests.get("failed", [])]
-        row = [str(tests.get("passed", "?")), str(len(tests.get("failed", []))), str(tests.get("skipped", "?"))]
-        found.append(Section("Tests", ["passed", "failed", "skipped"], [row], notes))
-    if groups := result.get("communicators"):
-        rows = [
-            [what, *(f"{1000 * pick(turn[name] for turn in groups['turns']):.1f}" for pick in (statistics.median, max))]
-            for name, what in (("connect", "connect"), ("first", "first operation"), ("abort", "abort until quiet"))
-        ]
-        title = f"Communicators of {groups['ranks']} ranks, ms, the slowest rank of each turn"
-        found.append(Section(title, ["", "median", "greatest"], rows, []))
-    if steps := result.get("waits"):
-        rows = [
-            [f"{ms} ms", *(f"{1000 * statistics.median(taken[how]):.3f}" for how in ("runs ahead", "waits"))]
-            for ms, taken in steps.items()
-        ]
-        found.append(Section("A step, ms", ["kernels", "the host runs ahead", "it waits once a step"], rows, []))
+    for name, table in tables.items():
+        if part := result.get(name):
+            reason = part.get("failed") or part.get("skipped") if name != "tests" else None
+            found.append(
+                Section(name, ["not measured"], [[" ".join(str(reason).split())]], []) if reason else table(part)
+            )
     return found
+
+
+def of_tests(tests: dict[str, Any]) -> Section:
+    notes = [f"skipped {number}: {reason}" for reason, number in tests.get("reasons", {}).items()]
+    notes += [f"failed: {name}" for name in tests.get("failed", [])]
+    row = [str(tests.get("passed", "?")), str(len(tests.get("failed", []))), str(tests.get("skipped", "?"))]
+    return Section("Tests", ["passed", "failed", "skipped"], [row], notes)
+
+
+def ms(values: list[float]) -> list[str]:
+    """Median and greatest."""
+    return [f"{1000 * pick(values):.3f}" for pick in (statistics.median, max)]
+
+
+def of_communicators(groups: dict[str, Any]) -> Section:
+    rows = [
+        [what, *ms([turn[name] for turn in groups["turns"]])]
+        for name, what in (("connect", "connect"), ("first", "first operation"), ("abort", "abort until quiet"))
+    ]
+    title = f"Communicators of {groups['ranks']} ranks, ms, the slowest rank of each turn"
+    return Section(title, ["", "median", "greatest"], rows, [])
+
+
+def of_nccl(found: dict[str, Any]) -> Section:
+    ways = found["ways"]
+    version = ".".join(map(str, found["version"]))
+    title = f"From one communicator to the next, {found['ranks']} ranks, NCCL {version}, ms, the slowest rank"
+    notes = [] if any("revoke" in way for way in ways) else ["this NCCL has no ncclCommRevoke (2.28.9 and newer)"]
+    return Section(title, ["", "median", "greatest"], [[way, *ms(each)] for way, each in ways.items()], notes)
+
+
+def of_steps(title: str, first: str) -> Callable[[dict[str, Any]], Section]:
+    """A table of lengths of steps."""
+
+    def table(steps: dict[str, Any]) -> Section:
+        lengths = {length: taken for length, taken in steps.items() if isinstance(taken, dict)}
+        ways = list(next(iter(lengths.values())))
+        rows = [
+            [f"{length} ms", *(f"{1000 * statistics.median(taken[way]):.3f}" for way in ways)]
+            for length, taken in lengths.items()
+        ]
+        return Section(title, [first, *ways], rows, ["medians of the turns"])
+
+    return table
+
+
+def rate(num_bytes: int, seconds: float) -> str:
+    return f"{num_bytes / 2**30 / seconds:.2f}"
+
+
+def of_restore(found: dict[str, Any]) -> Section:
+    rows = [
+        [way, f"{1000 * statistics.median(each):.1f}", rate(found["bytes"], statistics.median(each))]
+        for way, each in found["seconds"].items()
+    ]
+    title = f"A state of {found['bytes'] >> 20} MiB restored from two holders"
+    return Section(title, ["", "ms", "GiB/s"], rows, ["floors: as many bytes copied in pieces of 32 MiB, nothing else"])
+
+
+def of_snapshots(found: dict[str, Any]) -> Section:
+    rows = [
+        [what, f"{1000 * seconds:.1f}", rate(found["bytes"], seconds)]
+        for what, seconds in (
+            ("the first, which takes its memory", found["first"]),
+            ("one alone", statistics.median(found["copy"])),
+            ("floor: device to pinned memory", found["floor"]),
+            ("floor: hash", found["hash"]),
+        )
+    ]
+    for length, taken in found["steps"].items():
+        for how, each in taken.items():
+            rows.append([f"a step of {length} ms {how} one", f"{1000 * statistics.median(each):.1f}", ""])
+    return Section(f"Snapshots of {found['bytes'] >> 20} MiB", ["", "ms", "GiB/s"], rows, [])
+
+
+def of_weights(found: dict[str, Any]) -> Section:
+    rows = []
+    for source, each in found.items():
+        if isinstance(each, dict):
+            parts_s = {"a version": statistics.median(each["seconds"])} | each["busy"] | each["floors"]
+            rows += [[source, name, f"{1000 * s:.1f}", rate(each["bytes"], s)] for name, s in parts_s.items()]
+    notes = [
+        "h2d, broadcast, reload: how long a stage was busy; where they overlap, their sum exceeds a version's time"
+    ]
+    return Section("Weights, buffers on the GPU", ["from", "", "ms", "GiB/s"], rows, notes)
+
+
+def of_recovery(found: dict[str, Any]) -> Section:
+    names = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
+    rows = [
+        [f"{fault['fault']} in {fault['phase']}"]
+        + ["-" if fault.get(f"{name}_ms") is None else f"{fault[f'{name}_ms']:.1f}" for name in names]
+        for fault in found["faults"]
+    ]
+    return Section("A recovery of two ranks, ms", ["", *names], rows, [f"identical: {found['identical']}"])
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:
@@ -219,14 +272,17 @@ def main() -> int:
     """Runs and measures; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--name", default="gpu", help="of the machine, for the page's name (default: gpu)")
-    parser.add_argument("--only", choices=[letter for letter, _name, _function in PARTS], help="one part alone")
+    parser.add_argument("--only", choices=list(LETTERS), help="one part alone")
     parser.add_argument("--turns", type=int, default=TURNS, help=f"of each measurement (default: {TURNS})")
+    parser.add_argument("--mib", type=int, default=MIB, help=f"of state and weights (default: {MIB})")
     parser.add_argument("--no-tests", action="store_true", help="measure only")
+    parser.add_argument("--on-cpu", action="store_true", help="the parts without a GPU: figures mean nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page")
-    args = parsed(parser, {"turns": 1})
+    args = parsed(parser, {"turns": 1, "mib": 8})
+    args.until_s = time.monotonic() + BUDGET_S
     console = Console(stderr=False)
     gpus = what_is_here()
-    if not gpus:
+    if not gpus and not args.on_cpu:
         console.print(
             f"gpu.py: torch {torch.__version__} finds no GPU (CUDA) on this machine, so there is nothing to run",
             highlight=False,
@@ -234,13 +290,24 @@ def main() -> int:
         )
         return NO_GPU
 
-    def measure() -> dict[str, Any]:
-        tests = {} if args.no_tests else {"tests": run_tests(console)}
-        return tests | measure_parts(PARTS, args, console)
+    found: dict[str, Any] = {}
 
-    result = provenance("gpu.py") | {"gpus": gpus}
-    folder = None if args.quick else args.results
-    return carry_out(f"gpu-{args.name}", result, measure, sections, markdown, console, folder)
+    def measure() -> dict[str, Any]:
+        if not (args.no_tests or args.on_cpu):
+            found["tests"] = run_tests(console)
+        found.update(measure_parts(parts(args), args, console))
+        return found
+
+    result = provenance("gpu.py") | {"gpus": gpus or "none"}
+    folder = None if args.quick or args.on_cpu else args.results
+    carry_out(f"gpu-{args.name}", result, measure, sections, markdown, console, folder)
+    return int(has_failed(found))
+
+
+def has_failed(found: dict[str, Any]) -> bool:
+    """Whether a test or a part has."""
+    tests = found.get("tests", {"exit_code": 0})
+    return tests["exit_code"] != 0 or any("failed" in part for name, part in found.items() if name != "tests")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Rank:
         )
         self.views = [byte_view(tensor) for _name, tensor in self.state.live_tensors()]
         self.spare = [torch.empty_like(view) for view in self.views]
-        self._call = neighbour.call
+        self._reach = neighbour.reach
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +88,7 @@ class Rank:
 
     def carry_out(self, way: str) -> float:
         """One way, begun by all ranks together; seconds until it is done here."""
-        neighbour.call = self._call if way == "restore" else lambda *_: None
+        neighbour.reach = self._reach if way == "restore" else lambda place: None
         if self.rank == RECEIVER and not way.startswith("floor"):
             for view in self.views:
                 view.fill_(255)

@@ -84,6 +84,21 @@ def test_a_parked_spare_gets_the_order_with_its_rank(monkeypatch: pytest.MonkeyP
     assert (after.device, after.rank) == (1, None)
 
 
+def test_a_parked_spare_beyond_the_devices_gets_one_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment(Spawn(4, None, 9, None, 3))
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "ROLE_RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # so that they are put back at the end
+    config = worker_config(before)
+    assert config is not None
+    leave_park(config, rank=5, local_rank=1, local_world_size=3, device=2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"].split(",")[1] == "6", "the third of its node"
+    after = worker_config()
+    assert after is not None
+    assert (after.device, after.slot) == (1, 2)
+
+
 @pytest.mark.parametrize(("worker", "expected"), [(Spawn(4, 1, 3, 1, 3), 1), (Spawn(3, None, 3, None, 3), 3)])
 def test_the_session_knows_where_its_own_device_stands(worker: Spawn, expected: int) -> None:
     config = worker_config(environment(worker))

@@ -124,13 +124,22 @@ def spare_to_park() -> WorkerConfig | None:
     return settings if settings is not None and settings.parks and settings.rank is None else None
 
 
-def leave_park(settings: WorkerConfig, rank: int, local_rank: int, local_world_size: int) -> None:
-    """A parked spare has a rank and its script begins, with everything set as if it had been started with that rank."""
+def leave_park(
+    settings: WorkerConfig, rank: int, local_rank: int, local_world_size: int, device: int | None = None
+) -> None:
+    """A parked spare has a rank and its script begins, with everything set as if it had been started with that rank.
+
+    Args:
+        settings: its own until now.
+        rank, local_rank, local_world_size: as torchrun has them.
+        device: which of the node's devices it takes, counted from 0; None: the one of its slot.
+    """
     adopt_rank(rank, local_rank, local_world_size)
     if settings.devices:
-        os.environ[VISIBLE_DEVICES] = ",".join(order_for(settings.devices, settings.slot, local_rank))
-        own = local_rank % len(settings.devices)
-        os.environ[VARIABLE] = msgspec.json.encode(msgspec.structs.replace(settings, device=own)).decode()
+        slot = settings.slot if device is None else device
+        os.environ[VISIBLE_DEVICES] = ",".join(order_for(settings.devices, slot, local_rank))
+        own = msgspec.structs.replace(settings, device=local_rank % len(settings.devices), slot=slot)
+        os.environ[VARIABLE] = msgspec.json.encode(own).decode()
 
 
 def adopt_rank(rank: int, local_rank: int, local_world_size: int) -> None:

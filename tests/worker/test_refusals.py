@@ -215,7 +215,7 @@ ROWS: dict[str, list[Make]] = {
     'a `snapshot_every` that is no number from 1 on, "auto" or "off"': [
         lambda path: {"model": small(), "snapshot_every": 0}
     ],
-    "a `snapshot_every` by number, and state on a GPU": [
+    "a `snapshot_every` by number, and state that is neither on the CPU nor on a GPU (CUDA)": [
         lambda path: {"model": small().to("meta"), "snapshot_every": 1}
     ],
     "a `data_mesh` that is no `DeviceMesh`": [

@@ -102,7 +102,8 @@ class Agent:
             place.node, place.slots, place.domain or place.node, place.position, place.world_size, closed
         )
         # The time of day: it goes on when the machine is started again, so a later incarnation has a greater number.
-        return AgentMachine(joined, time.time_ns(), self.settings.liveness)
+        of_parked = len(self.settings.devices) if self.settings.parks_spares else 0
+        return AgentMachine(joined, time.time_ns(), self.settings.liveness, of_parked)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 

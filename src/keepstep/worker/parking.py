@@ -48,7 +48,7 @@ def park(settings: WorkerConfig) -> None:
                 os._exit(EXIT_ORPHANED)
             parked.orders += parked.decoder.feed(data)
     page.set_waiting(False)
-    leave_park(settings, mine.rank, mine.local_rank, mine.local_world_size)
+    leave_park(settings, mine.rank, mine.local_rank, mine.local_world_size, mine.device)
     _parked = parked
 
 

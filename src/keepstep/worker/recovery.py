@@ -30,7 +30,7 @@ from keepstep.worker.state.dcp.content import Share
 from keepstep.worker.state.digests import named_digests
 from keepstep.worker.state.image import StateHeader, describe
 from keepstep.worker.state.protected import ProtectedState
-from keepstep.worker.state.restore import Source, StateTransport, receive_state, send_state
+from keepstep.worker.state.restore import Landing, Source, StateTransport, receive_state, send_state
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.snapshots import Snapshots
 
@@ -53,7 +53,7 @@ class Recovery:
         self._checkpoints = checkpoints
         self._snapshots = snapshots
         self._resumed = False
-        self._source = Source()
+        self._source, self._landing = Source(), Landing(state.device)
         self._has_told_of_replicas = False
         self._has_told_of_snapshots = False
         self._publication: StepPublication | None = None
@@ -321,7 +321,7 @@ class Recovery:
         match move.action:
             case Action.RESTORE:
                 for transfer in move.receives(rank):
-                    received = receive_state(self._state, step, rank, transfer, self._transport(), self._moved)
+                    received = self._receive(step, transfer, rank)
                 self._state.layout.restored()
             case Action.REWIND:
                 from_checkpoint = self._rewind(step, rank)
@@ -340,6 +340,9 @@ class Recovery:
 
     def _send(self, header: StateHeader, held: Sequence[Held], transfer: Transfer, rank: int) -> None:
         send_state(header, held, rank, transfer, self._transport(), self._source, self._moved)
+
+    def _receive(self, step: int, transfer: Transfer, rank: int) -> int:
+        return receive_state(self._state, step, rank, transfer, self._transport(), self._moved, self._landing)
 
     def _rewind(self, step: int, rank: int) -> bool:
         """Loads this rank's own snapshot of a step, or a checkpoint where there is none; whether it is a checkpoint."""

@@ -52,6 +52,7 @@ from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.device_completion import completion_on
 from keepstep.worker.step.second_copies import SecondCopies
+from keepstep.worker.step.side_copies import side_copies
 from keepstep.worker.step.snapshots import Snapshots, parse_every
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
@@ -315,7 +316,8 @@ class Session(Loops):
         self._draws_as = first_tensor_peer(self._state.modules)
         self._data_ranks = data_ranks(objects, shard) if data_mesh is None else ranks_of_mesh(data_mesh)
         checkpoints = self._checkpoints(checkpoint_dir, checkpoint_every)
-        attempt = Attempt(self._coordination, self._state, self._declared, completion_on(self.device))
+        used = {tensor.device for _name, tensor in self._state.live_tensors()}
+        attempt = Attempt(self._coordination, self._state, self._declared, completion_on(self.device, used))
         snapshots = self._snapshots(snapshot_every)
         self._recovery = Recovery(self._coordination, self._state, attempt, checkpoints, snapshots)
         self._set_controller(
@@ -332,15 +334,17 @@ class Session(Loops):
     def _snapshots(self, wanted: int | str) -> Snapshots | None:
         every = parse_every(wanted)
         assert self._state is not None
-        is_on_cpu = all(tensor.device.type == "cpu" for _name, tensor in self._state.live_tensors())
-        if every and not is_on_cpu:
-            raise ConfigurationError(f"protect(snapshot_every={every}): snapshots of tensors on a GPU do not exist yet")
-        if self._settings is None or every == 0 or not is_on_cpu:
+        device = self._state.device
+        is_known = device.type in ("cpu", "cuda")
+        if every and not is_known:
+            raise ConfigurationError(f"protect(snapshot_every={every}): there are no snapshots of tensors on {device}")
+        if self._settings is None or every == 0 or not is_known:
             return None
         file = SnapshotFile(self._settings.snapshots_fd)
         copies = SecondCopies(file, self._background, self._second_copy_failed)
         num_ranks = max(1, self._settings.local_world_size)
-        return Snapshots(self._state, file, every, copies, num_ranks, self._coordination.show_moment)
+        side, on_moment = side_copies(device), self._coordination.show_moment
+        return Snapshots(self._state, file, every, copies, num_ranks, on_moment, side)
 
     def _background(self) -> Carrier | None:
         """What carries tensors beside what the training thread does, in the present generation."""

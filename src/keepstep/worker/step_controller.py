@@ -35,6 +35,7 @@ from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.barrier import pass_gradient_barrier
 from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
+from keepstep.worker.step.warm_up import warm_up
 
 
 class StepController:
@@ -180,18 +181,8 @@ class StepController:
         self._coordination.machine.finished(self._final_digest())
 
     def _warm_up(self) -> None:
-        """Has a spare do what the script wants it to, and take the memory of its optimizer state: one update on zero
-        gradients.
-
-        What both write is overwritten when the spare takes a rank. Restoring 80 MB of Adam state into memory
-        that had never been touched took twice as long (20,000 page faults; 2 cores, November 2026).
-        """
         self._coordination.is_warming_up = True
-        self.warm_up()
-        self._state.place_gradients(tuple(range(len(self._state.parameters()))))
-        for optimizer in self._state.optimizers.values():
-            optimizer.step()
-        self._state.place_gradients(())
+        warm_up(self._state, self.warm_up)
         self._coordination.is_warming_up = False
 
     # ---- one step ---------------------------------------------------------------------------------------------------

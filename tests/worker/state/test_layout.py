@@ -141,6 +141,7 @@ def test_without_parts_all_ranks_are_compared_with_rank_0(seed: int) -> None:
 
 def test_a_replica_on_another_type_of_device_is_named() -> None:
     own = start_of(ProtectedState({"model": torch.nn.Linear(2, 2)}))
-    theirs = msgspec.structs.replace(own, devices=("cpu", "cuda"))
+    tensors = (own.tensors[0], msgspec.structs.replace(own.tensors[1], device="cuda"))
+    theirs = msgspec.structs.replace(own, tensors=tensors)
     with pytest.raises(StateMismatch, match=r"'model\.bias' is on cpu on rank 1 and on cuda on rank 0"):
         check_same_start(own, theirs, 1)

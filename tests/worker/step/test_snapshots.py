@@ -16,6 +16,7 @@ from keepstep.shared import snapshotfile
 from keepstep.shared.snapshotfile import SnapshotFile
 from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.worker.state.protected import ProtectedState
+from keepstep.worker.step import side_copies
 from keepstep.worker.step import snapshots as module
 from keepstep.worker.step.second_copies import SecondCopies
 from keepstep.worker.step.snapshots import OnMoment, Snapshots, parse_every
@@ -266,14 +267,14 @@ def test_a_snapshot_that_was_cut_off_is_never_complete(memory: int, monkeypatch:
     told: list[SnapshotMoment] = []
     rank = Rank(memory, on_moment=lambda moment, *_: told.append(moment))
     is_let_go = threading.Event()
-    copy = module.copy_bytes
+    copy = side_copies.copy_flat
 
-    def held(*arguments: int) -> None:
-        assert is_let_go.wait(60)
-        copy(*arguments)
+    def held(to: torch.Tensor, source: torch.Tensor) -> None:
+        assert threading.current_thread() is threading.main_thread() or is_let_go.wait(60)
+        copy(to, source)
 
-    monkeypatch.setattr(module, "copy_bytes", held)
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 8)
+    monkeypatch.setattr(side_copies, "copy_flat", held)
+    monkeypatch.setattr(side_copies.HostCopies, "chunk_bytes", 8)
     rank.snapshots.hand_out(0)
     releasing = threading.Thread(target=rank.snapshots.release_state)
     releasing.start()

@@ -30,13 +30,17 @@ class FenceWorker(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """This worker holds ``rank`` in this generation, and ``local_rank`` among the ranks of its node."""
+    """This worker holds ``rank`` in this generation, and ``local_rank`` among the ranks of its node.
+
+    Its agent fills in ``device`` for a spare that was parked and takes a device with the rank, counted from 0.
+    """
 
     worker: int
     generation: int
     rank: int
     local_rank: int
     local_world_size: int
+    device: int | None = None
 
 
 class PassSnapshots(Message, frozen=True):

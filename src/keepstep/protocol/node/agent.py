@@ -29,6 +29,7 @@ from keepstep.protocol.node.effects import (
     Spawn,
 )
 from keepstep.protocol.node.liveness import LivenessMachine, LivenessSettings, Observation
+from keepstep.protocol.node.parked import device_for
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import EXIT_FAILED
 from keepstep.protocol.reliable_channel import ReliableChannel
@@ -64,11 +65,18 @@ class _FirstSteps:
 class AgentMachine:
     """One node's part of a job."""
 
-    def __init__(self, joined: msg.NodeJoined, incarnation: int, liveness: LivenessSettings) -> None:
+    def __init__(
+        self, joined: msg.NodeJoined, incarnation: int, liveness: LivenessSettings, devices_of_parked: int = 0
+    ) -> None:
+        """Args:
+        joined, incarnation, liveness: of this node.
+        devices_of_parked: the node's devices, where each spare is parked and takes one with its rank; 0: it has one.
+        """
         self.node = joined.node
         self.incarnation = incarnation
         self.liveness = LivenessMachine(joined.node, liveness)
         self._joined = joined
+        self._devices_of_parked = devices_of_parked
         self._liveness_settings = liveness
         self.channel = ReliableChannel(joined.node, incarnation)
         self.channel.say([joined])
@@ -216,6 +224,7 @@ class AgentMachine:
                 self._effects.append(Leave(order.exit_code, order.reason))
             case msg.Assign():
                 if order.worker in self._processes:
+                    order = self._with_device(order)
                     self._processes[order.worker].rank = order.rank
                     self.liveness.watch(order.worker, order.rank, now_s)
                     self._effects.append(HandOver((order.worker,), order))
@@ -255,6 +264,15 @@ class AgentMachine:
                 pass
         if holders:
             self._effects.append(HandOver(holders, order))
+
+    def _with_device(self, order: msg.Assign) -> msg.Assign:
+        """The order as a parked spare gets it: with the device that it takes."""
+        process = self._processes[order.worker]
+        if not self._devices_of_parked or process.rank is not None:
+            return order
+        taken = {other.device for other in self._processes.values() if other.rank is not None}
+        process.device = device_for(process.device, taken, self._joined.closed, self._devices_of_parked)
+        return msgspec.structs.replace(order, device=process.device)
 
     def _with_membership(self, order: msg.Recover) -> msg.Recover:
         """The order as workers get it: with the whole membership, be it new or a change of the last one."""

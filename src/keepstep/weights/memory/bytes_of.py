@@ -23,6 +23,19 @@ def copy_bytes(to: int, source: int, num_bytes: int) -> None:
     (_copy_released if num_bytes >= RELEASED_BYTES else _copy_held)(to, source, num_bytes)
 
 
+def copy_flat(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies the bytes of one flat tensor to another of the same size, uint8 [n].
+
+    Between host memory and a GPU it is launched on the current stream: the host may go on, and ``source`` must not be
+    freed or written to, before an event behind it has come. CUDA copies to and from memory that is not pinned before
+    it returns, or has read it all.
+    """
+    if to.device.type == source.device.type == "cpu":
+        copy_bytes(to.data_ptr(), source.data_ptr(), source.numel())
+    else:
+        to.copy_(source, non_blocking=True)
+
+
 def address_of(memory: memoryview) -> int:
     """Where some bytes lie, be they writable or not."""
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])

@@ -12,6 +12,10 @@ _ALIGNMENT_BYTES = 256
 """Of each slot, as torch and CUDA align what they allocate."""
 
 
+class MemoryNotMapped(RuntimeError):
+    """CUDA does not map another process's memory into this one."""
+
+
 class GpuBuffer:
     """A buffer on a GPU, see `keepstep.weights.memory.buffers.Buffer`.
 
@@ -50,20 +54,10 @@ class GpuBuffer:
 
         Raises:
             RemoteProtocolError: this process does not see that GPU, or the memory is smaller than it was said to be.
+            MemoryNotMapped: CUDA does not map it.
         """
-        gpu = place.gpu
-        assert gpu is not None
-        storage = torch.UntypedStorage._new_shared_cuda(
-            _index_of(gpu.gpu),
-            gpu.handle,
-            gpu.storage_bytes,
-            gpu.offset_bytes,
-            gpu.counter,
-            gpu.counter_offset,
-            gpu.event,
-            gpu.must_wait,
-        )
-        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        assert place.gpu is not None
+        memory = map_memory(place.gpu)
         if place.num_slots * place.slot_bytes > memory.numel():
             raise RemoteProtocolError(
                 f"a buffer of {memory.numel()} bytes for {place.num_slots} slots of {place.slot_bytes} bytes"
@@ -89,21 +83,58 @@ class GpuBuffer:
     def share(self) -> tuple[BufferPlace, list[int]]:
         """See `keepstep.weights.memory.buffers.Buffer`. Torch counts those who have it: once for each time."""
         assert self._memory is not None
-        index, handle, size, offset, counter, counter_offset, event, must_wait = (
-            self._memory.untyped_storage()._share_cuda_()
-        )
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        gpu = GpuMemory(uuid, handle, size, offset, counter, counter_offset, event, must_wait)
-        return BufferPlace(self.num_slots, self.slot_bytes, gpu), []
+        return BufferPlace(self.num_slots, self.slot_bytes, share_memory(self._memory)), []
 
     def close(self) -> None:
         """See `keepstep.weights.memory.buffers.Buffer`."""
         self._memory = None
 
 
+def share_memory(memory: torch.Tensor) -> GpuMemory:
+    """How one other process of this machine maps a tensor, uint8 [n] on a GPU."""
+    index, handle, size, offset, counter, counter_offset, event, must_wait = memory.untyped_storage()._share_cuda_()
+    return GpuMemory(uuid_of(index), handle, size, offset, counter, counter_offset, event, must_wait)
+
+
+def map_memory(gpu: GpuMemory) -> torch.Tensor:
+    """Another process's tensor, uint8 [n]. It is on that process's GPU, on which this one opens a context, too.
+
+    Raises:
+        RemoteProtocolError: this process does not see that GPU.
+        MemoryNotMapped: CUDA does not do it.
+    """
+    index = _index_of(gpu.gpu)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            index,
+            gpu.handle,
+            gpu.storage_bytes,
+            gpu.offset_bytes,
+            gpu.counter,
+            gpu.counter_offset,
+            gpu.event,
+            gpu.must_wait,
+        )
+    except RuntimeError as error:
+        raise MemoryNotMapped(f"memory of GPU {gpu.gpu} of another process: {error}") from error
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def uuid_of(index: int) -> str:
+    """Of a GPU that this process sees. Asking opens no context on it."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The UUIDs of the GPUs that this process sees, in its order."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(map(uuid_of, range(torch.cuda.device_count())))
+
+
 def _index_of(uuid: str) -> int:
     """Under which number this process knows a GPU."""
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return index
-    raise RemoteProtocolError(f"a buffer is on GPU {uuid}, which this process does not see (CUDA_VISIBLE_DEVICES)")
+    seen = visible_gpus()
+    if uuid not in seen:
+        raise RemoteProtocolError(f"a buffer is on GPU {uuid}, which this process does not see (CUDA_VISIBLE_DEVICES)")
+    return seen.index(uuid)

@@ -28,7 +28,8 @@ def refuse_sharing(settings: config.WorkerConfig, num_gpus: int, nccl_version: S
     if not settings.shares_gpus:
         raise ConfigurationError(
             f"{who} is process {settings.slot + 1} of its node, which has {num_gpus} GPU{'s' * (num_gpus > 1)}: start "
-            "fewer ranks and spares on it, let them share GPUs with --share-gpus, or hide the GPUs from a job that "
+            "fewer ranks and spares on it, have spares wait without a GPU until they get a rank (--park-spares), let "
+            "processes share GPUs with --share-gpus, or hide the GPUs from a job that "
             f'trains on the CPU: {config.VISIBLE_DEVICES}=""'
         )
     version = tuple(nccl_version[:2])

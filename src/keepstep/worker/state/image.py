@@ -73,14 +73,15 @@ def targets(state: ProtectedState, header: StateHeader, source: str) -> tuple[li
     if set(own) - {entry.name for entry in header.optimizer}:
         state.drop_optimizer_state()
         own = {}
+        existing.clear()  # there is no room for both
     optimizer = []
     for entry in header.optimizer:
         if own.get(entry.name) == entry:
             optimizer.append(existing[entry.name].held.tensor)
         else:
-            optimizer.append(entry.empty())
+            optimizer.append(entry.empty(state.device))
             state.place_optimizer_tensor(entry.name, optimizer[-1], as_dtensor=entry.is_dtensor)
-    host_tensors = [entry.empty() for entry in header.host_tensors]
+    host_tensors = [entry.empty(state.device) for entry in header.host_tensors]
     live = [local_of(tensor) for _name, tensor in (*parameters, *buffers)]
     return [*live, *optimizer, *host_tensors], host_tensors
 

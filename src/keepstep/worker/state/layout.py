@@ -33,6 +33,8 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The shape of the whole tensor."""
     is_dtensor: bool
     """Whether it is a DTensor, of which this is the local tensor."""
+    device: str = "cpu"
+    """The type of device that it is on."""
 
     @property
     def box(self) -> Box:
@@ -49,9 +51,14 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         """Of the block."""
         return math.prod(self.shape)
 
-    def empty(self) -> torch.Tensor:
-        """A new tensor of this form, its content undefined."""
-        return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype))
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A new tensor of this form, its content undefined.
+
+        Args:
+            device: where it is, unless its form says that it is on the CPU.
+        """
+        where = torch.device("cpu") if self.device == "cpu" else device
+        return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype), device=where)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +75,8 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         strides = f" with strides {self.strides}" if with_strides else ""
         part = f" from {list(self.start)} on of {list(self.whole)}" if self.shape != self.whole else ""
         kind = " of a DTensor" if self.is_dtensor else ""
-        return f"{self.dtype}{list(self.shape)}{part}{kind}{strides}"
+        device = f" on {self.device}" if self.device != "cpu" else ""
+        return f"{self.dtype}{list(self.shape)}{part}{kind}{strides}{device}"
 
 
 def headers_of(blocks: Iterable[NamedBlock]) -> tuple[TensorHeader, ...]:
@@ -82,6 +90,7 @@ def headers_of(blocks: Iterable[NamedBlock]) -> tuple[TensorHeader, ...]:
             block.held.box.start,
             block.whole,
             is_dtensor(block.owners[0]),
+            block.held.tensor.device.type,
         )
         for block in blocks
     )
@@ -116,8 +125,6 @@ class Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     host: tuple[str, ...]
     digests: tuple[bytes, ...]
     """xxh3 (64 bit) of the content of each tensor, then of each host value."""
-    devices: tuple[str, ...]
-    """The type of device that each tensor is on."""
 
 
 def start_of(state: ProtectedState, first_step: int = 0) -> Start:
@@ -125,8 +132,7 @@ def start_of(state: ProtectedState, first_step: int = 0) -> Start:
     blocks = state.blocks()
     host = {"steps(start=...)": first_step, **dict(_host_values(state.host_state()))}
     digests = [xxhash.xxh3_64_digest(byte_view(block.held.tensor.cpu()).numpy().data) for block in blocks]
-    devices = tuple(block.held.tensor.device.type for block in blocks)
-    return Start(headers_of(blocks), tuple(host), (*digests, *map(_digest_of_value, host.values())), devices)
+    return Start(headers_of(blocks), tuple(host), (*digests, *map(_digest_of_value, host.values())))
 
 
 def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:
@@ -167,13 +173,13 @@ def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0) -> No
     """
     if own == theirs:
         return
-    check_same_layout(own.tensors, theirs.tensors, f"rank {first}")
-    for header, mine, its in zip(own.tensors, own.devices, theirs.devices, strict=True):
-        if mine != its:
+    for mine, its in zip(own.tensors, theirs.tensors, strict=False):
+        if mine.name == its.name and mine.device != its.device:
             raise StateMismatch(
-                f"'{header.name}' is on {mine} on rank {rank} and on {its} on rank {first}: replicas compute the same "
-                "bits on the same type of device alone; use session.device on every rank"
+                f"'{mine.name}' is on {mine.device} on rank {rank} and on {its.device} on rank {first}: replicas "
+                "compute the same bits on the same type of device alone; use session.device on every rank"
             )
+    check_same_layout(own.tensors, theirs.tensors, f"rank {first}")
     if own.host != theirs.host:
         extra = sorted(set(own.host) ^ set(theirs.host)) or ["another order of the host values"]
         raise StateMismatch(f"only one of rank {rank} and rank {first} has {extra[0]}: replicas must be equal")

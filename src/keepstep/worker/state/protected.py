@@ -172,6 +172,12 @@ class ProtectedState:
                         found.append((f"{name}/{index}/{key}", value))
         return found
 
+    @property
+    def device(self) -> torch.device:
+        """The GPU that the parameters are on; the CPU, where all of them are there."""
+        own = (parameter.device for _name, parameter in self.parameters() if parameter.device.type != "cpu")
+        return next(own, torch.device("cpu"))
+
     def blocks(self) -> list[NamedBlock]:
         """What this rank holds of all of the above, in an order that is the same on every replica."""
         return self.layout.blocks([*self.parameters(), *self.buffers(), *self.optimizer_tensors()])

@@ -1,11 +1,14 @@
 """Moving a shard from its live holders to a rank that lost it.
 
 The first source sends a header over the new generation's process group: see `keepstep.worker.state.image`. Everything
-else is the pipeline of
-`keepstep.weights`: a plan that is the same on all sides, each source gathers its share into its H2D buffer, and the
-receiver copies out of all of them, straight into parameters and optimizer state. On one machine it reads in the
-sources' buffers; over a network the buckets are messages of the group. Raw bytes, nothing is unpickled. Until every
-checksum has been compared the receiver counts as holding nothing.
+else is the pipeline of `keepstep.weights`: a plan that is the same on all sides, each source gathers its share into its
+H2D buffer, all sources at the same time, and the receiver copies out of all of them, straight into parameters and
+optimizer state. On one machine it reads in the sources' buffers; over a network the buckets are messages of the group.
+Raw bytes, nothing is unpickled. Until every checksum has been compared the receiver counts as holding nothing.
+
+A state on a GPU is gathered on that GPU, where all receivers can map its memory (CUDA's interprocess handles): it
+never passes through the host. Else the buffer is in host memory, as for a state that is there. On no device is there a
+second copy of the state, only buckets: see `GPU_PEAK_BYTES`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +25,7 @@ import xxhash
 from torch import distributed as dist
 
 from keepstep.cancel import CancelToken
-from keepstep.errors import ChecksumMismatch, RemoteProtocolError
+from keepstep.errors import BufferUnavailable, ChecksumMismatch, RemoteProtocolError
 from keepstep.protocol.messages import Transfer
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.plan import Limits, Part, Reader, TensorForm
@@ -30,15 +33,16 @@ from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import Inlet
 from keepstep.weights.channels.group import Carrier, GroupInlet, GroupOutlet
 from keepstep.weights.device.stages import RankPlan, SendStage, device_outlet
-from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.buffers import Buffer, make_buffer
 from keepstep.weights.memory.copies import checksum_in, copy_of
-from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES, Held
+from keepstep.weights.memory.gpu_buffers import MemoryNotMapped, uuid_of, visible_gpus
+from keepstep.weights.memory.gpu_copies import on_stream
+from keepstep.weights.memory.pieces import CHECKSUM_BYTES, SLOT_EXTRA_BYTES, Held
 from keepstep.weights.spans import Spans
 from keepstep.worker.state import neighbour
 from keepstep.worker.state.image import StateHeader, finish, targets
 from keepstep.worker.state.protected import ProtectedState
 
-_CHECKSUM_BYTES = 8
 _SIZE_BYTES = 8
 _SHORT_BYTES = 4096
 """What is sent at once of a message; all but the header of a large model. A round trip less for each."""
@@ -46,8 +50,15 @@ _HEADER_TAG = 0x4B530
 _CALLS, _SENDS = b"calls", b"sends"
 """A source's answer to a receiver's place."""
 RESTORE_BUCKET_BYTES = 4 << 20
+GPU_BUCKET_BYTES = 32 << 20
+"""Where the state is on a GPU. A bucket costs some launches and a message, about a tenth of a millisecond; to read so
+much from another GPU of NVLink takes about as long. Not measured on a GPU."""
 NUM_SLOTS = 2
 """Of each buffer: one is filled while the other is read."""
+GPU_PEAK_BYTES = 7 * GPU_BUCKET_BYTES
+"""What a transfer takes of a GPU's memory in each process, besides the restored tensors themselves. A source has two
+slots, a receiver one at most. A checksum has 8 bytes of factors for each 4 of a bucket, which are kept, and as much
+for the products. The seventh is for what is rounded up."""
 DEADLINE_S = 60.0
 """The controller has shorter deadlines for a rank that does not move; this one only ends a wait on a lost one."""
 MAX_HEADER_BYTES = 1 << 30
@@ -78,18 +89,50 @@ class StateTransport:
 
 
 class Source:
-    """What a rank sends with: its H2D buffer, made at its first transfer and kept."""
+    """What a rank sends with: its H2D buffer. The one in host memory is kept from its first transfer on."""
 
-    def __init__(self, bucket_bytes: int = RESTORE_BUCKET_BYTES) -> None:
-        self.limits = Limits(bucket_bytes, bucket_bytes // 2)
-        self._h2d: SlotBuffer | None = None
+    def __init__(self, bucket_bytes: int | None = None) -> None:
+        """Args:
+        bucket_bytes: of each bucket; None: as suits the device.
+        """
+        self._bucket_bytes = bucket_bytes
+        self._host: Buffer | None = None
 
-    @property
-    def h2d(self) -> SlotBuffer:
-        """The buffer."""
-        if self._h2d is None:
-            self._h2d = SlotBuffer.create(NUM_SLOTS, self.limits.bucket_bytes + SLOT_EXTRA_BYTES)
-        return self._h2d
+    def limits(self, device: torch.device) -> Limits:
+        """How a state is cut. The same on all sources of a transfer, whatever buffers they have.
+
+        Args:
+            device: that the state is on.
+        """
+        usual = RESTORE_BUCKET_BYTES if device.type == "cpu" else GPU_BUCKET_BYTES
+        num_bytes = self._bucket_bytes or usual
+        return Limits(num_bytes, num_bytes // 2)
+
+    @contextlib.contextmanager
+    def buffer(self, device: torch.device, limits: Limits) -> Iterator[Buffer]:
+        """A buffer on a device, for one transfer; in host memory where the device has not so much left."""
+        slot_bytes = limits.bucket_bytes + SLOT_EXTRA_BYTES
+        own = None
+        if device.type != "cpu":
+            with contextlib.suppress(BufferUnavailable):
+                own = make_buffer(device, NUM_SLOTS, slot_bytes)
+        if own is None:
+            yield self._host_buffer(slot_bytes)
+            return
+        try:
+            yield own
+        finally:
+            own.close()  # torch keeps the memory until no receiver maps it
+
+    def _host_buffer(self, slot_bytes: int) -> Buffer:
+        if self._host is None or self._host.slot_bytes < slot_bytes:
+            self._host = make_buffer(torch.device("cpu"), NUM_SLOTS, slot_bytes)
+        return self._host
+
+
+def device_of(held: Sequence[Held]) -> torch.device:
+    """The GPU that tensors are on, or the first of several; the CPU, where all are there."""
+    return next((each.tensor.device for each in held if each.tensor.is_cuda), torch.device("cpu"))
 
 
 def send_state(
@@ -105,7 +148,7 @@ def send_state(
 
     Args:
         content: what the state consists of.
-        held: its tensors, live or of a snapshot, in the order of ``content``; only read.
+        held: its tensors, live or of a snapshot, in the order of ``content``; only read. No stream writes to them.
         rank: this rank, one of ``route.sources``.
         route: the same on all sides.
         transport: what carries it.
@@ -115,31 +158,48 @@ def send_state(
     Raises:
         RuntimeError: a receiver is gone, or the group was taken down.
         CannotGoOn: a neighbour is gone.
+        PeerLost: likewise.
         Cancelled: by the stop of ``transport``.
     """
-    group = transport.group
-    header = SourceHeader(source.limits, content)
+    group, device = transport.group, device_of(held)
+    header = SourceHeader(source.limits(device), content)
     if rank == route.sources[0]:
         for receiver in route.receivers:
             _send_sealed(msgspec.msgpack.encode(header), receiver, group)
     plan = RankPlan(_transfer_layout(header, route), rank)
     plan.prepare(held)
-    connections = {
-        receiver: connection for receiver in route.receivers if (connection := _call(receiver, rank, source.h2d, group))
+    places = {
+        receiver: _decode(_receive_sealed(receiver, group), neighbour.NeighbourPlace, receiver)
+        for receiver in route.receivers
     }
-    try:
-        outlet = _Outlets(plan, source.h2d, connections, transport)
-        SendStage(plan, source.h2d, outlet, Spans(), moved).run()
-    finally:
-        for connection in connections.values():
-            connection.close()
+    with contextlib.ExitStack() as opened:
+        connections: dict[int, Connection] = {}
+        for receiver, place in places.items():
+            if (connection := neighbour.reach(place)) is not None:
+                connections[receiver] = connection
+                opened.callback(connection.close)
+        where = device if _can_map(device, places, connections) else torch.device("cpu")
+        h2d = opened.enter_context(source.buffer(where, header.limits))
+        for receiver in route.receivers:
+            if receiver in connections:
+                neighbour.give_buffer(connections[receiver], rank, h2d, DEADLINE_S)
+            _send_sealed(_CALLS if receiver in connections else _SENDS, receiver, group)
+        SendStage(plan, h2d, _Outlets(plan, h2d, connections, transport), Spans(), moved).run()
+
+
+def _can_map(device: torch.device, places: Mapping[int, neighbour.NeighbourPlace], reached: Collection[int]) -> bool:
+    """Whether all receivers can map memory of a device."""
+    if device.type == "cpu":
+        return False
+    uuid = uuid_of(device.index)
+    return all(receiver in reached and uuid in place.gpus for receiver, place in places.items())
 
 
 class _Outlets:
     """To neighbours by their connections, to all others by the group."""
 
     def __init__(
-        self, plan: RankPlan, h2d: SlotBuffer, connections: dict[int, Connection], transport: StateTransport
+        self, plan: RankPlan, h2d: Buffer, connections: dict[int, Connection], transport: StateTransport
     ) -> None:
         self._connections = connections
         self._near = device_outlet(0, h2d, connections, DEADLINE_S, transport.stop)
@@ -158,20 +218,67 @@ class _Outlets:
         self._far.wait_until_all_free()
 
 
-def _call(receiver: int, rank: int, h2d: SlotBuffer, group: Carrier) -> Connection | None:
-    """Calls a receiver and tells it over the group whether that worked; None if it is no neighbour."""
-    place = _decode(_receive_sealed(receiver, group), neighbour.NeighbourPlace, receiver)
-    connection = neighbour.call(place, rank, h2d, DEADLINE_S)
-    _send_sealed(_CALLS if connection is not None else _SENDS, receiver, group)
-    return connection
+class Landing:
+    """Where the buckets of a state arrive on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Args:
+        device: that this rank's state is on.
+        """
+        self._device = device
+        self._slot: torch.Tensor | None = None
+        self.gpus = () if device.type == "cpu" else visible_gpus()
+        """UUIDs of those whose memory this process can map."""
+
+    @contextlib.contextmanager
+    def mapping(self) -> Iterator[None]:
+        """Inside, memory of GPUs is mapped. Where CUDA does not do it, the next transfer goes through the host.
+
+        Raises:
+            MemoryNotMapped: it does not; a RuntimeError, which breaks this transfer off.
+        """
+        try:
+            yield
+        except MemoryNotMapped:
+            self.gpus = ()
+            raise
+
+    def bring(self, slot: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        """What is in a slot of another GPU, on this one's own: checksums are computed there. Valid until the next."""
+        if not slot.is_cuda or slot.device == self._device:
+            return slot
+        if self._slot is None or self._slot.numel() < slot.numel():
+            self._slot = torch.empty(slot.numel(), dtype=torch.uint8, device=self._device)
+        with on_stream(self._device):
+            self._slot[:num_bytes].copy_(slot[:num_bytes], non_blocking=True)
+        return self._slot
+
+    def close(self) -> None:
+        """The transfer is over."""
+        self._slot = None
 
 
 def receive_state(
-    state: ProtectedState, step: int, rank: int, route: Transfer, transport: StateTransport, moved: Callable[[], None]
+    state: ProtectedState,
+    step: int,
+    rank: int,
+    route: Transfer,
+    transport: StateTransport,
+    moved: Callable[[], None],
+    landing: Landing | None = None,
 ) -> int:
     """Fills this rank's objects from all sources and returns the number of bytes received.
 
-    Until it returns the objects are in between and reach no step.
+    Until it returns the objects are in between and reach no step. No stream reads or writes them meanwhile.
+
+    Args:
+        state: the objects.
+        step: that they are to be of.
+        rank: this rank, one of ``route.receivers``.
+        route: the same on all sides.
+        transport: what carries it.
+        moved: called after each bucket.
+        landing: kept from one transfer to the next; a new one where it is None.
 
     Raises:
         StateMismatch: the model here has other names, shapes or dtypes than the source's.
@@ -181,8 +288,10 @@ def receive_state(
         Cancelled: by the stop of ``transport``.
     """
     first, group = route.sources[0], transport.group
+    landing = landing or Landing(state.device)
     with contextlib.ExitStack() as opened:
-        here = opened.enter_context(neighbour.Neighbourhood())
+        opened.callback(landing.close)
+        here = opened.enter_context(neighbour.Neighbourhood(landing.gpus))
         place = msgspec.msgpack.encode(here.place)
         # Not waited for: the first source sends its header before it receives, and each send waits for its receiver.
         told = [work for source in route.sources for work in _begin_to_send(place, source, group)]
@@ -194,14 +303,15 @@ def receive_state(
         plan = RankPlan(_transfer_layout(header, route), rank)
         for work in told:
             work.wait()
-        inlets = _inlets(plan, header.limits, route, transport, here, opened)
+        with landing.mapping():
+            inlets = _inlets(plan, header.limits, route, transport, here, opened)
         held = {
             index: [Held(tensor.detach(), entry.box)]
             for index, (tensor, entry) in enumerate(zip(tensors, content.all_tensors, strict=True))
         }
         num_wrong = 0
         for bucket in plan.coming:
-            slot = inlets[bucket.source].take(bucket)
+            slot = landing.bring(inlets[bucket.source].take(bucket), bucket.num_bytes + CHECKSUM_BYTES)
             num_wrong += copy_of(slot, bucket, held).scatter() != checksum_in(slot, bucket)
             inlets[bucket.source].release()
             moved()
@@ -280,11 +390,11 @@ def _receive_sealed(source: int, group: Carrier) -> bytes:
             f"rank {source} announces a header of {num_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
         )
     end = _SIZE_BYTES + num_bytes
-    missing = end + _CHECKSUM_BYTES - _SHORT_BYTES
+    missing = end + CHECKSUM_BYTES - _SHORT_BYTES
     if missing > 0:
         sealed += _receive_bytes(missing, source, group)
     body = sealed[_SIZE_BYTES:end]
-    if sealed[end : end + _CHECKSUM_BYTES] != _checksum(body):
+    if sealed[end : end + CHECKSUM_BYTES] != _checksum(body):
         raise RemoteProtocolError(f"the header from rank {source} arrived with a wrong checksum")
     return body
 

@@ -73,7 +73,7 @@ class Attempt:
         self.drain_device()
 
     def drain_device(self) -> None:
-        """Waits until the device is through with what was launched, such as an update's kernels."""
+        """Waits until the devices are through with what was launched, such as an update's kernels."""
         self._device.drain()
 
     def undo(self) -> None:
@@ -110,6 +110,7 @@ class Attempt:
         """
         if not self._coordination.attempting:
             return True
+        self.drain_device()
         self._snapshot.put_back()
         self._coordination.attempting = False
         return False

@@ -9,7 +9,7 @@ whatever is queued behind it on the stream runs. What the lost run-ahead costs w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -34,7 +34,7 @@ class DeviceCompletion(Protocol):
         ...
 
     def drain(self) -> None:
-        """Returns when nothing runs on any stream of the device. No group has an operation under way.
+        """Returns when nothing runs on any stream of the process's devices. No group has an operation under way.
 
         Raises:
             RuntimeError: as for `wait`.
@@ -57,8 +57,8 @@ class StreamCompletion:
 
     def __init__(self, record: Callable[[], Callable[[], bool]], synchronize: Callable[[], None]) -> None:
         """Args:
-        record: marks a place on the current stream; returns whether the device has come there.
-        synchronize: waits for all streams of the device.
+        record: marks a place on the current stream of each device; returns whether all have come there.
+        synchronize: waits for all streams of all devices.
         """
         self._record = record
         self._synchronize = synchronize
@@ -79,14 +79,28 @@ class StreamCompletion:
         self._synchronize()
 
 
-def completion_on(device: torch.device) -> DeviceCompletion:
-    """What waits for the process's own device."""
+def completion_on(device: torch.device, others: Collection[torch.device] = ()) -> DeviceCompletion:
+    """What waits for the process's own device.
+
+    Args:
+        device: that one.
+        others: on which the process trains as well; where a model is spread over several GPUs.
+    """
     if device.type != "cuda":
         return HostCompletion()
+    used = {device, *(other for other in others if other.type == "cuda")}
 
     def record() -> Callable[[], bool]:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return lambda: bool(event.query())
+        events = []
+        for each in used:
+            events.append(torch.cuda.Event())
+            events[-1].record(torch.cuda.current_stream(each))
+        return lambda: all(event.query() for event in events)
 
-    return StreamCompletion(record, lambda: torch.cuda.synchronize(device))
+    def synchronize() -> None:
+        for index in range(torch.cuda.device_count()):
+            is_used = torch.device("cuda", index) in used
+            if is_used or torch.cuda.memory_reserved(index):  # another one that the script has opened
+                torch.cuda.synchronize(index)
+
+    return StreamCompletion(record, synchronize)

@@ -1,7 +1,8 @@
 """Snapshots of this rank's state in memory: for shards whose holders may all be lost at once.
 
 Between two updates parameters and optimizer state do not change. So the copy for a step begins when the step is handed
-out, runs in a thread of its own beside forward and backward, and is awaited in front of the gradient barrier. It goes
+out, runs in a thread of its own (on a GPU: on a stream of its own, see `keepstep.worker.step.side_copies`) beside
+forward and backward, and is awaited in front of the gradient barrier. It goes
 into memory that the agent holds as well (`keepstep.shared.snapshotfile`), and from there to a buddy on another node
 (`keepstep.worker.step.second_copies`).
 
@@ -17,6 +18,7 @@ import errno
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -30,18 +32,17 @@ from keepstep.protocol.messages import Membership, SnapshotsByRank
 from keepstep.protocol.snapshots import NUM_KEPT, SnapshotSchedule, outdated
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
 from keepstep.shared.tagpage import SnapshotMoment
-from keepstep.weights.memory.bytes_of import address_of, byte_view, copy_bytes
+from keepstep.weights.memory.bytes_of import byte_view, copy_flat
 from keepstep.weights.memory.pieces import Held
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import snapshot_cost
 from keepstep.worker.step.second_copies import SecondCopies
+from keepstep.worker.step.side_copies import HostCopies, SideCopies, Wait
 from keepstep.worker.step.snapshot_cost import SnapshotCost
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
-_CHUNK_BYTES = 1 << 20
-"""What is copied before its checksum is taken: it is in the cache then."""
 
 OnMoment = Callable[[SnapshotMoment, int, int, int], None]
 """Told what became of a snapshot, of which step and of how many bytes it is, and when, in monotonic nanoseconds.
@@ -84,32 +85,56 @@ class _Copy:
     num_bytes: int
     view: mmap.mmap
     pieces: list[_Piece]
+    is_begun: Wait
+    """The device has come to the step, and what was copied before is there."""
     is_cancelled: bool = False
     processor_s: float = 0.0
     """What it took of a core."""
 
-    def run(self, file: SnapshotFile, rank: int, on_moment: OnMoment) -> WholeSnapshot | None:
+    def run(self, file: SnapshotFile, rank: int, copies: SideCopies, on_moment: OnMoment) -> WholeSnapshot | None:
         """Fills the slot and seals it. Runs in the thread of the snapshots. None: it was cancelled."""
         begun_s = time.thread_time()
-        checksum, hashed = xxhash.xxh3_128(), 0
-        with memoryview(self.view) as memory:
-            start = address_of(memory)
-            for piece in self.pieces:
-                size = piece.tensor.numel()
-                for begin in range(0, size, _CHUNK_BYTES):
-                    if self.is_cancelled:
-                        return None
-                    end = min(size, begin + _CHUNK_BYTES)
-                    if not piece.is_copied:
-                        copy_bytes(start + piece.offset + begin, piece.tensor.data_ptr() + begin, end - begin)
-                    checksum.update(memory[hashed : piece.offset + end])
-                    hashed = piece.offset + end
-            checksum.update(memory[hashed : self.num_bytes])
-        whole = WholeSnapshot(self.slot, rank, self.step, self.num_bytes, checksum.digest())
+        copies.pin(self.slot, self.view)
+        self.is_begun()
+        digest = self._fill(copies)
+        if digest is None:
+            return None
+        whole = WholeSnapshot(self.slot, rank, self.step, self.num_bytes, digest)
         file.seal(whole)
         on_moment(SnapshotMoment.COMPLETE, self.step, self.num_bytes, time.monotonic_ns())
         self.processor_s = time.thread_time() - begun_s
         return whole
+
+    def _fill(self, copies: SideCopies) -> bytes | None:
+        """Copies what was not copied before, and hashes all of it on the way; None: it was cancelled."""
+        memory = torch.frombuffer(self.view, dtype=torch.uint8)
+        content, checksum, hashed = memory.numpy().data, xxhash.xxh3_128(), 0
+        under_way: deque[tuple[Wait, int]] = deque()
+        for piece, begin, end in self._chunks(copies.chunk_bytes):
+            if self.is_cancelled:
+                break
+            target = memory[piece.offset + begin : piece.offset + end]
+            is_there = _is_there if piece.is_copied else copies.begin(target, piece.tensor[begin:end])
+            under_way.append((is_there, piece.offset + end))
+            if len(under_way) == copies.num_ahead:
+                wait, until = under_way.popleft()
+                wait()
+                checksum.update(content[hashed:until])
+                hashed = until
+        for wait, _until in under_way:  # also of what was cancelled: the tensors are about to be written
+            wait()
+        checksum.update(content[hashed : self.num_bytes])
+        return None if self.is_cancelled else checksum.digest()
+
+    def _chunks(self, chunk_bytes: int) -> Iterator[tuple[_Piece, int, int]]:
+        for piece in self.pieces:
+            size = piece.tensor.numel()
+            for begin in range(0, size, chunk_bytes):
+                yield piece, begin, min(size, begin + chunk_bytes)
+
+
+def _is_there() -> None:
+    """The wait for what was copied before."""
 
 
 def _ignore(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
@@ -127,6 +152,7 @@ class Snapshots:
         copies: SecondCopies,
         num_ranks: int = 1,
         on_moment: OnMoment | None = None,
+        side: SideCopies | None = None,
     ) -> None:
         """Args:
         state: the protected objects.
@@ -135,7 +161,9 @@ class Snapshots:
         copies: those of other ranks in the same memory, and this rank's with its buddy.
         num_ranks: how many this node holds.
         on_moment: told of each snapshot that begins, is complete, or is loaded.
+        side: copies the tensors; `HostCopies` where it is None.
         """
+        self._side = side or HostCopies()
         self._on_moment = on_moment or _ignore
         self._state = state
         self._file = file
@@ -207,8 +235,9 @@ class Snapshots:
         memory = torch.frombuffer(view, dtype=torch.uint8)
         for piece in pieces:
             if piece.is_copied:
-                memory[piece.offset : piece.offset + piece.tensor.numel()] = piece.tensor
-        self._copy = _Copy(step, slot, end, view, pieces)
+                self._side.copy(memory[piece.offset : piece.offset + piece.tensor.numel()], piece.tensor)
+        is_begun = self._side.mark({piece.tensor.device for piece in pieces})
+        self._copy = _Copy(step, slot, end, view, pieces, is_begun)
         self._on_moment(SnapshotMoment.BEGUN, step, end, begun_ns)
         self._running = self._thread.submit(self._run, self._copy)
         if self._schedule.every is None:
@@ -217,7 +246,7 @@ class Snapshots:
     def _run(self, copy: _Copy) -> None:
         """Runs in the thread of the snapshots."""
         try:
-            whole = copy.run(self._file, self._rank, self._on_moment)
+            whole = copy.run(self._file, self._rank, self._side, self._on_moment)
         finally:
             self._file.leave(copy.slot)
         if whole is not None:
@@ -343,10 +372,10 @@ class Snapshots:
     def _load_from(self, view: mmap.mmap, step: int) -> None:
         header, offsets = _read_header(view, step)
         tensors, host_tensors = targets(self._state, header, "the snapshot")
-        with memoryview(view) as memory:
-            start = address_of(memory)
-            for tensor, offset in zip(map(byte_view, tensors), offsets, strict=True):
-                copy_bytes(tensor.data_ptr(), start + offset, tensor.numel())
+        memory = torch.frombuffer(view, dtype=torch.uint8)
+        for tensor, offset in zip(map(byte_view, tensors), offsets, strict=True):
+            copy_flat(tensor, memory[offset : offset + tensor.numel()])
+        self._side.mark({tensor.device for tensor in tensors})()  # the memory is about to go
         finish(self._state, header, host_tensors)
 
     def resumed(self, step: int, rank: int, membership: Membership | None, kept_step: int | None) -> None:

@@ -197,7 +197,8 @@ class StateReader:
         Raises:
             RemoteProtocolError, OSError, RuntimeError: it cannot be read.
         """
-        tensors = {name: w.header.empty() if w.live is None else w.live for name, w in self._wanted.items()}
+        device = self._state.device
+        tensors = {name: w.header.empty(device) if w.live is None else w.live for name, w in self._wanted.items()}
         self._saved.read({name: (wanted.header.box, tensors[name]) for name, wanted in self._wanted.items()})
         state, content = self._state, self._saved.content
         state.drop_optimizer_state()
@@ -213,9 +214,9 @@ class StateReader:
 
 
 def _models(headers: Iterable[TensorHeader]) -> dict[str, TensorHeader]:
-    """The tensors of modules as wholes. Their order in memory is left out: torch copies from any into any."""
+    """The tensors of modules as wholes, without order in memory and device: torch copies from any into any."""
     wholes = (_as_whole(header) for header in headers if header.name.startswith("model/"))
-    return {header.name: msgspec.structs.replace(header, strides=()) for header in wholes}
+    return {header.name: msgspec.structs.replace(header, strides=(), device="cpu") for header in wholes}
 
 
 def _as_whole(header: TensorHeader) -> TensorHeader:
@@ -224,7 +225,8 @@ def _as_whole(header: TensorHeader) -> TensorHeader:
 
 
 def _block(header: TensorHeader, block: NamedBlock) -> TensorHeader:
-    return _cut_out(header, block.held.box, is_part=is_dtensor(block.owners[0]))
+    cut = _cut_out(header, block.held.box, is_part=is_dtensor(block.owners[0]))
+    return msgspec.structs.replace(cut, device=block.held.tensor.device.type)
 
 
 def _cut_out(header: TensorHeader, box: Box, *, is_part: bool) -> TensorHeader:
@@ -233,4 +235,4 @@ def _cut_out(header: TensorHeader, box: Box, *, is_part: bool) -> TensorHeader:
         step = 1
         for dim in sorted(range(len(box.shape)), key=lambda dim: (header.strides[dim], -dim)):
             strides[dim], step = step, step * box.shape[dim]
-    return TensorHeader(header.name, header.dtype, box.shape, tuple(strides), box.start, header.whole, is_part)
+    return msgspec.structs.replace(header, shape=box.shape, strides=tuple(strides), start=box.start, is_dtensor=is_part)
