@@ -62,6 +62,27 @@ def test_tensors_of_the_device_go_by_nccl_and_a_barrier_by_the_cpu(tmp_path: Pat
     assert run_ranks(1, use, tmp_path) == [[0, 2, 1, True, 0]]
 
 
+def use_at_once(_rank: int, _size: int, path: Path) -> list[object]:
+    """What ``async_op=False`` becomes: NCCL would have no handle for it, and nobody could tell how it ends."""
+    job = Job(path, Watcher())
+    tensors = [torch.ones(2, device=META) for _ in range(2)]
+    dist.all_reduce(tensors[0])
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    waited = [work.num_synchronized for work in job.torch.works]
+    job.complete()
+    quiet = job.groups.world.drain(DEADLINE_S)
+    dist.all_reduce(tensors[0])
+    job.groups.take_down()
+    job.groups.drain()
+    return [waited, quiet, job.watcher.num_echoed]
+
+
+def test_an_operation_that_is_not_asynchronous_is_followed_too(tmp_path: Path) -> None:
+    assert run_ranks(1, use_at_once, tmp_path) == [[[1, 1], True, 1]]
+
+
 def take_down(_rank: int, _size: int, path: Path) -> list[object]:
     job = Job(path, Watcher())
     job.reduce().wait()
@@ -89,7 +110,7 @@ def lose_a_peer(_rank: int, _size: int, path: Path) -> list[object]:
     job.torch.error = ErrorType.COMM_ERROR
     job.torch.works[0].error = RuntimeError("NCCL error: remote process exited or there was a network error")
     job.groups.look()
-    return [job.watcher.num_echoed, len(job.watcher.errors), "remote process exited" in job.watcher.errors[0]]
+    return [job.watcher.num_echoed, len(job.watcher.errors), "NCCL has failed" in job.watcher.errors[0]]
 
 
 def test_a_peer_whose_loss_nccl_has_found_is_told_of(tmp_path: Path) -> None:

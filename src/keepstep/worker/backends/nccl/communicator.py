@@ -35,6 +35,12 @@ from keepstep.worker.backends.nccl.errors import CommunicatorBroken, OperationTi
 from keepstep.worker.backends.nccl.work import NcclWork
 from keepstep.worker.backends.own_traffic import Issue, OwnTraffic, is_raised
 
+ISSUING_S = 0.2
+"""How long an abort lets a thread finish that is in a call of NCCL's. Such a call takes microseconds, and NCCL's abort
+frees what it works with; one that waits in NCCL for a peer is freed by the abort alone."""
+ABORT_DEADLINE = timedelta(minutes=10)
+"""For torch's abort, which otherwise has the timeout of operations and raises behind its end where that was shorter."""
+
 
 class NcclCommunicator(OwnTraffic):
     """One generation's communicator, on one device. Operations are begun by the training thread; the rest may come from
@@ -55,7 +61,7 @@ class NcclCommunicator(OwnTraffic):
         self._device = device
         self._backend: NcclBackend | None = None
         self._is_down = self._is_closed = self._has_left = False
-        self._num_aborting = 0
+        self._num_aborting = self._num_issuing = 0
         self._cannot_abort: Exception | None = None
         self._timeout = timedelta(0)
         self._changed = threading.Condition()
@@ -123,9 +129,12 @@ class NcclCommunicator(OwnTraffic):
 
     def _abort(self, backend: NcclBackend) -> None:
         """Ends NCCL's kernels. This thread holds the group: its last owner waits for torch's watchdog to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_issuing, ISSUING_S)
         try:
+            backend._set_default_timeout(ABORT_DEADLINE)
             backend.abort()
-        except errors.RAISED as error:  # torch gives up after the group's timeout
+        except errors.RAISED as error:
             self._cannot_abort = error
         with self._changed:
             self._num_aborting -= 1
@@ -247,7 +256,7 @@ class NcclCommunicator(OwnTraffic):
             operation, call, outputs, on_error, peer: as there.
 
         Raises:
-            CommunicatorAborted: the communicator is broken already.
+            CommunicatorAborted, CommunicatorBroken, OperationTimedOut: the communicator is broken already.
             UsageError: the current stream is recorded into a CUDA graph, or the tensors are on another device.
             RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
         """
@@ -282,23 +291,30 @@ class NcclCommunicator(OwnTraffic):
             if backend is None or not self.is_up:
                 raise CommunicatorAborted(f"group {self._name} is down")
             self._in_flight.enter(work, in_background=in_background)
+            self._num_issuing += 1
         return backend
 
     def _issue(self, work: NcclWork, backend: NcclBackend, call: Issue, on_end: Callable[[NcclWork], None]) -> NcclWork:
         try:
             issued = call(backend)
-        except errors.RAISED:
+        except errors.RAISED as error:
             work.has_failed = True
             on_end(work)
+            if (cause := self._judge(work)) is not None:  # the call fails because the communicator is broken
+                raise cause from error
             raise
+        finally:
+            with self._changed:
+                self._num_issuing -= 1
+                self._changed.notify_all()
         work.follow(issued, call)
         return work
 
     def _judge(self, work: NcclWork) -> Exception | None:
-        """The error of an operation that is complete on the device: it may be complete because it was broken.
+        """The error of an operation in a communicator that is not whole: it may be complete because it was broken.
 
         What breaks a communicator is known before it does: this class's own flags, and the watchdog's error. So an
-        operation that is complete while neither is there has ended well.
+        operation that is complete while neither is there has ended well, if its own handle knows no error.
         """
         backend = self._backend
         if self._is_down or backend is None:
@@ -314,7 +330,7 @@ class NcclCommunicator(OwnTraffic):
                 f"group {self._name}: {work.operation.name.lower()} did not end within "
                 f"{self._timeout.total_seconds():g} s (began {late_s:.1f} s ago)"
             )
-        return CommunicatorBroken(f"group {self._name}: NCCL has failed ({found}): {_text_of(work)}")
+        return CommunicatorBroken(f"group {self._name}: NCCL has failed ({found}); see the log of torch's watchdog")
 
     def _aborted(self) -> CommunicatorAborted:
         return CommunicatorAborted(f"group {self._name} was aborted")
@@ -330,11 +346,6 @@ class NcclCommunicator(OwnTraffic):
             if work.has_failed and work.issued is not None:
                 self._failed.append(work)
             self._in_flight.leave(work)
-
-
-def _text_of(work: NcclWork) -> str:
-    found = work.issued.exception() if work.issued is not None else None
-    return str(found) if found is not None else "see the log of torch's watchdog"
 
 
 def _in_a_thread(function: Callable[..., None], *arguments: object) -> None:
