@@ -311,7 +311,8 @@ class SurvivingGroup(dist.ProcessGroup):
             return echo_it()
 
         try:
-            work = inner.begin(operation, call, outputs, on_error, peer)
+            is_held = inner is not communicators.own and peer != ALL_MEMBERS and objects.more_follow()
+            work = inner.begin(operation, call, outputs, on_error, peer, is_held=is_held)
             return work if start_up is None else start_up.follow(work)
         except CommunicatorAborted:
             if self._is_destroyed and not self._observer.knows_failure(0.0):

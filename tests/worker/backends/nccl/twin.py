@@ -68,6 +68,9 @@ class TwinGroup:
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.works: list[TwinWork] = []
+        self.batches = [0]
+        """Calls for each of them, and for the next one."""
+        self.is_coalescing = False
         self.num_aborts = 0
         self.is_aborting = False
         self.abort_takes_s = 0.0
@@ -96,10 +99,22 @@ class TwinGroup:
 
     def _begun(self, tensors: list[torch.Tensor], *, has_handle: bool = True) -> TwinWork | None:
         self.in_call()
+        self.batches[-1] += 1
         if self.num_aborts:
             raise RuntimeError("NCCL communicator was aborted on rank 0.")
+        if self.is_coalescing:
+            return None
         self.works.append(TwinWork(self, tensors))
+        self.batches.append(0)
         return self.works[-1] if has_handle else None
+
+    def _start_coalescing(self) -> None:
+        assert not self.is_coalescing
+        self.is_coalescing = True
+
+    def _end_coalescing(self) -> TwinWork | None:
+        self.is_coalescing = False
+        return self._begun([])
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout

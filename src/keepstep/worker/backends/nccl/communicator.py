@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
+from torch import distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store
 
 from keepstep.errors import UsageError
@@ -66,6 +67,8 @@ class NcclCommunicator(OwnTraffic):
         self._timeout = timedelta(0)
         self._changed = threading.Condition()
         self._in_flight: OperationsInFlight[NcclWork] = OperationsInFlight(self._changed)
+        self._held: list[tuple[NcclWork, Issue]] = []
+        """A batch's operations up to now. The training thread alone has to do with them."""
         self._failed: list[NcclWork] = []
         """Operations that have ended in an error. The device may still be in their kernels."""
         self._untold: list[NcclWork] = []
@@ -248,12 +251,22 @@ class NcclCommunicator(OwnTraffic):
     # ---- operations -----------------------------------------------------------------------------------------------
 
     def begin(
-        self, operation: Operation, call: Issue, outputs: Outputs, on_error: OnError, peer: int = ALL_MEMBERS
+        self,
+        operation: Operation,
+        call: Issue,
+        outputs: Outputs,
+        on_error: OnError,
+        peer: int = ALL_MEMBERS,
+        *,
+        is_held: bool = False,
     ) -> NcclWork:
         """Begins an operation on the current stream; see `Communicator.begin`.
 
+        One stream carries all, so a send waits in it for the peer's receive: two ranks that both send first would wait
+        for ever. NCCL carries out the operations of a batch at once.
+
         Args:
-            operation, call, outputs, on_error, peer: as there.
+            operation, call, outputs, on_error, peer, is_held: as there.
 
         Raises:
             CommunicatorAborted, CommunicatorBroken, OperationTimedOut: the communicator is broken already.
@@ -263,9 +276,17 @@ class NcclCommunicator(OwnTraffic):
         self._refuse(outputs)
         self._in_flight.look_at_the_oldest()
         work = NcclWork(operation, peer, outputs, on_error, self._observer.awaited, self._ended, self._judge)
-        backend = self._enter(work, in_background=False)
+        batch, self._held = [*self._held, (work, call)], []
+        try:
+            backend = self._enter(work, in_background=False, is_held=is_held)
+        except CommunicatorAborted as error:
+            _fail_all(batch[:-1], error)
+            raise
         self._observer.entered(self._name, operation, peer)
-        return self._issue(work, backend, call, self._ended)
+        if is_held:
+            self._held = batch
+            return work
+        return self._issue(batch, backend, self._ended)
 
     def _refuse(self, outputs: Outputs) -> None:
         if self._device.is_capturing():
@@ -283,31 +304,38 @@ class NcclCommunicator(OwnTraffic):
     def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> NcclWork:
         """Begins an operation that belongs to nothing the training thread does; see `OwnTraffic.begin_unobserved`."""
         work = NcclWork(operation, peer, tensors, is_raised, _nothing, self._left, self._judge)
-        return self._issue(work, self._enter(work, in_background=True), call, self._left)
+        return self._issue([(work, call)], self._enter(work, in_background=True), self._left)
 
-    def _enter(self, work: NcclWork, *, in_background: bool) -> NcclBackend:
+    def _enter(self, work: NcclWork, *, in_background: bool, is_held: bool = False) -> NcclBackend:
         with self._changed:
             backend = self._backend
             if backend is None or not self.is_up:
                 raise CommunicatorAborted(f"group {self._name} is down")
             self._in_flight.enter(work, in_background=in_background)
-            self._num_issuing += 1
+            self._num_issuing += not is_held
         return backend
 
-    def _issue(self, work: NcclWork, backend: NcclBackend, call: Issue, on_end: Callable[[NcclWork], None]) -> NcclWork:
+    def _issue(
+        self, batch: Sequence[tuple[NcclWork, Issue]], backend: NcclBackend, on_end: Callable[[NcclWork], None]
+    ) -> NcclWork:
+        """Issues the operations of a batch together; the last one is the one that the caller is about to return."""
+        work = batch[-1][0]
         try:
-            issued = call(backend)
+            issued = _issued(backend, [call for _work, call in batch])
         except errors.RAISED as error:
+            cause = self._judge(work)  # the call may fail because the communicator is broken
+            _fail_all(batch[:-1], cause or error)
             work.has_failed = True
             on_end(work)
-            if (cause := self._judge(work)) is not None:  # the call fails because the communicator is broken
+            if cause is not None:
                 raise cause from error
             raise
         finally:
             with self._changed:
                 self._num_issuing -= 1
                 self._changed.notify_all()
-        work.follow(issued, call)
+        for each, call in batch:
+            each.follow(issued, call)
         return work
 
     def _judge(self, work: NcclWork) -> Exception | None:
@@ -346,6 +374,27 @@ class NcclCommunicator(OwnTraffic):
             if work.has_failed and work.issued is not None:
                 self._failed.append(work)
             self._in_flight.leave(work)
+
+
+def _issued(backend: NcclBackend, calls: Sequence[Issue]) -> dist.Work:
+    """Torch's handle of an operation, or of several as one. What was opened is closed, or NCCL would hold back all that
+    this thread issues later."""
+    if len(calls) == 1:
+        return calls[0](backend)
+    backend._start_coalescing()
+    try:
+        for call in calls:
+            call(backend)
+    finally:
+        issued = backend._end_coalescing()
+    return issued
+
+
+def _fail_all(held: Sequence[tuple[NcclWork, Issue]], error: Exception) -> None:
+    """Ends operations that were not issued, in an error that another one of their batch raises."""
+    for work, _call in held:
+        work.was_told = True
+        work.fail(error)
 
 
 def _in_a_thread(function: Callable[..., None], *arguments: object) -> None:

@@ -21,6 +21,14 @@ class NcclBackend(TorchBackend, Protocol):
         timeout of operations (``ProcessGroupNCCL::abort``): it has ended by then, for its future is waited for."""
         ...
 
+    def _start_coalescing(self) -> None:
+        """Sends and receives from here on are issued together, and have no handles of their own."""
+        ...
+
+    def _end_coalescing(self) -> dist.Work:
+        """Issues them; the handle of all."""
+        ...
+
     def get_error(self) -> ErrorType:
         """What torch's watchdog has found. It is set before the watchdog breaks a communicator."""
         ...
