@@ -25,7 +25,9 @@ NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
@@ -36,7 +38,9 @@ From torch's ProcessGroupNCCL.cpp. ``Watchdog::runLoop``: 2 is CleanUpOnly, with
 communicator in which an operation's timeout has passed; 1 and 3 end the process, and so does 0 together with
 TORCH_DISTRIBUTED_DEBUG=DETAIL, which turns it into 3. The watchdog sleeps four times the time for dumps before it does
 so. ``HeartbeatMonitor::runLoop``: monitoring ends a process whose watchdog is held up, and after a dump on a timeout.
-``WorkNCCL::wait``: a blocking wait holds up the host and has no watchdog.
+``Watchdog::run``: an error of CUDA's that the watchdog meets ends the process within 0.1 s, before the script can say
+what it was. ``ProcessGroupNCCL::abort``: an extra dump comes before the abort. ``WorkNCCL::wait``: a blocking wait
+holds up the host and has no watchdog.
 """
 
 

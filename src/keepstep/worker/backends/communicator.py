@@ -162,6 +162,8 @@ class Communicator(Carrier, Protocol):
         outputs: Outputs,
         on_error: OnError,
         peer: int = ALL_MEMBERS,
+        *,
+        is_held: bool = False,
     ) -> dist.Work:
         """Begins an operation.
 
@@ -171,6 +173,8 @@ class Communicator(Carrier, Protocol):
             outputs: what the future of the returned handle holds in the end.
             on_error: see `OnError`.
             peer: the other side of a send or recv.
+            is_held: it is a send or recv of a batch of which others follow. Where operations that are issued one by one
+                wait for each other it is issued with the last one, and nothing waits for it before.
 
         Raises:
             CommunicatorAborted: it was aborted already.

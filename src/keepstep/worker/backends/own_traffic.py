@@ -21,7 +21,14 @@ class OwnTraffic(ABC):
 
     @abstractmethod
     def begin(
-        self, operation: Operation, call: Issue, outputs: Outputs, on_error: OnError, peer: int = ALL_MEMBERS
+        self,
+        operation: Operation,
+        call: Issue,
+        outputs: Outputs,
+        on_error: OnError,
+        peer: int = ALL_MEMBERS,
+        *,
+        is_held: bool = False,
     ) -> dist.Work:
         """See `Communicator.begin`."""
 

@@ -44,7 +44,7 @@ from keepstep.worker.groups import echo, native, objects
 from keepstep.worker.groups.communicators import Communicators
 from keepstep.worker.groups.observer import GroupObserver
 from keepstep.worker.groups.startup_operations import StartUpOperations
-from keepstep.worker.groups.work import EchoedWork, JoinedWork
+from keepstep.worker.groups.work import EchoedWork, JoinedWork, asynchronous
 
 Tensors = list[Tensor]
 _CPU = torch.device("cpu")
@@ -311,7 +311,8 @@ class SurvivingGroup(dist.ProcessGroup):
             return echo_it()
 
         try:
-            work = inner.begin(operation, call, outputs, on_error, peer)
+            is_held = inner is not communicators.own and peer != ALL_MEMBERS and objects.more_follow()
+            work = inner.begin(operation, call, outputs, on_error, peer, is_held=is_held)
             return work if start_up is None else start_up.follow(work)
         except CommunicatorAborted:
             if self._is_destroyed and not self._observer.knows_failure(0.0):
@@ -328,14 +329,14 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.all_reduce`; echo leaves the tensors."""
-        work = self._issue(
-            Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce(tensors, opts or AllreduceOptions()), None
-        )
-        return native.for_reducer(work) if opts is not None and opts.asyncOp else work
+        is_kept = opts is not None and opts.asyncOp
+        options = asynchronous(opts or AllreduceOptions())
+        work = self._issue(Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce(tensors, options), None)
+        return native.for_reducer(work) if is_kept else work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several all_reduce in one; echo leaves the tensors."""
-        options = opts or AllreduceCoalescedOptions()
+        options = asynchronous(opts or AllreduceCoalescedOptions())
         return self._issue(
             Operation.ALL_REDUCE, tensors, lambda inner: inner.allreduce_coalesced(tensors, options), None
         )
@@ -343,7 +344,7 @@ class SurvivingGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.broadcast`; echo leaves the tensors."""
         objects.clear_for_receiver(tensors)
-        options = opts or BroadcastOptions()
+        options = asynchronous(opts or BroadcastOptions())
         is_root = options.rootRank == self._rank
         return self._issue(
             Operation.BROADCAST, tensors, lambda inner: inner.broadcast(tensors, options), None, is_read=is_root
@@ -351,7 +352,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """See `torch.distributed.reduce`; echo leaves the tensors."""
-        options = opts or ReduceOptions()
+        options = asynchronous(opts or ReduceOptions())
         is_root = options.rootRank == self._rank
         return self._issue(
             Operation.REDUCE, tensors, lambda inner: inner.reduce(tensors, options), None, is_read=not is_root
@@ -359,7 +360,8 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """See `torch.distributed.barrier`."""
-        return self._issue(Operation.BARRIER, [], lambda inner: inner.barrier(opts or BarrierOptions()), None)
+        options = asynchronous(opts or BarrierOptions())
+        return self._issue(Operation.BARRIER, [], lambda inner: inner.barrier(options), None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`, which torch allows on groups of backend "gloo" only.
@@ -379,7 +381,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.ALL_GATHER,
             outputs,
-            lambda inner: inner.allgather(outputs, inputs, opts or AllgatherOptions()),
+            lambda inner: inner.allgather(outputs, inputs, asynchronous(opts or AllgatherOptions())),
             lambda: echo.to_all(outputs, inputs),
         )
 
@@ -387,7 +389,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.ALL_GATHER,
             [output],
-            lambda inner: inner._allgather_base(output, source, opts or AllgatherOptions()),
+            lambda inner: inner._allgather_base(output, source, asynchronous(opts or AllgatherOptions())),
             lambda: echo.to_all_flat(output, source),
         )
 
@@ -406,7 +408,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.ALL_GATHER,
             outputs,
-            lambda inner: inner.allgather_coalesced(outputs, inputs, opts or AllgatherOptions()),
+            lambda inner: inner.allgather_coalesced(outputs, inputs, asynchronous(opts or AllgatherOptions())),
             lambda: echo.lists_to_all(outputs, inputs),
         )
 
@@ -415,7 +417,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.GATHER,
             outputs,
-            lambda inner: inner.gather(outputs, inputs, opts or GatherOptions()),
+            lambda inner: inner.gather(outputs, inputs, asynchronous(opts or GatherOptions())),
             lambda: echo.to_all(outputs, inputs),
             inputs=inputs,
         )
@@ -426,7 +428,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.SCATTER,
             outputs,
-            lambda inner: inner.scatter(outputs, inputs, opts or ScatterOptions()),
+            lambda inner: inner.scatter(outputs, inputs, asynchronous(opts or ScatterOptions())),
             lambda: echo.own_of(outputs, inputs, self._rank),
         )
 
@@ -435,7 +437,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.REDUCE_SCATTER,
             outputs,
-            lambda inner: inner.reduce_scatter(outputs, inputs, opts or ReduceScatterOptions()),
+            lambda inner: inner.reduce_scatter(outputs, inputs, asynchronous(opts or ReduceScatterOptions())),
             lambda: echo.own_of(outputs, inputs, self._rank),
         )
 
@@ -443,7 +445,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.REDUCE_SCATTER,
             [output],
-            lambda inner: inner._reduce_scatter_base(output, source, opts or ReduceScatterOptions()),
+            lambda inner: inner._reduce_scatter_base(output, source, asynchronous(opts or ReduceScatterOptions())),
             lambda: echo.own_of_flat(output, source, self._rank),
         )
 
@@ -461,7 +463,7 @@ class SurvivingGroup(dist.ProcessGroup):
         return self._issue(
             Operation.ALL_TO_ALL,
             outputs,
-            lambda inner: inner.alltoall(outputs, inputs, opts or AllToAllOptions()),
+            lambda inner: inner.alltoall(outputs, inputs, asynchronous(opts or AllToAllOptions())),
             lambda: echo.own_to_all(outputs, inputs, self._rank),
         )
 
@@ -469,7 +471,7 @@ class SurvivingGroup(dist.ProcessGroup):
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         """See `torch.distributed.all_to_all_single`."""
-        options = opts or AllToAllOptions()
+        options = asynchronous(opts or AllToAllOptions())
         return self._issue(
             Operation.ALL_TO_ALL,
             [output],

@@ -1,4 +1,4 @@
-"""Python objects in collectives, where a group cannot ask its peers.
+"""What a group learns from the function of torch's that calls it: of Python objects, and of batches.
 
 `broadcast_object_list` and `scatter_object_list` of torch ask the group for its rank to know whether they send or
 receive, and a receiver unpickles what came. Where nothing came that would be uninitialised memory.
@@ -21,6 +21,7 @@ _RECEIVING = frozenset(
     inspect.unwrap(function).__code__ for function in (dist.broadcast_object_list, dist.scatter_object_list)
 )
 _LOGGING = frozenset({c10d_logger._get_msg_dict.__code__})
+_BATCHING = frozenset({inspect.unwrap(dist.batch_isend_irecv).__code__})
 _DTYPES = frozenset({torch.long, torch.uint8})
 """Of the sizes of pickled objects, and of the objects."""
 _PASSED_THROUGH = ("torch.distributed", "keepstep.worker.groups")
@@ -53,6 +54,13 @@ def refuse_unpickling(group: str, why: str) -> None:
     frame = caller(_RECEIVING)
     if frame is not None and _is_receiver(frame):
         raise PeerLost(f"{frame.f_code.co_name} on group {group}: {why}")
+
+
+def more_follow() -> bool:
+    """Whether `batch_isend_irecv` calls, and this is not the last operation of its list."""
+    frame = caller(_BATCHING)
+    operations = frame.f_locals.get("p2p_op_list") if frame is not None else None
+    return bool(operations) and frame.f_locals.get("p2p_op") is not operations[-1]  # type: ignore[union-attr,index]  # there are operations
 
 
 def _is_receiver(frame: FrameType | None) -> bool:

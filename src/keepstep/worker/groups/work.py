@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from keepstep.worker.backends import futures
 from keepstep.worker.backends.communicator import Outputs
+
+Options = TypeVar("Options", bound=Any)
+
+
+def asynchronous(options: Options) -> Options:
+    """``options`` of a collective, with which NCCL hands out a handle.
+
+    With ``asyncOp=False``, which torch makes of ``async_op=False``, it returns None (``ProcessGroupNCCL::collective``):
+    nothing could tell then whether the operation has ended, or whether an abort has ended it.
+    """
+    options.asyncOp = True
+    return options
 
 
 class EchoedWork(dist.Work):

@@ -5,6 +5,7 @@ That torch and NCCL do what the twin does is for the tests that need a GPU, `tes
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -136,7 +137,7 @@ def test_what_an_abort_has_completed_is_broken(made: Made) -> None:
     made.group.abort()
     assert made.group.wait_until_quiet(DEADLINE_S)
     assert made.torch.works[0].is_completed()
-    assert made.torch.works[0].exception() is None
+    assert not made.torch.works[0].get_future_result().done()
     with pytest.raises(CommunicatorAborted, match="group world was aborted"):
         work.wait()
     assert not work.is_success()
@@ -188,6 +189,59 @@ def test_an_abort_waits_for_nothing_and_happens_once(made: Made) -> None:
     made.torch.may_abort.set()
     assert made.group.wait_until_quiet(DEADLINE_S)
     assert made.torch.num_aborts == 1
+
+
+def test_an_abort_that_took_longer_than_an_operation_may_has_ended_all_the_same() -> None:
+    made = Made()
+    made.group.set_timeout(timedelta(milliseconds=5))
+    made.torch.abort_takes_s = 0.05
+    made.group.abort()
+    assert made.group.wait_until_quiet(DEADLINE_S)
+
+
+def test_an_abort_lets_a_call_of_nccl_s_finish(made: Made) -> None:
+    """Which takes microseconds: NCCL frees under it what it works with."""
+    num_aborts: list[int] = []
+
+    def in_call() -> None:
+        made.group.abort()
+        time.sleep(0.02)
+        num_aborts.append(made.torch.num_aborts)
+
+    made.torch.in_call = in_call
+    made.reduce()
+    assert num_aborts == [0]
+    assert made.group.wait_until_quiet(DEADLINE_S)
+    assert made.torch.num_aborts == 1
+
+
+def test_a_call_that_waits_in_nccl_is_freed_by_an_abort(made: Made) -> None:
+    """Sends and receives connect when they are first used, and wait for the peer in the call."""
+
+    def in_call() -> None:
+        made.group.abort()
+        until_s = time.monotonic() + DEADLINE_S
+        while not made.torch.num_aborts and time.monotonic() < until_s:
+            time.sleep(0.001)
+
+    made.torch.in_call = in_call
+    with pytest.raises(CommunicatorAborted):
+        made.group.send([torch.ones(1)], 1, 0)
+    assert made.group.wait_until_quiet(DEADLINE_S)
+
+
+def test_no_handle_of_torch_s_is_asked_while_an_abort_holds_its_lock(made: Made) -> None:
+    work = made.reduce()
+    made.torch.may_abort.clear()
+    made.group.abort()
+    until_s = time.monotonic() + DEADLINE_S
+    while not made.torch.is_aborting and time.monotonic() < until_s:
+        time.sleep(0.001)
+    with pytest.raises(CommunicatorAborted):
+        work.wait()
+    assert work.is_completed()
+    made.torch.may_abort.set()
+    assert made.group.wait_until_quiet(DEADLINE_S)
 
 
 def test_a_host_that_waits_is_freed_by_an_abort(made: Made) -> None:
@@ -264,13 +318,32 @@ def test_an_operation_that_the_watchdog_has_given_up_is_late_and_not_done(made: 
 def test_a_broken_connection_is_told_as_one(made: Made) -> None:
     work = made.reduce()
     made.torch.error = ErrorType.COMM_ERROR
-    made.torch.works[0].error = RuntimeError("NCCL error: remote process exited or there was a network error")
-    with pytest.raises(RuntimeError, match=r"NCCL has failed .*remote process exited") as error:
+    with pytest.raises(RuntimeError, match=r"NCCL has failed .*COMM_ERROR") as error:
         work.wait()
     assert made.group.cause_of(error.value) is FailureCause.CONNECTION
     assert not made.group.wait_until_quiet(0.01), "the kernel has not ended"
     made.group.abort()
     assert made.group.wait_until_quiet(DEADLINE_S)
+
+
+def test_an_error_that_a_look_at_the_handle_has_found_counts_before_the_watchdog_has_told_the_group(made: Made) -> None:
+    """Torch calls the handle complete for its error alone; the kernel still runs."""
+    work = made.reduce()
+    made.torch.works[0].error = RuntimeError("NCCL error: remote process exited or there was a network error")
+    with pytest.raises(RuntimeError, match=r"NCCL has failed: COMM_ERROR") as error:
+        work.wait()
+    assert made.group.cause_of(error.value) is FailureCause.CONNECTION
+    assert not work.is_success()
+    assert not made.group.wait_until_quiet(0.01), "the kernel has not ended"
+
+
+def test_a_call_that_fails_because_the_watchdog_has_given_up_is_late(made: Made) -> None:
+    """Torch says only that the communicator was aborted, as it does when a peer is gone."""
+    made.torch.give_up()
+    with pytest.raises(RuntimeError, match=r"all_reduce did not end within 60 s") as error:
+        made.reduce()
+    assert made.group.cause_of(error.value) is FailureCause.DEADLINE
+    assert made.group.wait_until_quiet(0.0)
 
 
 def test_an_error_of_the_device_is_raised(made: Made) -> None:
@@ -353,7 +426,8 @@ def test_the_store_serves_for_connecting_only() -> None:
     group = NcclCommunicator("world", Watcher(), TwinDevice(ask))
     group.connect(inner, 0, 1, DEADLINE, MINUTE)
     assert inside == [b"seven", True]
-    stores[0].set("exception_dump", "1")
+    with pytest.raises(RuntimeError, match="after the group was connected"):
+        stores[0].set("exception_dump", "1")
     assert inner.check(["exception_dump"]) is False
     assert stores[0].check(["id"]) is False
     with pytest.raises(RuntimeError, match="after the group was connected"):
@@ -400,8 +474,11 @@ def test_the_twin_is_no_gentler_than_torch() -> None:
     work = TwinWork(TwinGroup(MINUTE), [])
     with pytest.raises(NotImplementedError):
         work.is_success()
-    with pytest.raises(AssertionError):
-        work.wait()
+    for ask in (work.wait, work.synchronize):
+        with pytest.raises(AssertionError):
+            ask()
+    with pytest.raises(TypeError):
+        work.exception()
 
 
 # ---- errors that nobody was told of ---------------------------------------------------------------------------------

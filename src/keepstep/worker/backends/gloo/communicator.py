@@ -221,6 +221,8 @@ class GlooCommunicator(OwnTraffic):
         outputs: Outputs,
         on_error: OnError,
         peer: int = ALL_MEMBERS,
+        *,
+        is_held: bool = False,
     ) -> GlooWork:
         """Begins an operation.
 
@@ -230,6 +232,7 @@ class GlooCommunicator(OwnTraffic):
             outputs: what its future holds in the end.
             on_error: told of the error it ended with, from any thread; see `GlooWork`.
             peer: the other side of a send or recv.
+            is_held: makes no difference: operations of gloo's do not wait for each other.
 
         Raises:
             CommunicatorAborted: the communicator is broken already.

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
+from torch import distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store
 
 from keepstep.errors import UsageError
@@ -35,6 +36,12 @@ from keepstep.worker.backends.nccl.errors import CommunicatorBroken, OperationTi
 from keepstep.worker.backends.nccl.work import NcclWork
 from keepstep.worker.backends.own_traffic import Issue, OwnTraffic, is_raised
 
+ISSUING_S = 0.2
+"""How long an abort lets a thread finish that is in a call of NCCL's. Such a call takes microseconds, and NCCL's abort
+frees what it works with; one that waits in NCCL for a peer is freed by the abort alone."""
+ABORT_DEADLINE = timedelta(minutes=10)
+"""For torch's abort, which otherwise has the timeout of operations and raises behind its end where that was shorter."""
+
 
 class NcclCommunicator(OwnTraffic):
     """One generation's communicator, on one device. Operations are begun by the training thread; the rest may come from
@@ -55,11 +62,13 @@ class NcclCommunicator(OwnTraffic):
         self._device = device
         self._backend: NcclBackend | None = None
         self._is_down = self._is_closed = self._has_left = False
-        self._num_aborting = 0
+        self._num_aborting = self._num_issuing = 0
         self._cannot_abort: Exception | None = None
         self._timeout = timedelta(0)
         self._changed = threading.Condition()
         self._in_flight: OperationsInFlight[NcclWork] = OperationsInFlight(self._changed)
+        self._held: list[tuple[NcclWork, Issue]] = []
+        """A batch's operations up to now. The training thread alone has to do with them."""
         self._failed: list[NcclWork] = []
         """Operations that have ended in an error. The device may still be in their kernels."""
         self._untold: list[NcclWork] = []
@@ -123,9 +132,12 @@ class NcclCommunicator(OwnTraffic):
 
     def _abort(self, backend: NcclBackend) -> None:
         """Ends NCCL's kernels. This thread holds the group: its last owner waits for torch's watchdog to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_issuing, ISSUING_S)
         try:
+            backend._set_default_timeout(ABORT_DEADLINE)
             backend.abort()
-        except errors.RAISED as error:  # torch gives up after the group's timeout
+        except errors.RAISED as error:
             self._cannot_abort = error
         with self._changed:
             self._num_aborting -= 1
@@ -239,24 +251,42 @@ class NcclCommunicator(OwnTraffic):
     # ---- operations -----------------------------------------------------------------------------------------------
 
     def begin(
-        self, operation: Operation, call: Issue, outputs: Outputs, on_error: OnError, peer: int = ALL_MEMBERS
+        self,
+        operation: Operation,
+        call: Issue,
+        outputs: Outputs,
+        on_error: OnError,
+        peer: int = ALL_MEMBERS,
+        *,
+        is_held: bool = False,
     ) -> NcclWork:
         """Begins an operation on the current stream; see `Communicator.begin`.
 
+        One stream carries all, so a send waits in it for the peer's receive: two ranks that both send first would wait
+        for ever. NCCL carries out the operations of a batch at once.
+
         Args:
-            operation, call, outputs, on_error, peer: as there.
+            operation, call, outputs, on_error, peer, is_held: as there.
 
         Raises:
-            CommunicatorAborted: the communicator is broken already.
+            CommunicatorAborted, CommunicatorBroken, OperationTimedOut: the communicator is broken already.
             UsageError: the current stream is recorded into a CUDA graph, or the tensors are on another device.
             RuntimeError, ValueError, TypeError: from ``call``; nothing is under way.
         """
         self._refuse(outputs)
         self._in_flight.look_at_the_oldest()
         work = NcclWork(operation, peer, outputs, on_error, self._observer.awaited, self._ended, self._judge)
-        backend = self._enter(work, in_background=False)
+        batch, self._held = [*self._held, (work, call)], []
+        try:
+            backend = self._enter(work, in_background=False, is_held=is_held)
+        except CommunicatorAborted as error:
+            _fail_all(batch[:-1], error)
+            raise
         self._observer.entered(self._name, operation, peer)
-        return self._issue(work, backend, call, self._ended)
+        if is_held:
+            self._held = batch
+            return work
+        return self._issue(batch, backend, self._ended)
 
     def _refuse(self, outputs: Outputs) -> None:
         if self._device.is_capturing():
@@ -274,31 +304,45 @@ class NcclCommunicator(OwnTraffic):
     def begin_unobserved(self, operation: Operation, call: Issue, tensors: list[Tensor], peer: int) -> NcclWork:
         """Begins an operation that belongs to nothing the training thread does; see `OwnTraffic.begin_unobserved`."""
         work = NcclWork(operation, peer, tensors, is_raised, _nothing, self._left, self._judge)
-        return self._issue(work, self._enter(work, in_background=True), call, self._left)
+        return self._issue([(work, call)], self._enter(work, in_background=True), self._left)
 
-    def _enter(self, work: NcclWork, *, in_background: bool) -> NcclBackend:
+    def _enter(self, work: NcclWork, *, in_background: bool, is_held: bool = False) -> NcclBackend:
         with self._changed:
             backend = self._backend
             if backend is None or not self.is_up:
                 raise CommunicatorAborted(f"group {self._name} is down")
             self._in_flight.enter(work, in_background=in_background)
+            self._num_issuing += not is_held
         return backend
 
-    def _issue(self, work: NcclWork, backend: NcclBackend, call: Issue, on_end: Callable[[NcclWork], None]) -> NcclWork:
+    def _issue(
+        self, batch: Sequence[tuple[NcclWork, Issue]], backend: NcclBackend, on_end: Callable[[NcclWork], None]
+    ) -> NcclWork:
+        """Issues the operations of a batch together; the last one is the one that the caller is about to return."""
+        work = batch[-1][0]
         try:
-            issued = call(backend)
-        except errors.RAISED:
+            issued = _issued(backend, [call for _work, call in batch])
+        except errors.RAISED as error:
+            cause = self._judge(work)  # the call may fail because the communicator is broken
+            _fail_all(batch[:-1], cause or error)
             work.has_failed = True
             on_end(work)
+            if cause is not None:
+                raise cause from error
             raise
-        work.follow(issued, call)
+        finally:
+            with self._changed:
+                self._num_issuing -= 1
+                self._changed.notify_all()
+        for each, call in batch:
+            each.follow(issued, call)
         return work
 
     def _judge(self, work: NcclWork) -> Exception | None:
-        """The error of an operation that is complete on the device: it may be complete because it was broken.
+        """The error of an operation in a communicator that is not whole: it may be complete because it was broken.
 
         What breaks a communicator is known before it does: this class's own flags, and the watchdog's error. So an
-        operation that is complete while neither is there has ended well.
+        operation that is complete while neither is there has ended well, if its own handle knows no error.
         """
         backend = self._backend
         if self._is_down or backend is None:
@@ -314,7 +358,7 @@ class NcclCommunicator(OwnTraffic):
                 f"group {self._name}: {work.operation.name.lower()} did not end within "
                 f"{self._timeout.total_seconds():g} s (began {late_s:.1f} s ago)"
             )
-        return CommunicatorBroken(f"group {self._name}: NCCL has failed ({found}): {_text_of(work)}")
+        return CommunicatorBroken(f"group {self._name}: NCCL has failed ({found}); see the log of torch's watchdog")
 
     def _aborted(self) -> CommunicatorAborted:
         return CommunicatorAborted(f"group {self._name} was aborted")
@@ -332,9 +376,25 @@ class NcclCommunicator(OwnTraffic):
             self._in_flight.leave(work)
 
 
-def _text_of(work: NcclWork) -> str:
-    found = work.issued.exception() if work.issued is not None else None
-    return str(found) if found is not None else "see the log of torch's watchdog"
+def _issued(backend: NcclBackend, calls: Sequence[Issue]) -> dist.Work:
+    """Torch's handle of an operation, or of several as one. What was opened is closed, or NCCL would hold back all that
+    this thread issues later."""
+    if len(calls) == 1:
+        return calls[0](backend)
+    backend._start_coalescing()
+    try:
+        for call in calls:
+            call(backend)
+    finally:
+        issued = backend._end_coalescing()
+    return issued
+
+
+def _fail_all(held: Sequence[tuple[NcclWork, Issue]], error: Exception) -> None:
+    """Ends operations that were not issued, in an error that another one of their batch raises."""
+    for work, _call in held:
+        work.was_told = True
+        work.fail(error)
 
 
 def _in_a_thread(function: Callable[..., None], *arguments: object) -> None:

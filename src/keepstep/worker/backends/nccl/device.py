@@ -17,7 +17,16 @@ class NcclBackend(TorchBackend, Protocol):
     """The methods of ProcessGroupNCCL beside those of all backends of torch's."""
 
     def abort(self) -> None:
-        """Ends NCCL's kernels, and frees the communicator. It waits for that, no longer than the group's timeout."""
+        """Ends NCCL's kernels, and frees the communicator. It waits for that, and raises where it took longer than the
+        timeout of operations (``ProcessGroupNCCL::abort``): it has ended by then, for its future is waited for."""
+        ...
+
+    def _start_coalescing(self) -> None:
+        """Sends and receives from here on are issued together, and have no handles of their own."""
+        ...
+
+    def _end_coalescing(self) -> dist.Work:
+        """Issues them; the handle of all."""
         ...
 
     def get_error(self) -> ErrorType:
@@ -100,7 +109,7 @@ class CudaDevice:
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             for work in works:
-                work.synchronize()  # `WorkNCCL::synchronizeStream`: the current stream waits for the operation's event
+                work.block_current_stream()  # which is `WorkNCCL::synchronize`: it waits for the operation's event
         event = torch.cuda.Event()
         event.record(stream)
         return event

@@ -3,6 +3,10 @@
 What torch's handle says after an abort is of no use: the kernel of an aborted operation ends, so its event is complete
 and its handle says so (``WorkNCCL::isCompleted`` asks an aborted communicator for no error), and the outputs are
 garbage. So an operation counts as done only where it was complete while the communicator was whole.
+
+Of torch's handle only `is_completed`, `block_current_stream`, `get_future` and `get_future_result` are used. `wait`
+aborts the communicator where there is an error, `is_success` raises, `synchronize` and `exception` warn that they are
+deprecated, and torch 2.11 cannot give the answer of `exception` to Python.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]  # not in the stub
 
 from keepstep.protocol.waiting.operations import Operation
 from keepstep.worker.backends.communicator import OnError, Outputs
-from keepstep.worker.backends.nccl.errors import RAISED
+from keepstep.worker.backends.nccl.errors import RAISED, CommunicatorBroken
 
 POLL_S = 0.0005
 """Between two looks of a host that waits for the device. A look costs microseconds."""
@@ -48,7 +53,8 @@ class NcclWork(dist.Work):
         on_error: see `OnError`.
         on_awaited: called once at most, when something waits for it or asks after it before it has ended.
         on_end: called once, after these, by the thread that looks.
-        judge: of an operation that is complete on the device, the error that it has ended in all the same.
+        judge: whether the communicator is whole; else the error that this operation has ended in. It is asked before
+            torch's handle is, since an abort holds a lock that the handle waits for, and again behind the handle.
         """
         super().__init__()
         self.operation, self.peer = operation, peer
@@ -90,14 +96,19 @@ class NcclWork(dist.Work):
 
     def look(self) -> bool:
         """Whether it has ended, torch's handle being asked; without waiting."""
-        if not self._ended.is_set() and self.issued is not None:
-            try:
-                is_complete = self.issued.is_completed()
-            except RAISED as error:  # such as one of CUDA's, after which the process cannot go on
+        issued = self.issued
+        if not self._ended.is_set() and issued is not None:
+            error = self._judge(self)
+            if error is not None:
                 self._finish(error)
             else:
-                if is_complete:
-                    self._finish(self._judge(self))
+                try:
+                    is_complete = issued.is_completed()
+                except RAISED as raised:  # such as one of CUDA's, after which the process cannot go on
+                    self._finish(raised)
+                else:
+                    if is_complete:
+                        self._finish(self._judge(self) or _found_by(issued))
         return self._ended.is_set()
 
     @property
@@ -152,7 +163,7 @@ class NcclWork(dist.Work):
         if not self.look():
             self._await()
             if self.issued is not None:
-                self.issued.synchronize()
+                self.issued.block_current_stream()
             if timeout or self.operation is Operation.BARRIER:
                 self._wait_on_host(timeout)
         if self._error is not None:
@@ -213,3 +224,15 @@ class NcclWork(dist.Work):
     def _source_rank(self) -> int:
         assert self.issued is not None
         return int(self.issued._source_rank())
+
+
+def _found_by(issued: dist.Work) -> Exception | None:
+    """The error for which a handle calls itself complete while the group knows of none yet.
+
+    The look at a handle asks NCCL for an error (``WorkNCCL::checkAndSetException``), and a handle that has one is
+    complete. The watchdog, which tells the group, finds the same error up to 0.1 s later.
+    """
+    found = issued.get_future_result()  # type: ignore[attr-defined]  # not in the stub
+    if not found.done() or found.value() == WorkResult.SUCCESS.value:
+        return None
+    return CommunicatorBroken(f"NCCL has failed: {WorkResult(found.value()).name}; see the log of torch's watchdog")
