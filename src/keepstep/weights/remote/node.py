@@ -80,10 +80,10 @@ class WeightServer:
         self._members: dict[str, _Member] = {}
         self._last_number = ROOT
         self.switch = Switch(deadline_s)
-        self._devices = DeviceLines(folder, rank, self.switch)
-        self.switch.rise(self._devices)
         tls = tls_of_feeder(secret) if is_encrypted else None
         self._feeder = Feeder(listen, secret, tls, self.switch, deadline_s, self._admit, note)
+        self._devices = DeviceLines(folder, rank, self.switch)
+        self.switch.rise(self._devices)
 
     @property
     def address(self) -> str:
