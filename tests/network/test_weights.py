@@ -78,9 +78,12 @@ class Rollout:
             for letter in "ab"
         ]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._run: Run | None = None
 
     def start(self, what: str, node: int, *command: str) -> None:
         """Starts a program on a machine, again if it has ended."""
+        if what in self.processes:
+            self.processes[what].wait()
         environment = {**os.environ, SECRET_VARIABLE: self.secret.text()}
         with (self.folder / f"{what}.log").open("ab") as log:
             self.processes[what] = subprocess.Popen(
@@ -137,6 +140,8 @@ class Rollout:
                 self.lab.kill_all(node)
             for process in self.processes.values():
                 process.wait()
+            if self._run is not None:
+                self._run.close()
             shutil.rmtree(self.sockets, ignore_errors=True)
 
     def kill(self, what: str) -> None:
@@ -147,13 +152,16 @@ class Rollout:
     def kill_rank(self, rank: int) -> None:
         """SIGKILL to the process that holds a rank, once there is one and a spare waits."""
 
+        assert self._run is not None
+        run = self._run
+
         def is_ready() -> bool:
-            self._run.poll()
-            job = self._run.job
+            run.poll()
+            job = run.job
             return job.stage is Stage.TRAINING and job.roster.num_ready_spares > 0
 
         self.wait_for(is_ready, "a warm spare")
-        holder = next(worker for worker in self._run.job.roster.holders() if worker.rank == rank)
+        holder = next(worker for worker in run.job.roster.holders() if worker.rank == rank)
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGKILL)
 
@@ -190,7 +198,7 @@ class Rollout:
         for engine in self.engines:
             for line in engine.lines():
                 assert not line.startswith("torn"), f"{engine.name}: {line}\n{self.logs()}"
-                if line.startswith("none"):
+                if line != "ready":
                     assert float(line.split()[1]) <= DEADLINE_S + 1, f"{engine.name}: {line}"
 
 
