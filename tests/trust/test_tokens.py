@@ -18,7 +18,13 @@ CLAIM = Claim(Role.AGENT, "node-1")
 
 @given(st.sampled_from(Role), st.text(max_size=100))
 def test_a_token_says_who_its_bearer_is(role: Role, name: str) -> None:
-    assert check(SECRET, mint(SECRET, Claim(role, name))) == Claim(role, name)
+    assert check(SECRET, mint(SECRET, Claim(role, name)), role) == Claim(role, name)
+
+
+def test_a_token_is_good_for_its_own_role() -> None:
+    """What may receive weights may not speak for a node of the job."""
+    with pytest.raises(TokenRefused, match=r"receiver 'node-1' is not good for the role of agent"):
+        check(SECRET, mint(SECRET, Claim(Role.RECEIVER, "node-1")))
 
 
 def test_a_token_of_another_job_is_refused() -> None:

@@ -16,6 +16,7 @@ COMMANDS = {
     "controller": ("cluster.controller:main", "decide for a job on several nodes"),
     "agent": ("cluster.agent:main", "serve one node of a job whose controller runs elsewhere"),
     "token": ("cluster.token:main", "make the secret of a job on several nodes, or one node's credentials"),
+    "weights": ("cluster.weights:main", "bring published weights to consumers on other nodes"),
     "drill": ("drill:main", "run it without and with failures, and compare the weights"),
     "dashboard": ("dashboard:main", "show a run in the browser, while it goes on or afterwards"),
     "top": ("top:main", "show a run in the terminal, while it goes on"),

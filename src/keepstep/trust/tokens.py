@@ -27,6 +27,8 @@ class Role(enum.StrEnum):
 
     AGENT = "agent"
     """Speak for one node."""
+    RECEIVER = "receiver"
+    """Receive published weights on one node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,22 +83,24 @@ def mint(secret: Secret, claim: Claim) -> str:
     return f"{body}.{_armour(_seal(secret, body))}"
 
 
-def check(secret: Secret, token: str) -> Claim:
+def check(secret: Secret, token: str, role: Role = Role.AGENT) -> Claim:
     """Who the bearer of a token is.
 
     Raises:
-        TokenRefused: it was not made with this job's secret.
+        TokenRefused: it was not made with this job's secret, or for another role.
     """
     if len(token) > MAX_TOKEN_CHARS:
         raise TokenRefused(f"a token of {len(token)} characters: at most {MAX_TOKEN_CHARS} are allowed")
     body, _, seal = token.rpartition(".")
     try:
-        prefix, role, name = body.split(".")
-        claim, sealed = Claim(Role(role), _bare(name).decode()), _bare(seal)
+        prefix, said, name = body.split(".")
+        claim, sealed = Claim(Role(said), _bare(name).decode()), _bare(seal)
     except ValueError:
         raise TokenRefused("no token, or not one of keepstep's") from None
     if prefix != _PREFIX or not hmac.compare_digest(sealed, _seal(secret, body)):
         raise TokenRefused(f"the token of {claim.role} {claim.name!r} was not made with this job's secret")
+    if claim.role is not role:
+        raise TokenRefused(f"the token of {claim.role} {claim.name!r} is not good for the role of {role}")
     return claim
 
 

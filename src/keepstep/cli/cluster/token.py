@@ -20,6 +20,7 @@ def main(arguments: list[str]) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--new", action="store_true", help="a secret for a job; its holder can speak for any node")
     what.add_argument("--node", metavar="NAME", help="credentials for one agent, good for this node's name only")
+    what.add_argument("--receiver", metavar="NAME", help="a token for one node that receives published weights")
     parser.add_argument("--out", metavar="FILE", help="write it to a new file that only its owner can read")
     add_secret_flag(parser)
     chosen = parser.parse_args(arguments)
@@ -38,4 +39,5 @@ def _credentials(chosen: argparse.Namespace) -> str:
     secret = secret_of(chosen)
     if secret is None:
         raise ConfigurationError(f"credentials are made with the job's secret: {HOW_TO_SHARE}")
-    return Credentials.of(secret, Claim(Role.AGENT, chosen.node)).text()
+    claim = Claim(Role.AGENT, chosen.node) if chosen.receiver is None else Claim(Role.RECEIVER, chosen.receiver)
+    return Credentials.of(secret, claim).text()

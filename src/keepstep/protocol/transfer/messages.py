@@ -251,6 +251,12 @@ class LoadFailed(TransferMessage, frozen=True):
     reason: str
 
 
+class PathLost(TransferMessage, frozen=True):
+    """The consumer on another node cannot be reached any more, and why. The last message on its line."""
+
+    reason: str
+
+
 AnyTransferMessage: TypeAlias = (
     DeviceCalled
     | CatchUpCalled
@@ -272,6 +278,7 @@ AnyTransferMessage: TypeAlias = (
     | VersionLoaded
     | VersionTaken
     | LoadFailed
+    | PathLost
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -22,6 +22,7 @@ from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
     BucketUnchanged,
     LoadFailed,
+    PathLost,
     TransferFault,
     UpdateAborted,
     VersionCommitted,
@@ -29,7 +30,7 @@ from keepstep.protocol.transfer.messages import (
     VersionTaken,
 )
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.channels.connection import Connection, ConnectionStalled, what_of
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, what_of
 from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
 from keepstep.weights.device.subscriber_registry import Attached
@@ -273,6 +274,8 @@ class ReceiveStage:
             case LoadFailed(update=update, reason=reason) if update == self._update:
                 self.failures.append(LoadError(f"{self._consumers[reader].name}: {reason}"))
                 self._outlet.leave_out(reader)
+            case PathLost(reason=reason):
+                self._outlet.leave_out(reader, ConnectionEnded(self._consumers[reader].name, reason))
             case VersionLoaded() | VersionTaken() | LoadFailed():
                 pass  # of an earlier update
             case other:

@@ -1,0 +1,286 @@
+"""How long it takes to publish weights to other machines, whose links are limited, and how much of a link is used.
+
+    python benchmarks/weights_nodes.py                          1, 2 and 4 nodes, 1 and 5 Gbit/s; minutes, as root
+    python benchmarks/weights_nodes.py --nodes 2 --gbit 1       one case
+    python benchmarks/weights_nodes.py --quick                  a smoke test; nothing is written
+
+The machines are network namespaces of this one (`weights_links.py`), so they share its processors. On each node there
+is one consumer; the publisher is on a machine of its own, with `keepstep weights serve` beside it. Beside keepstep, in
+plain and with TLS, stand `torch.distributed.broadcast` over gloo, and a safetensors file over HTTP that every node
+reads. The floor is one plain TCP connection between two of the machines.
+
+Prints tables, and writes ``benchmarks/results/DATE-weights-nodes.md`` with the raw figures in a .json beside it. The
+machine should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import page
+from jobs import JobFailed
+from page import RESULTS, Section
+from rich.console import Console
+from weights_links import INTERFACE, Machines, address
+
+from keepstep.config import SECRET_VARIABLE
+from keepstep.trust.tokens import Secret
+
+MIB = 1 << 20
+QUICK = {"mib": 4, "nodes": [1, 2], "gbit": [1.0], "runs": 1}
+PORT = 29700
+ROLES = Path(__file__).with_name("weights_roles.py")
+FIRST, TLS, BROADCAST, HTTP = "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP"
+WAYS = {
+    FIRST: "`Publisher.publish`, until every consumer has switched; a chain of nodes",
+    TLS: "the same with TLS 1.3 on every link",
+    BROADCAST: "all weights as one tensor, `dist.broadcast` from rank 0, until all have it",
+    HTTP: "a safetensors file in memory, made anew; all nodes read it at once from one web server and copy it",
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=512, help="size of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--nodes", type=int, action="append", help="nodes with consumers; repeatable (default: 1, 2, 4)"
+    )
+    parser.add_argument("--gbit", type=float, action="append", help="of each link; repeatable (default: 1, 5)")
+    parser.add_argument("--runs", type=int, default=5, help="of each way, after a first one (default: %(default)s)")
+    parser.add_argument("--results", type=Path, help="folder for the page (default: benchmarks/results)")
+    parser.add_argument("--json", action="store_true", help="print the raw figures instead of tables; no page")
+    args = page.parsed(parser, QUICK)
+    args.nodes, args.gbit = args.nodes or [1, 2, 4], args.gbit or [1.0, 5.0]
+    return args
+
+
+class Member:
+    """A process on one of the machines."""
+
+    def __init__(self, machines: Machines, node: int, **settings: Any) -> None:
+        self.role = settings["role"]
+        command = machines.inside(node, sys.executable, str(ROLES), json.dumps(settings))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, **order: Any) -> None:
+        """Gives an order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """What it says next.
+
+        Raises:
+            JobFailed: it has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise JobFailed(f"{self.role} has ended")
+        return dict(json.loads(line))
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """Both."""
+        self.tell(**order)
+        return self.answer()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.terminate()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextlib.contextmanager
+def members(machines: Machines, roles: list[tuple[int, dict[str, Any]]]) -> Iterator[list[Member]]:
+    """Processes on machines, once all of them are ready."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(contextlib.closing(Member(machines, node, **role))) for node, role in roles]
+        for each in found:
+            each.answer()
+        yield found
+
+
+@contextlib.contextmanager
+def programs(machines: Machines, folder: Path, is_encrypted: bool) -> Iterator[None]:
+    """`keepstep weights` on every machine."""
+    environment = {**os.environ, SECRET_VARIABLE: Secret.new().text()}
+    root = f"{address(0)}:{PORT}"
+    tls = ["--tls"] if is_encrypted else []
+    commands = [(0, ["serve", str(folder / "job"), "--listen", root, "--fanout", "1"])]
+    for node in range(1, machines.num_nodes):
+        own = ["--node", f"node-{node}", "--listen", f"{address(node)}:{PORT}"]
+        commands.append((node, ["receive", str(folder / f"node-{node}"), "--from", root, *own]))
+    started = [
+        subprocess.Popen(
+            machines.inside(node, sys.executable, "-m", "keepstep.cli.main", "weights", *command, *tls),
+            env=environment, stderr=subprocess.DEVNULL,
+        )
+        for node, command in commands
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+
+
+def measure_keepstep(machines: Machines, num_bytes: int, runs: int, is_encrypted: bool) -> list[float]:
+    """Seconds of each update; the first is not counted. Every bit is compared."""
+    folder = Path(tempfile.mkdtemp(prefix="kb"))  # short names, for sockets
+    nodes = range(1, machines.num_nodes)
+    roles: list[tuple[int, dict[str, Any]]] = [
+        (0, {"role": "publisher", "folder": str(folder / "job"), "num_bytes": num_bytes})
+    ]
+    roles += [(n, {"role": "consumer", "folder": str(folder / f"node-{n}"), "num_bytes": num_bytes}) for n in nodes]
+    seconds = []
+    try:
+        with programs(machines, folder, is_encrypted), members(machines, roles) as (source, *consumers):
+            source.ask(do="wait", num=len(consumers))
+            for version in range(runs + 1):
+                published = source.ask(do="publish", version=version)
+                if published["failures"]:
+                    raise JobFailed(f"consumers were left out: {published['failures']}")
+                for each in consumers:
+                    if each.ask(version=version) != {"version": version, "digest": published["digest"]}:
+                        raise JobFailed("a consumer has other weights than were published")
+                seconds.append(published["seconds"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return seconds[1:]
+
+
+def measure_broadcast(machines: Machines, num_bytes: int, runs: int) -> list[float]:
+    """The same by gloo; the slowest rank counts."""
+    common = {
+        "role": "broadcaster", "interface": INTERFACE, "meeting": f"{address(0)}:{PORT}", "num_bytes": num_bytes,
+        "world_size": machines.num_nodes,
+    }  # fmt: skip
+    seconds = []
+    with members(machines, [(rank, {**common, "rank": rank}) for rank in range(machines.num_nodes)]) as ranks:
+        for _ in range(runs + 1):
+            for each in ranks:
+                each.tell(do="broadcast")
+            seconds.append(max(each.answer()["seconds"] for each in ranks))
+    return seconds[1:]
+
+
+def measure_http(machines: Machines, num_bytes: int, runs: int) -> list[float]:
+    """The same by a file; saving and the slowest node count."""
+    common = {"meeting": f"{address(0)}:{PORT}", "num_bytes": num_bytes}
+    roles = [(0, {"role": "web_server", **common})]
+    roles += [(node, {"role": "web_client", **common}) for node in range(1, machines.num_nodes)]
+    seconds = []
+    with members(machines, roles) as (server, *clients):
+        for _ in range(runs + 1):
+            saved = server.ask(do="save")["seconds"]
+            for each in clients:
+                each.tell(do="load")
+            seconds.append(saved + max(each.answer()["seconds"] for each in clients))
+    return seconds[1:]
+
+
+def measure_floor(machines: Machines, num_bytes: int, runs: int) -> list[float]:
+    """One plain TCP connection from the publisher's machine to the first node."""
+    common = {"host": address(1), "port": PORT, "num_bytes": num_bytes}
+    seconds = []
+    with members(machines, [(1, {"role": "sink", **common}), (0, {"role": "spring", **common})]) as (sink, spring):
+        for _ in range(runs):
+            sink.tell()
+            spring.ask()
+            seconds.append(sink.answer()["seconds"])
+    return seconds
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All cases."""
+    cases = []
+    num_bytes = args.mib * MIB
+    for gbit_per_s in args.gbit:
+        for num_nodes in args.nodes:
+            console.print(f"{gbit_per_s:g} Gbit/s, {num_nodes} nodes ...", highlight=False)
+            with Machines(num_nodes + 1, gbit_per_s).built() as machines:
+                cases.append({
+                    "gbit_per_s": gbit_per_s,
+                    "nodes": num_nodes,
+                    "floor": measure_floor(machines, num_bytes, args.runs),
+                    FIRST: measure_keepstep(machines, num_bytes, args.runs, is_encrypted=False),
+                    TLS: measure_keepstep(machines, num_bytes, args.runs, is_encrypted=True),
+                    BROADCAST: measure_broadcast(machines, num_bytes, args.runs),
+                    HTTP: measure_http(machines, num_bytes, args.runs),
+                })  # fmt: skip
+    return {"cases": cases}
+
+
+def sections(result: dict[str, Any]) -> list[Section]:
+    """The tables."""
+    num_bits = result["settings"]["mib"] * MIB * 8
+    columns = ["", *(f"{case['gbit_per_s']:g} Gbit/s, {case['nodes']} nodes" for case in result["cases"])]
+    rows = [["floor, plain TCP", *(f"{statistics.median(case['floor']):.3f}" for case in result["cases"])]]
+    rows += [[way, *(_spread(case[way]) for case in result["cases"])] for way in WAYS]
+    rows += [[f"{way}: share of the link", *_shares(result["cases"], way, num_bits)] for way in WAYS]
+    rows += [[f"{way}: times as long as with the fewest nodes", *_against_fewest(result["cases"], way)] for way in WAYS]
+    notes = [
+        "Seconds: median (min–max). floor: one connection, to one node, of as many bytes.",
+        *(f"{way}: {what}." for way, what in WAYS.items()),
+        "share of the link: the bits of the weights by the median and the rate of one link, one way. Headers of "
+        "Ethernet, IP and TCP take some 5 % of it where packets have 1,500 bytes.",
+    ]
+    return [Section("Publishing to other machines", columns, rows, notes)]
+
+
+def _shares(cases: list[dict[str, Any]], way: str, num_bits: int) -> list[str]:
+    return [f"{num_bits / (case['gbit_per_s'] * 1e9 * statistics.median(case[way])):.0%}" for case in cases]
+
+
+def _against_fewest(cases: list[dict[str, Any]], way: str) -> list[str]:
+    first = {case["gbit_per_s"]: case for case in reversed(cases)}
+    return [f"{statistics.median(case[way]) / statistics.median(first[case['gbit_per_s']][way]):.2f}" for case in cases]
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f}–{max(seconds):.3f})"
+
+
+def markdown(result: dict[str, Any], raw: str) -> str:
+    """The page."""
+    setup = (
+        f"* {result['settings']['mib']} MiB of weights in bf16, one publisher, one consumer on each node, in place.\n"
+        "* The machines are network namespaces on these cores, joined by the kernel's bridge; tc-tbf limits each\n"
+        "  link, both ways.\n"
+    )
+    head = page.heading("Publishing weights to other machines", result) + setup + page.measured_in(result, raw) + "\n"
+    return head + "\n".join(section.markdown() for section in sections(result))
+
+
+def main() -> int:
+    """Measures, shows, writes."""
+    args = parse_arguments()
+    console = Console(stderr=args.json)
+    settings = {name: getattr(args, name) for name in ("mib", "runs")}
+    known = {**page.provenance("weights_nodes.py"), "settings": settings}
+    folder = args.results or (None if args.quick or args.json else RESULTS)
+    return page.carry_out(
+        "weights-nodes", known, lambda: measure(args, console), sections, markdown, console, folder, args.json
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The processes of `weights_nodes.py`, one of each on a machine; told what to do by lines of JSON.
+
+    python benchmarks/weights_roles.py '{"role": "consumer", ...}'
+
+A process says ``{"ready": true}`` when it is, and answers each line that it reads with a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import distributed as dist
+
+import keepstep
+
+TENSOR_BYTES = 8 << 20
+NUM_VECTORS = 32
+DEADLINE_S = 60.0
+CHUNK_BYTES = 1 << 20
+Do = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def weights(num_bytes: int) -> dict[str, torch.Tensor]:
+    """Matrices of 8 MiB in bf16, and some small vectors, all zero."""
+    sizes = [TENSOR_BYTES] * (num_bytes // TENSOR_BYTES)
+    if rest := num_bytes % TENSOR_BYTES:
+        sizes.append(rest)
+    matrices = {f"layers.{i}.weight": torch.zeros(size // 2, dtype=torch.bfloat16) for i, size in enumerate(sizes)}
+    return matrices | {f"layers.{i}.norm": torch.zeros(2048, dtype=torch.bfloat16) for i in range(NUM_VECTORS)}
+
+
+def randomize(tensors: dict[str, torch.Tensor], version: int) -> None:
+    """Other values in each version."""
+    generator = torch.Generator().manual_seed(version)
+    for tensor in tensors.values():
+        tensor.view(torch.int16).random_(generator=generator)
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Of every bit."""
+    state = xxhash.xxh3_64()
+    for name in sorted(tensors):
+        state.update(tensors[name].view(torch.int16).numpy().data)
+    return state.hexdigest()
+
+
+@contextlib.contextmanager
+def publisher(settings: dict[str, Any]) -> Iterator[Do]:
+    """``publish``: one version to all consumers."""
+    held = weights(settings["num_bytes"])
+    with keepstep.Publisher(settings["folder"], held, deadline_s=DEADLINE_S) as source:
+
+        def do(order: dict[str, Any]) -> dict[str, Any]:
+            if order["do"] == "wait":
+                source.wait_for_consumers(order["num"], DEADLINE_S)
+                return {}
+            randomize(held, order["version"])
+            began_s = time.monotonic()
+            failures = source.publish(order["version"]).failures
+            return {
+                "seconds": time.monotonic() - began_s, "failures": list(map(str, failures)), "digest": digest(held),
+            }  # fmt: skip
+
+        yield do
+
+
+@contextlib.contextmanager
+def consumer(settings: dict[str, Any]) -> Iterator[Do]:
+    """``look``: what is there."""
+    into = weights(settings["num_bytes"])
+    with keepstep.Subscriber(settings["folder"], into=into, atomic=False, deadline_s=DEADLINE_S) as subscriber:
+        subscriber.start()
+
+        def do(order: dict[str, Any]) -> dict[str, Any]:
+            subscriber.wait_for(order["version"], DEADLINE_S)
+            with subscriber.using() as version:
+                return {"version": version, "digest": digest(into)}
+
+        yield do
+
+
+@contextlib.contextmanager
+def broadcaster(settings: dict[str, Any]) -> Iterator[Do]:
+    """``broadcast``: all weights as one tensor, by gloo, from rank 0."""
+    os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{settings['meeting']}", rank=settings["rank"], world_size=settings["world_size"]
+    )
+    tensor = torch.zeros(settings["num_bytes"], dtype=torch.uint8)
+
+    def do(order: dict[str, Any]) -> dict[str, Any]:
+        dist.barrier()
+        began_s = time.monotonic()
+        dist.broadcast(tensor, 0)
+        dist.barrier()
+        return {"seconds": time.monotonic() - began_s}
+
+    yield do
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def web_server(settings: dict[str, Any]) -> Iterator[Do]:
+    """``save``: the weights as a safetensors file, which it hands out."""
+    from safetensors.torch import save
+
+    held = weights(settings["num_bytes"])
+    file = b""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(file)))
+            self.end_headers()
+            self.wfile.write(file)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    host, port = settings["meeting"].split(":")
+    server = http.server.ThreadingHTTPServer((host, int(port)), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def do(order: dict[str, Any]) -> dict[str, Any]:
+        nonlocal file
+        began_s = time.monotonic()
+        file = save(held)
+        return {"seconds": time.monotonic() - began_s}
+
+    yield do
+    server.shutdown()
+    server.server_close()
+
+
+@contextlib.contextmanager
+def web_client(settings: dict[str, Any]) -> Iterator[Do]:
+    """``load``: reads the file and copies it into its own tensors."""
+    from safetensors.torch import load
+
+    into = weights(settings["num_bytes"])
+
+    def do(order: dict[str, Any]) -> dict[str, Any]:
+        began_s = time.monotonic()
+        with urllib.request.urlopen(f"http://{settings['meeting']}/", timeout=DEADLINE_S) as answer:
+            found = load(answer.read())
+        for name, tensor in into.items():
+            tensor.copy_(found[name])
+        return {"seconds": time.monotonic() - began_s}
+
+    yield do
+
+
+@contextlib.contextmanager
+def sink(settings: dict[str, Any]) -> Iterator[Do]:
+    """``take``: so many bytes over one plain TCP connection: the floor."""
+    with socket.create_server((settings["host"], settings["port"])) as listener:
+
+        def do(order: dict[str, Any]) -> dict[str, Any]:
+            connection, _ = listener.accept()
+            memory, left = bytearray(CHUNK_BYTES), settings["num_bytes"]
+            with connection:
+                began_s = time.monotonic()
+                while left > 0:
+                    left -= connection.recv_into(memory, min(CHUNK_BYTES, left))
+                return {"seconds": time.monotonic() - began_s}
+
+        yield do
+
+
+@contextlib.contextmanager
+def spring(settings: dict[str, Any]) -> Iterator[Do]:
+    """``pour``: the other side of `sink`."""
+    memory = bytes(CHUNK_BYTES)
+
+    def do(order: dict[str, Any]) -> dict[str, Any]:
+        with socket.create_connection((settings["host"], settings["port"]), DEADLINE_S) as connection:
+            left = settings["num_bytes"]
+            while left > 0:
+                connection.sendall(memory[: min(CHUNK_BYTES, left)])
+                left -= CHUNK_BYTES
+        return {}
+
+    yield do
+
+
+ROLES = {
+    "publisher": publisher, "consumer": consumer, "broadcaster": broadcaster, "web_server": web_server,
+    "web_client": web_client, "sink": sink, "spring": spring,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Does what it is told until its input ends."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    if "folder" in settings:
+        settings["folder"] = Path(settings["folder"])
+    with ROLES[settings["role"]](settings) as do:
+        print(json.dumps({"ready": True}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(do(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

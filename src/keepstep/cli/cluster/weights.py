@@ -1,0 +1,127 @@
+"""``keepstep weights``: what is published on one node, for consumers on others."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from keepstep.errors import ConfigurationError, KeepstepError
+from keepstep.launcher.cluster.flags import add_secret_flag
+from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role, Secret, read_private
+
+DEFAULT_STREAMS = 2
+DEFAULT_DEADLINE_S = 30.0
+
+
+def main(arguments: list[str]) -> int:
+    """Runs ``keepstep weights serve`` or ``receive`` until a signal comes, and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="keepstep weights", description="Brings published weights to consumers on other nodes."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser("serve", help="on the publishers' node: lead other nodes to them")
+    serve.add_argument("folder", help="that of the publishers")
+    serve.add_argument("--listen", required=True, metavar="HOST:PORT", help="where other nodes reach this one")
+    serve.add_argument("--rank", type=int, default=0, help="of a publisher on this node (default: %(default)s)")
+    serve.add_argument(
+        "--fanout", type=int, metavar="N",
+        help="how many nodes each node feeds; 1 is a chain (default: what is fastest by the measured bandwidth)",
+    )  # fmt: skip
+    receive = commands.add_parser("receive", help="on a node with consumers: stand in for the publishers")
+    receive.add_argument("folder", help="where consumers of this node look for publishers")
+    receive.add_argument("--from", required=True, dest="root", metavar="HOST:PORT", help="where 'serve' listens")
+    receive.add_argument(
+        "--node", default=socket.gethostname(), help="what no other node is called (default: %(default)s)"
+    )
+    receive.add_argument(
+        "--listen", metavar="HOST:PORT", help="where other nodes reach this one, so that it can feed them"
+    )
+    receive.add_argument(
+        "--streams",
+        type=int,
+        default=DEFAULT_STREAMS,
+        metavar="N",
+        help="TCP streams for buckets (default: %(default)s)",
+    )
+    receive.add_argument("--token-file", help="this node's token, as 'keepstep token --receiver' prints it")
+    for each in (serve, receive):
+        add_secret_flag(each)
+        each.add_argument("--tls", action="store_true", help="encrypt; give it on all nodes or on none")
+        each.add_argument(
+            "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
+            help="that of the publishers (default: %(default)s)",
+        )  # fmt: skip
+    chosen = parser.parse_args(arguments)
+    if chosen.deadline <= 0:
+        raise ConfigurationError(f"--deadline {chosen.deadline}: allowed are times above 0")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    secret = secret_of(chosen)
+    return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
+
+
+def _note(text: str) -> None:
+    print(f"keepstep weights: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
+    from keepstep.weights.remote.node import WeightServer
+
+    if secret is None:
+        raise ConfigurationError(f"other nodes need a secret that they share with this one: {HOW_TO_SHARE}")
+    server = WeightServer(
+        Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout,
+        is_encrypted=chosen.tls, deadline_s=chosen.deadline, note=_note,
+    )  # fmt: skip
+    _note(f"listening at {server.address}")
+    stop.wait()
+    server.close()
+    return 0
+
+
+def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
+    from keepstep.weights.remote.node import WeightReceiver
+
+    receiver = WeightReceiver(
+        Path(chosen.folder), chosen.root, _credentials(chosen, secret), secret=secret, listen=chosen.listen,
+        num_streams=chosen.streams, is_encrypted=chosen.tls, deadline_s=chosen.deadline, note=_note,
+    )  # fmt: skip
+    errors: list[KeepstepError] = []
+
+    def run() -> None:
+        try:
+            receiver.run()
+        except KeepstepError as error:
+            errors.append(error)
+        stop.set()
+
+    thread = threading.Thread(target=run, name="keepstep-receive")
+    thread.start()
+    stop.wait()
+    receiver.close()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return 0
+
+
+def _credentials(chosen: argparse.Namespace, secret: Secret | None) -> Credentials:
+    if chosen.token_file is not None:
+        found = Credentials.parse(read_private(Path(chosen.token_file), "--token-file"), "--token-file")
+    elif secret is not None:
+        return Credentials.of(secret, Claim(Role.RECEIVER, chosen.node))
+    else:
+        raise ConfigurationError(
+            f"a node that receives weights needs --token-file, or the job's secret: {HOW_TO_SHARE}"
+        )
+    if found.name != chosen.node:
+        raise ConfigurationError(f"the token is that of node {found.name!r}, and this is {chosen.node!r}")
+    return found

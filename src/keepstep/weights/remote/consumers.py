@@ -1,0 +1,146 @@
+"""The consumers of a node: they attach themselves here as to a device, and read in this node's buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from keepstep.cancel import Cancelled, CancelToken
+from keepstep.errors import PeerLost, RemoteProtocolError
+from keepstep.protocol.transfer import messages as msg
+from keepstep.protocol.transfer.messages import AnyTransferMessage
+from keepstep.weights.channels.connection import Connection, wait, what_of
+from keepstep.weights.channels.listener import Listener, listener_path, make_private
+from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.remote.switch import BucketInSlot, Switch
+
+NOTICE_S = 0.1
+"""For telling a consumer something, as a device does: one that does not read finds out by its own deadline."""
+LOOK_S = 3600.0
+"""The kernel waits no longer than some weeks at a time."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Consumer:
+    connection: Connection
+    line: int = 0
+    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def send(self, message: AnyTransferMessage, descriptors: Sequence[int] = ()) -> None:
+        with self.turn:
+            try:
+                self.connection.send(message, time.monotonic() + NOTICE_S, descriptors)
+            except PeerLost:
+                self.connection.hang_up()  # the loop finds its end
+
+
+class LocalConsumers:
+    """The bottom of their lines. See `keepstep.weights.remote.switch.Below`."""
+
+    def __init__(self, folder: Path, node: str, switch: Switch) -> None:
+        """Args:
+        folder: where consumers of this node look for a device; made if it is not there, for this user alone.
+        node: its name goes in front of the consumers' own.
+        switch: of this node.
+
+        Raises:
+            ConfigurationError: the folder cannot be used.
+        """
+        self._node, self._switch = node, switch
+        self._lock = threading.Lock()
+        self._consumers: dict[int, _Consumer] = {}
+        self._numbers = itertools.count(1)
+        self._changed = CancelToken()
+        self._stop = CancelToken()
+        make_private(folder)
+        self._listener = Listener(listener_path(folder, 0), self._answer)
+        self._thread = threading.Thread(target=self._attend, name="keepstep-consumers", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_consumers(self) -> int:
+        """That are attached, or wait for it."""
+        with self._lock:
+            return len(self._consumers)
+
+    # ---- from above -------------------------------------------------------------------------------------------------
+
+    def tell(self, key: int, message: AnyTransferMessage, buffer: SlotBuffer | None) -> None:
+        """See `Below`."""
+        if (consumer := self._consumers.get(key)) is not None:
+            consumer.send(message, () if buffer is None else [buffer.descriptor])
+
+    def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
+        """See `Below`."""
+        for key in keys:
+            self.tell(key, msg.BucketReady(bucket.update, bucket.bucket, bucket.slot), None)
+
+    def end(self, key: int, reason: str) -> None:
+        """See `Below`."""
+        if (consumer := self._consumers.get(key)) is not None:
+            consumer.connection.hang_up()
+
+    # ---- from the consumers -----------------------------------------------------------------------------------------
+
+    def _answer(self, connection: Connection, message: AnyTransferMessage) -> None:
+        """A process dials. Runs in the listener's threads."""
+        if not isinstance(message, msg.SubscriberCalled):
+            refused = msg.Refused(f"{type(message).__name__} opens no connection on this node", stale=False)
+            _Consumer(connection).send(refused)
+            connection.close()
+            return
+        connection.who = message.name
+        consumer = _Consumer(connection)
+        introduction = msgspec.structs.replace(message, name=f"{self._node}/{message.name}")
+        key = next(self._numbers)
+        with self._lock:
+            self._consumers[key] = consumer
+        consumer.line = self._switch.open(self, key, introduction, is_local=True)
+        self._changed.set()
+
+    def _attend(self) -> None:
+        while True:
+            self._changed.clear()
+            with self._lock:
+                present = {key: each for key, each in self._consumers.items() if each.line}
+            awaited: list[Connection | CancelToken] = [self._changed, *(each.connection for each in present.values())]
+            try:
+                ready = wait(awaited, time.monotonic() + LOOK_S, self._stop)
+            except Cancelled:
+                return
+            for key, consumer in present.items():
+                if consumer.connection in ready:
+                    self._hear(key, consumer)
+
+    def _hear(self, key: int, consumer: _Consumer) -> None:
+        try:
+            while (message := consumer.connection.receive_now()) is not None:
+                match message:
+                    case msg.SlotFreed():
+                        self._switch.free(consumer.line, message.update, message.slot)
+                    case msg.VersionLoaded() | msg.VersionTaken() | msg.LoadFailed():
+                        self._switch.say(consumer.line, message)
+                    case other:
+                        raise RemoteProtocolError(f"sent {other!r:.80}")
+        except (PeerLost, RemoteProtocolError) as error:
+            with self._lock:
+                del self._consumers[key]
+            self._switch.leave(consumer.line, what_of(error))
+            with consumer.turn:
+                consumer.connection.close()
+
+    def close(self) -> None:
+        """Takes no consumers any more, and ends the connections of those that are there."""
+        self._listener.close()
+        self._stop.set()
+        self._thread.join()
+        for consumer in self._consumers.values():
+            consumer.connection.close()
+        self._stop.close()
+        self._changed.close()

@@ -1,0 +1,255 @@
+"""Feeding other nodes: a TCP port where they come with their tokens, and the lines that they bring along."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+
+from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, RemoteProtocolError
+from keepstep.protocol.transfer.messages import AnyTransferMessage
+from keepstep.trust.tokens import Secret
+from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.remote import messages as msg
+from keepstep.weights.remote.handshake import answer
+from keepstep.weights.remote.link import TcpLink
+from keepstep.weights.remote.stream import CONNECT_S, ByteStream, split_address
+from keepstep.weights.remote.switch import BucketInSlot, Switch
+
+SESSION_BYTES = 16
+BACKLOG = 128
+
+
+class FedLines:
+    """The lines of one node that this one feeds. See `keepstep.weights.remote.switch.Below`."""
+
+    def __init__(self, link: TcpLink, name: str, switch: Switch) -> None:
+        self._link, self._name, self._switch = link, name, switch
+        self._numbers: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def hear(self, message: msg.AnyLinkMessage) -> None:
+        """The node below says something.
+
+        Raises:
+            RemoteProtocolError: it has no meaning here.
+        """
+        match message:
+            case msg.LineOpened(line, introduction):
+                number = self._switch.open(self, line, introduction, is_local=False)
+                with self._lock:
+                    self._numbers[line] = number
+            case msg.LineSaid(line, said):
+                if (found := self._number(line)) is not None:
+                    self._switch.say(found, said)
+            case msg.LineEnded(line, reason):
+                with self._lock:
+                    ended = self._numbers.pop(line, None)
+                if ended is not None:
+                    self._switch.leave(ended, reason)
+            case other:
+                raise RemoteProtocolError(f"sent {other!r:.80}")
+
+    def lose(self, reason: str) -> None:
+        """The link has ended."""
+        with self._lock:
+            numbers, self._numbers = list(self._numbers.values()), {}
+        for number in numbers:
+            self._switch.leave(number, f"node {self._name!r} at {self._link.who} {reason}")
+
+    def _number(self, line: int) -> int | None:
+        with self._lock:
+            return self._numbers.get(line)
+
+    def tell(self, key: int, message: AnyTransferMessage, buffer: SlotBuffer | None) -> None:
+        """See `Below`."""
+        self._link.send(msg.LineSaid(key, message))
+
+    def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
+        """See `Below`."""
+        self._link.ship(bucket)
+
+    def end(self, key: int, reason: str) -> None:
+        """See `Below`."""
+        with self._lock:
+            self._numbers.pop(key, None)
+        self._link.send(msg.LineEnded(key, reason))
+
+
+@dataclasses.dataclass(slots=True)
+class Admission:
+    """What a caller gets.
+
+    Attributes:
+        feeder: address of another node that feeds it; None: this one does.
+        gone: called when its link has ended, with the reason.
+        came: called with its link, once it stands.
+    """
+
+    feeder: str | None = None
+    came: Callable[[TcpLink], None] = lambda link: None
+    gone: Callable[[str], None] = lambda reason: None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Session:
+    """A link that is being put together, or stands."""
+
+    name: str
+    num_streams: int
+    admission: Admission
+    control: ByteStream | None = None
+    streams: list[ByteStream] = dataclasses.field(default_factory=list)
+    link: TcpLink | None = None
+
+
+class Feeder:
+    """Listens for nodes that want to be fed."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        tls: ssl.SSLContext | None,
+        switch: Switch,
+        deadline_s: float,
+        admit: Callable[[msg.Greeting], Admission] = lambda greeting: Admission(),
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Args:
+        address: to listen at, ``HOST:PORT``; port 0 takes a free one.
+        secret: of the job; who has no token made with it is refused.
+        tls: for encryption; None: there is none.
+        switch: of this node.
+        deadline_s: that of the publishers.
+        admit: what a caller gets that has proved who it is.
+        note: told of nodes that come, go and are refused.
+
+        Raises:
+            ConfigurationError: the address cannot be used.
+        """
+        self._secret, self._tls, self._switch, self._deadline_s = secret, tls, switch, deadline_s
+        self._admit, self._note = admit, note
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sessions: dict[bytes, _Session] = {}
+        host, port = split_address(address)
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen at {address}: {error.strerror or error}") from None
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._socket.getsockname()[1]}"
+        """Where it listens."""
+        threading.Thread(target=self._listen, name="keepstep-feeder", daemon=True).start()
+
+    @property
+    def links(self) -> list[tuple[str, TcpLink]]:
+        """Those that stand, with the names of the nodes."""
+        with self._lock:
+            return [(each.name, each.link) for each in self._sessions.values() if each.link is not None]
+
+    def drop_all(self, reason: str) -> None:
+        """Ends every link: who was fed here has to look for another feeder."""
+        for _name, link in self.links:
+            link.close(reason)
+
+    def close(self) -> None:
+        """Listens no more, and ends every link."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.drop_all("was left")
+
+    # ---- threads ----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, address = self._socket.accept()
+            except OSError:
+                return
+            arguments = (sock, f"{address[0]}:{address[1]}")
+            threading.Thread(target=self._introduce, args=arguments, name="keepstep-greet", daemon=True).start()
+
+    def _introduce(self, sock: socket.socket, caller: str) -> None:
+        chosen: list[tuple[bytes, _Session]] = []
+
+        def admit(greeting: msg.Greeting) -> msg.Accepted | msg.Denied:
+            if greeting.session:
+                with self._lock:
+                    session = self._sessions.get(greeting.session)
+                if session is None or session.name != greeting.name or len(session.streams) >= session.num_streams:
+                    return msg.Denied("there is no such session")
+                chosen.append((greeting.session, session))
+                return msg.Accepted(greeting.session, None)
+            try:
+                admission = self._admit(greeting)
+            except ConfigurationError as error:
+                return msg.Denied(str(error))
+            number = secrets.token_bytes(SESSION_BYTES)
+            session = _Session(greeting.name, greeting.num_streams if admission.feeder is None else 0, admission)
+            with self._lock:
+                self._sessions[number] = session
+            chosen.append((number, session))
+            return msg.Accepted(number, admission.feeder)
+
+        is_first = True
+        try:
+            stream, greeting, _accepted = answer(sock, caller, self._secret, self._tls, admit)
+            is_first = not greeting.session
+        except (PeerLost, KeepstepError) as error:
+            self._note(f"refused: {error}")
+            for number, session in chosen:
+                self._forget(number, session, str(error))
+            return
+        ((number, session),) = chosen
+        with self._lock:
+            if is_first:
+                session.control = stream
+            else:
+                session.streams.append(stream)
+            is_whole = session.control is not None and len(session.streams) == session.num_streams
+            if is_whole:
+                assert session.control is not None
+                session.link = TcpLink(session.control, session.streams, self._deadline_s)
+            self._changed.notify_all()
+        if is_whole:
+            self._begin(number, session)
+        elif is_first:
+            with self._changed:
+                stands = self._changed.wait_for(lambda: session.link is not None, CONNECT_S)
+            if not stands:
+                self._forget(number, session, "did not open its streams")
+
+    def _begin(self, number: bytes, session: _Session) -> None:
+        assert session.link is not None
+        lines = FedLines(session.link, session.name, self._switch)
+
+        def lost(reason: str) -> None:
+            lines.lose(reason)
+            self._forget(number, session, reason)
+
+        session.admission.came(session.link)
+        self._note(f"node {session.name!r} at {session.link.who} has come")
+        session.link.start(lines.hear, lost, None)
+
+    def _forget(self, number: bytes, session: _Session, reason: str) -> None:
+        with self._lock:
+            is_new = self._sessions.pop(number, None) is not None
+        if not is_new:
+            return
+        session.admission.gone(reason)
+        self._note(f"node {session.name!r} {reason}")
+        link = session.link
+        if link is not None:
+            threading.Thread(target=link.join, name="keepstep-link-end", daemon=True).start()
+            return
+        for each in (session.control, *session.streams):
+            if each is not None:
+                each.close()

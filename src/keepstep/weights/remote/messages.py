@@ -1,0 +1,132 @@
+"""What two nodes say to each other on a link, and how it is encoded.
+
+A *link* joins two nodes: the *feeder*, which is nearer to the publishers, and the *fed* one. It carries *lines*: each
+is the connection of one consumer to its device, as `keepstep.protocol.transfer.messages` defines it, with a number of
+the fed node's. Bucket contents travel beside the messages, on streams of their own; a bucket goes over a link once,
+whatever the number of lines that want it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias
+
+import msgspec
+
+from keepstep.errors import ConfigurationError, RemoteProtocolError
+from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessage, SubscriberCalled
+
+VERSION = 1
+"""Of this protocol; a node that speaks another one is refused."""
+MAX_GREETING_BYTES = 8192
+"""Before a caller has proved who it is, no larger message is read from it."""
+MAX_MESSAGE_BYTES = MAX_BODY_BYTES
+LENGTH = struct.Struct("<I")
+BUCKET_HEADER = struct.Struct("<QQQQ")
+"""On a stream, in front of a bucket's bytes: messages sent before on the link, update, bucket, and number of bytes."""
+
+
+class LinkMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
+    """The root of all messages of a link."""
+
+
+# ---- opening a link -------------------------------------------------------------------------------------------------
+
+
+class Greeting(LinkMessage, frozen=True):
+    """The caller's first words on a connection."""
+
+    protocol: int
+    name: str
+    """Of the caller's node."""
+    nonce: bytes
+    session: bytes
+    """Empty on the first connection of a link; on a stream, what `Accepted` said."""
+    num_streams: int
+    address: str | None
+    """Where other nodes can reach the caller to be fed; None: nowhere."""
+    avoid: tuple[str, ...]
+    """Feeders that the caller could not reach or has lost."""
+
+
+class Challenge(LinkMessage, frozen=True):
+    """The answer to a greeting, with a proof that the sender has the job's secret."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Proven(LinkMessage, frozen=True):
+    """The caller's proof that it has the token of the node whose name it gave."""
+
+    proof: bytes
+
+
+class Accepted(LinkMessage, frozen=True):
+    """The caller is let in."""
+
+    session: bytes
+    feeder: str | None
+    """The address of the node that feeds the caller; None: the sender does, on streams that the caller opens now."""
+
+
+class Denied(LinkMessage, frozen=True):
+    """The caller is not let in."""
+
+    reason: str
+
+
+# ---- on an open link ------------------------------------------------------------------------------------------------
+
+
+class LineOpened(LinkMessage, frozen=True):
+    """A consumer below wants to attach itself to the device."""
+
+    line: int
+    introduction: SubscriberCalled
+
+
+class LineSaid(LinkMessage, frozen=True):
+    """A consumer says something to its device, or the device to it."""
+
+    line: int
+    message: AnyTransferMessage
+
+
+class LineEnded(LinkMessage, frozen=True):
+    """Nothing more comes on the line, and why."""
+
+    line: int
+    reason: str
+
+
+class Alive(LinkMessage, frozen=True):
+    """The sender is there."""
+
+    bytes_per_s: float
+    """How fast buckets came to the sender in its latest update; 0: none came yet."""
+
+
+AnyLinkMessage: TypeAlias = (
+    Greeting | Challenge | Proven | Accepted | Denied | LineOpened | LineSaid | LineEnded | Alive
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyLinkMessage] = msgspec.msgpack.Decoder(AnyLinkMessage)
+
+
+def encode(message: AnyLinkMessage) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes | bytearray) -> AnyLinkMessage:
+    """The message in ``body``.
+
+    Raises:
+        RemoteProtocolError: there is none.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError) as error:
+        raise RemoteProtocolError(f"not a message of a link: {error}") from error

@@ -1,0 +1,321 @@
+"""The two programs of weights between machines: one beside the publishers, one on each node that has consumers."""
+
+from __future__ import annotations
+
+import dataclasses
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError, TokenRefused
+from keepstep.protocol.transfer.messages import AnyTransferMessage, SubscriberCalled
+from keepstep.protocol.transfer.topology import ROOT, FedNode, choose_fanout, choose_feeder
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Secret
+from keepstep.weights.remote import messages as msg
+from keepstep.weights.remote.consumers import LocalConsumers
+from keepstep.weights.remote.devices import DeviceLines
+from keepstep.weights.remote.feeder import Admission, Feeder
+from keepstep.weights.remote.handshake import Joining, call, tls_of_fed, tls_of_feeder
+from keepstep.weights.remote.link import TcpLink
+from keepstep.weights.remote.stream import split_address
+from keepstep.weights.remote.switch import Switch
+
+RETRY_S = 0.2
+"""Between two attempts to find a feeder."""
+MAX_AVOIDED = 16
+"""Feeders that a node names as away: a greeting is short."""
+DEFAULT_STREAMS = 2
+DEFAULT_DEADLINE_S = 30.0
+HOP_S = 0.002
+"""What a bucket takes to be passed on besides its time on the link: a guess of some thread switches and a network's
+latency, which decides only where an update takes a few times as long."""
+Note = Callable[[str], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _Member:
+    """A node that has come to the root."""
+
+    fed: FedNode
+    link: TcpLink | None = None
+
+
+class WeightServer:
+    """On the publishers' node: leads nodes that come with the job's token to a device of this node.
+
+    It says who feeds whom, and feeds the first of them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        listen: str,
+        secret: Secret,
+        *,
+        rank: int = 0,
+        fanout: int | None = None,
+        is_encrypted: bool = False,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        note: Note = lambda text: None,
+    ) -> None:
+        """Args:
+        folder: that of the publishers.
+        listen: ``HOST:PORT``; port 0 takes a free one.
+        secret: of the job.
+        rank: of the publisher on this node to which consumers are led.
+        fanout: how many nodes each node feeds; None: as `choose_fanout` says. 1 is a chain.
+        is_encrypted: whether links speak TLS.
+        deadline_s: that of the publishers.
+        note: told of nodes that come, go and are refused.
+
+        Raises:
+            ConfigurationError: an argument cannot work.
+        """
+        if fanout is not None and fanout < 1:
+            raise ConfigurationError(f"fanout={fanout}: allowed are 1 and more")
+        self._fanout, self._note = fanout, note
+        self._lock = threading.Lock()
+        self._members: dict[str, _Member] = {}
+        self._last_number = ROOT
+        self.switch = Switch(deadline_s)
+        tls = tls_of_feeder(secret) if is_encrypted else None
+        self._feeder = Feeder(listen, secret, tls, self.switch, deadline_s, self._admit, note)
+        self._devices = DeviceLines(folder, rank, self.switch)
+        self.switch.rise(self._devices)
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._feeder.address
+
+    @property
+    def nodes(self) -> dict[str, tuple[str, float]]:
+        """The nodes that are there: by whom each is fed (empty: by this one), and how many bytes/s it took last."""
+        with self._lock:
+            names = {member.fed.number: name for name, member in self._members.items()}
+            return {
+                name: (names.get(member.fed.feeder, ""), member.link.peer_bytes_per_s if member.link else 0.0)
+                for name, member in self._members.items()
+            }
+
+    def _admit(self, greeting: msg.Greeting) -> Admission:
+        if greeting.address is not None:
+            split_address(greeting.address)
+        with self._lock:
+            former = self._members.pop(greeting.name, None)
+            present = [member.fed for member in self._members.values()]
+            feeder = choose_feeder(present, self._choose_fanout(len(present) + 1), greeting.avoid)
+            self._last_number += 1
+            member = _Member(FedNode(self._last_number, greeting.address, feeder))
+            self._members[greeting.name] = member
+            address = next((each.address for each in present if each.number == feeder), None)
+        if former is not None and former.link is not None:
+            former.link.close("came again")
+        self._note(f"node {greeting.name!r} is fed by {address or 'this one'}")
+
+        def came(link: TcpLink) -> None:
+            member.link = link
+
+        def gone(reason: str) -> None:
+            with self._lock:
+                if self._members.get(greeting.name) is member:
+                    del self._members[greeting.name]
+
+        return Admission(address, came, gone)
+
+    def _choose_fanout(self, num_nodes: int) -> int:
+        if self._fanout is not None:
+            return self._fanout
+        rates = [member.link.peer_bytes_per_s for member in self._members.values() if member.link is not None]
+        measured = [rate for rate in rates if rate > 0]
+        return choose_fanout(
+            num_nodes, self.switch.version_bytes, self.switch.slot_bytes, min(measured, default=0.0), HOP_S
+        )
+
+    def close(self) -> None:
+        """Ends every link, and leaves the device."""
+        self._feeder.close()
+        self.switch.close()
+        self._devices.close()
+
+
+class _LinkAbove:
+    """The way up of a node that is fed. See `keepstep.weights.remote.switch.Above`."""
+
+    def __init__(self, link: TcpLink, switch: Switch) -> None:
+        self._link, self._switch = link, switch
+
+    def open(self, line: int, introduction: SubscriberCalled) -> None:
+        """See `Above`."""
+        self._link.send(msg.LineOpened(line, introduction))
+
+    def say(self, line: int, message: AnyTransferMessage) -> None:
+        """See `Above`."""
+        self._link.send(msg.LineSaid(line, message))
+
+    def end(self, line: int, reason: str) -> None:
+        """See `Above`."""
+        self._link.send(msg.LineEnded(line, reason))
+
+    def hear(self, message: msg.AnyLinkMessage) -> None:
+        """The feeder says something.
+
+        Raises:
+            RemoteProtocolError: it has no meaning here.
+        """
+        match message:
+            case msg.LineSaid(line, said):
+                self._switch.hear(line, said)
+            case msg.LineEnded(line, reason):
+                self._switch.ended(line, reason)
+            case other:
+                raise RemoteProtocolError(f"sent {other!r:.80}")
+
+
+class WeightReceiver:
+    """On a node with consumers: brings them what is published elsewhere, over links that it looks after.
+
+    Consumers of the node attach themselves to ``folder`` as if the publishers were here.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        root: str,
+        credentials: Credentials,
+        *,
+        secret: Secret | None = None,
+        listen: str | None = None,
+        num_streams: int = DEFAULT_STREAMS,
+        is_encrypted: bool = False,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        note: Note = lambda text: None,
+    ) -> None:
+        """Args:
+        folder: where consumers of this node look for a publisher; made if it is not there, for this user alone.
+        root: address of the `WeightServer`.
+        credentials: this node's; no other node may have the same name.
+        secret: of the job; with ``listen``.
+        listen: where other nodes can reach this one, ``HOST:PORT``, so that it can feed them; None: it feeds nobody.
+        num_streams: of the link that feeds it.
+        is_encrypted: whether links speak TLS.
+        deadline_s: that of the publishers.
+        note: told of what happens to links.
+
+        Raises:
+            ConfigurationError: an argument cannot work.
+        """
+        if num_streams < 1:
+            raise ConfigurationError(f"num_streams={num_streams}: allowed are 1 and more")
+        if listen is not None and secret is None:
+            raise ConfigurationError("a node that feeds others needs the job's secret, to know them")
+        split_address(root)
+        if is_encrypted and credentials.authority is None:
+            raise ConfigurationError("for TLS the credentials must hold the certificate of the job's authority")
+        self._root, self._credentials, self._num_streams = root, credentials, num_streams
+        self._deadline_s, self._note = deadline_s, note
+        self._tls: ssl.SSLContext | None = None
+        if is_encrypted and credentials.authority is not None:
+            self._tls = tls_of_fed(credentials.authority)
+        self.switch = Switch(deadline_s)
+        self._feeder: Feeder | None = None
+        if listen is not None and secret is not None:
+            tls = tls_of_feeder(secret) if is_encrypted else None
+            self._feeder = Feeder(listen, secret, tls, self.switch, deadline_s, note=note)
+        self._consumers = LocalConsumers(folder, credentials.name, self.switch)
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        """Set when the way up is lost, or this node shall stop."""
+        self.fed_by: str | None = None
+        """The address of the feeder, while there is one."""
+
+    def run(self) -> None:
+        """Until `close`, which another thread calls. A link that is lost is looked for again.
+
+        Raises:
+            TokenRefused: this node and the root are not of the same job.
+        """
+        avoid: tuple[str, ...] = ()
+        while not self._stop.is_set():
+            feeder = self._root
+            try:
+                feeder = self._be_fed(avoid)
+                avoid = () if feeder == self._root else (feeder,)
+            except _FeederAway as error:
+                self._note(str(error))
+                avoid = (*avoid, error.address)[-MAX_AVOIDED:]
+            except TokenRefused:
+                raise
+            except (PeerLost, RemoteProtocolError) as error:
+                self._note(str(error))
+                avoid = ()
+            self._stop.wait(RETRY_S)
+
+    def _be_fed(self, avoid: tuple[str, ...]) -> str:
+        """Finds a feeder, and stays until the way up is lost. Returns the feeder's address."""
+        self._ended.clear()
+        lost: list[tuple[str, str]] = []
+
+        def lose(culprit: str, reason: str) -> None:
+            lost.append((culprit, reason))
+            self._ended.set()
+
+        links: list[TcpLink] = []
+        own = None if self._feeder is None else self._feeder.address
+        stream, accepted = call(self._root, self._credentials, Joining(self._num_streams, own, avoid), self._tls)
+        address = accepted.feeder or self._root
+        session = accepted.session
+        try:
+            if accepted.feeder is not None:
+                presence = TcpLink(stream, [], self._deadline_s)
+                presence.start(lambda message: None, lambda reason: lose(f"node at {self._root}", reason), None)
+                links.append(presence)
+                try:
+                    stream, accepted = call(address, self._credentials, Joining(self._num_streams), self._tls)
+                except (PeerLost, RemoteProtocolError) as error:
+                    raise _FeederAway(address, error) from None
+                session = accepted.session
+            joining = Joining(self._num_streams, session=session)
+            try:
+                streams = [call(address, self._credentials, joining, self._tls)[0] for _ in range(self._num_streams)]
+            except BaseException:
+                stream.close()
+                raise
+            link = TcpLink(stream, streams, self._deadline_s)
+            links.append(link)
+            above = _LinkAbove(link, self.switch)
+            link.start(above.hear, lambda reason: lose(f"node at {address}", reason), self.switch.bring)
+            self.fed_by = address
+            self._note(f"fed by {address}")
+            self.switch.rise(above)
+            self._ended.wait()
+        finally:
+            self.fed_by = None
+            culprit, reason = lost[0] if lost else ("this node", "it is shut down")
+            self.switch.fall(culprit, reason)
+            if self._feeder is not None:
+                self._feeder.drop_all("has lost its own feeder")
+            for each in links:
+                each.close("was left")
+                each.join()
+        self._note(f"{culprit} {reason}")
+        return address
+
+    def close(self) -> None:
+        """Ends `run`, and every connection. Consumers keep what they have."""
+        self._stop.set()
+        self._ended.set()
+        self._consumers.close()
+        if self._feeder is not None:
+            self._feeder.close()
+        self.switch.close()
+
+
+class _FeederAway(Exception):
+    """A node that the root named does not feed this one."""
+
+    def __init__(self, address: str, error: Exception) -> None:
+        super().__init__(str(error))
+        self.address = address

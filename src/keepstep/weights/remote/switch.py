@@ -1,0 +1,402 @@
+"""What a node does with what comes from above, where the publishers are, and from below, where the consumers are.
+
+It is the same on the publishers' node and on each node below: every consumer has a *line* to its device. Messages pass
+along the lines. Buckets do not: a bucket comes once, into a slot of this node's buffer, from where the consumers of
+this node copy it and links take it to other nodes. The slot is free again when all of them have let it go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from keepstep.errors import BufferUnavailable, PeerLost, RemoteProtocolError
+from keepstep.protocol.transfer import messages as msg
+from keepstep.protocol.transfer.layout import Layout
+from keepstep.protocol.transfer.messages import AnyTransferMessage, TransferFault
+from keepstep.protocol.transfer.plan import Bucket
+from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.pieces import CHECKSUM_BYTES
+
+CONSUMER_SHARE = 0.7
+"""Of the deadline, for a consumer of this node that holds a slot which the next bucket waits for. Below the deadline,
+so that the node that sees the culprit acts before the device, which sees only that nothing moves on any line."""
+NUM_SLOTS = 8
+"""Of a node's buffer: some are filled by the streams of a link while others are read."""
+MAX_SLOT_BYTES = 1 << 30
+"""What claims more is refused before memory is taken for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketInSlot:
+    """A bucket that lies in this node's buffer, until ``release`` is called.
+
+    Attributes:
+        update: of which update.
+        bucket: its index in the plan.
+        slot: of the buffer.
+        content: the bucket and its checksum, readable until ``release``.
+        release: called when nobody reads there any more. Any thread, any number of times.
+    """
+
+    update: int
+    bucket: int
+    slot: int
+    content: memoryview
+    release: Callable[[], None]
+
+
+class Above(Protocol):
+    """The way to the devices. No call blocks."""
+
+    def open(self, line: int, introduction: msg.SubscriberCalled) -> None:
+        """A consumer wants to attach itself."""
+        ...
+
+    def say(self, line: int, message: AnyTransferMessage) -> None:
+        """A consumer says something to its device."""
+        ...
+
+    def end(self, line: int, reason: str) -> None:
+        """A consumer is gone."""
+        ...
+
+
+class Below(Protocol):
+    """Where lines lead to: the consumers of this node, or a link to another one. No call blocks for long."""
+
+    def tell(self, key: int, message: AnyTransferMessage, buffer: SlotBuffer | None) -> None:
+        """The device says something to a consumer; a `Welcomed` comes with this node's buffer."""
+        ...
+
+    def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
+        """A bucket has come that these consumers want."""
+        ...
+
+    def end(self, key: int, reason: str) -> None:
+        """Nothing more comes on a line."""
+        ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Line:
+    """The connection of one consumer, as this node sees it."""
+
+    below: Below
+    key: int
+    introduction: msg.SubscriberCalled
+    update: int = 0
+    reader: int = -1
+    is_local: bool = False
+    moved_s: float = 0.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Flow:
+    """An update that comes through this node."""
+
+    layout: Layout
+    buckets: dict[int, Bucket]
+    members: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Line -> reader."""
+
+
+class Switch:
+    """Any thread may call any method; none is called back with the switch locked but `Below.tell` and `Below.end`."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Args:
+        deadline_s: that of the publishers.
+        """
+        self._deadline_s = deadline_s
+        self._changed = threading.Condition(threading.RLock())
+        self._lines: dict[int, _Line] = {}
+        self._flows: dict[int, _Flow] = {}
+        self._last_line = 0
+        self._above: Above | None = None
+        self._buffer: SlotBuffer | None = None
+        self._holders: list[set[object]] = []
+        """Of each slot; while it is filled, an object of its own."""
+        self._last_layout: tuple[Layout, dict[int, Bucket]] | None = None
+        self.version: int | None = None
+        """The last one that was committed on a line here."""
+        self.version_bytes = 0
+        """Of the last version's buckets together."""
+        self.num_bytes = 0
+        """Of buckets that have come, all together."""
+
+    # ---- from below -------------------------------------------------------------------------------------------------
+
+    def open(self, below: Below, key: int, introduction: msg.SubscriberCalled, *, is_local: bool) -> int:
+        """A consumer wants to attach itself; it waits while there is no way up. Returns the number of its line."""
+        with self._changed:
+            self._last_line += 1
+            line = self._last_line
+            self._lines[line] = _Line(below, key, introduction, is_local=is_local)
+            if self._above is not None:
+                self._above.open(line, introduction)
+            return line
+
+    def say(self, line: int, message: AnyTransferMessage) -> None:
+        """A consumer says something to its device."""
+        with self._changed:
+            if line not in self._lines or self._above is None:
+                return
+            if isinstance(message, msg.LoadFailed):
+                self._part(line, self._lines[line])  # it takes no more of this update
+            self._above.say(line, message)
+
+    def leave(self, line: int, reason: str) -> None:
+        """A consumer is gone."""
+        with self._changed:
+            if self._drop(line) is not None and self._above is not None:
+                self._above.end(line, reason)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of this node's buffer; 0 while there is none."""
+        with self._changed:
+            return 0 if self._buffer is None else self._buffer.slot_bytes
+
+    @property
+    def num_lines(self) -> int:
+        """Of consumers that are attached through this node, or wait for it."""
+        with self._changed:
+            return len(self._lines)
+
+    # ---- from above -------------------------------------------------------------------------------------------------
+
+    def rise(self, above: Above) -> None:
+        """There is a way up now: those who wait are led there."""
+        with self._changed:
+            self._above = above
+            for number, line in self._lines.items():
+                above.open(number, line.introduction)
+
+    def fall(self, culprit: str, reason: str) -> None:
+        """The way up is lost: every line ends. Consumers keep what they have, and dial again."""
+        with self._changed:
+            self._above = None
+            for number in list(self._lines):
+                self._end_below(number, culprit, reason)
+
+    def hear(self, line: int, message: AnyTransferMessage) -> None:
+        """The device says something to a consumer."""
+        with self._changed:
+            if (there := self._lines.get(line)) is None:
+                return
+            buffer = None
+            match message:
+                case msg.Welcomed(buffer=place):
+                    try:
+                        buffer = self._buffer_for(place)
+                    except (BufferUnavailable, RemoteProtocolError) as error:
+                        self._refuse(line, str(error))
+                        return
+                    place = msg.BufferPlace(buffer.num_slots, buffer.slot_bytes, None)
+                    message = msg.Welcomed(message.rank, message.generation, place)
+                case msg.UpdateBegan():
+                    self._join(line, there, message)
+                    message = msgspec.structs.replace(message, lent=None)
+                case msg.VersionCommitted():
+                    self.version = message.version
+                    self._part(line, there)
+                case msg.UpdateAborted():
+                    self._part(line, there)
+                case _:
+                    pass
+            there.below.tell(there.key, message, buffer)
+            if isinstance(message, msg.Refused):
+                self._end_below(line, "the device", message.reason, is_told=True)
+
+    def ended(self, line: int, reason: str) -> None:
+        """Nothing more comes on a line."""
+        with self._changed:
+            self._end_below(line, "the device", reason)
+
+    def bring(self, update: int, bucket: int, num_bytes: int, fill: Callable[[memoryview], None]) -> None:
+        """A bucket comes: waits for its slot, has it filled, and gives it to all who want it.
+
+        The caller has seen to it that all messages that the device sent before the bucket have been heard.
+
+        Args:
+            update, bucket: which.
+            num_bytes: of the bucket and its checksum.
+            fill: writes so many bytes; called once, also for a bucket that nobody wants any more.
+
+        Raises:
+            PeerLost: from ``fill``, or because no slot came free.
+        """
+        claim = object()
+        slot = self._claim(update, bucket, num_bytes, claim)
+        if slot is None:
+            fill(memoryview(bytearray(num_bytes)))
+            return
+        with self._changed:
+            assert self._buffer is not None
+            content = self._buffer.view(slot).numpy().data[:num_bytes]
+            holders = self._holders[slot]
+        try:
+            fill(content)
+            with self._changed:
+                self.num_bytes += num_bytes
+                gifts = [
+                    (below, [line.key for line in lines.values()], self._gift(update, bucket, slot, content, lines))
+                    for below, lines in self._wanting(update, bucket)
+                ]
+            for below, keys, gift in gifts:
+                below.give(keys, gift)
+        finally:
+            self._release(holders, claim)
+
+    # ---- slots ------------------------------------------------------------------------------------------------------
+
+    def _claim(self, update: int, bucket: int, num_bytes: int, claim: object) -> int | None:
+        """Waits for the slot of a bucket; None if nobody wants it."""
+        until_s = time.monotonic() + 2 * self._deadline_s
+        with self._changed:
+            while True:
+                flow = self._flows.get(update)
+                if flow is None or self._buffer is None or not self._wanting(update, bucket):
+                    return None
+                if num_bytes != flow.buckets[bucket].num_bytes + CHECKSUM_BYTES or num_bytes > self._buffer.slot_bytes:
+                    raise RemoteProtocolError(f"bucket {bucket} of update {update} came with {num_bytes} bytes")
+                slot = bucket % self._buffer.num_slots
+                if not self._holders[slot]:
+                    self._holders[slot].add(claim)
+                    return slot
+                self._let_go_of_the_slow(self._holders[slot])
+                if self._holders[slot] and time.monotonic() >= until_s:
+                    raise PeerLost(f"slot {slot} of this node was not freed")
+                self._changed.wait(0.1)
+
+    def _let_go_of_the_slow(self, holders: set[object]) -> None:
+        patience_s = CONSUMER_SHARE * self._deadline_s
+        for holder in list(holders):
+            line = self._lines.get(holder) if isinstance(holder, int) else None
+            if line is not None and time.monotonic() >= line.moved_s + patience_s:
+                assert isinstance(holder, int)
+                reason = f"has shown nothing for {patience_s:g} s"
+                self.leave(holder, reason)
+                line.below.end(line.key, reason)
+
+    def _wanting(self, update: int, bucket: int) -> list[tuple[Below, dict[int, _Line]]]:
+        """Who wants a bucket: lines by number, by where they lead."""
+        flow = self._flows.get(update)
+        if flow is None or bucket not in flow.buckets:
+            return []
+        readers = set(flow.buckets[bucket].readers)
+        found: dict[int, tuple[Below, dict[int, _Line]]] = {}
+        for number, reader in flow.members.items():
+            if reader in readers:
+                line = self._lines[number]
+                found.setdefault(id(line.below), (line.below, {}))[1][number] = line
+        return list(found.values())
+
+    def _gift(self, update: int, bucket: int, slot: int, content: memoryview, lines: dict[int, _Line]) -> BucketInSlot:
+        """Makes those who want a bucket its holders. A consumer of this node holds by its line, a link as a whole."""
+        holders = self._holders[slot]
+        if any(line.is_local for line in lines.values()):
+            now_s = time.monotonic()
+            for number, line in lines.items():
+                if not any(number in each for each in self._holders):
+                    line.moved_s = now_s
+            holders |= set(lines)
+            return BucketInSlot(update, bucket, slot, content, lambda: None)
+        token = object()
+        holders.add(token)
+        return BucketInSlot(update, bucket, slot, content, lambda: self._release(holders, token))
+
+    def free(self, line: int, update: int, slot: int) -> None:
+        """A consumer of this node has taken what it needs from a slot."""
+        with self._changed:
+            if line in self._lines and self._lines[line].update == update and 0 <= slot < len(self._holders):
+                self._lines[line].moved_s = time.monotonic()
+                self._release(self._holders[slot], line)
+
+    def _release(self, holders: set[object], holder: object) -> None:
+        with self._changed:
+            holders.discard(holder)
+            self._changed.notify_all()
+
+    def _buffer_for(self, place: msg.BufferPlace | None) -> SlotBuffer:
+        """This node's buffer, for buckets as large as the device's."""
+        if place is None or place.gpu is not None:
+            raise RemoteProtocolError("the publisher's buffers are on a GPU: for other nodes they must be on 'cpu'")
+        if not 0 < place.slot_bytes <= MAX_SLOT_BYTES:
+            raise RemoteProtocolError(f"the publisher's buckets take {place.slot_bytes} bytes")
+        if self._buffer is None or self._buffer.slot_bytes != place.slot_bytes:
+            fresh = SlotBuffer.create(NUM_SLOTS, place.slot_bytes)
+            if self._buffer is not None:
+                self._buffer.close()
+            self._buffer, self._holders = fresh, [set() for _ in range(NUM_SLOTS)]
+        return self._buffer
+
+    # ---- updates and lines ------------------------------------------------------------------------------------------
+
+    def _join(self, number: int, line: _Line, began: msg.UpdateBegan) -> None:
+        self._part(number, line)
+        flow = self._flows.get(began.update)
+        if flow is None or flow.layout != began.layout:
+            if self._last_layout is None or self._last_layout[0] != began.layout:
+                self._last_layout = began.layout, {bucket.index: bucket for bucket in began.layout.plan().buckets}
+                self.version_bytes = sum(bucket.num_bytes for bucket in self._last_layout[1].values())
+            flow = self._flows[began.update] = _Flow(*self._last_layout)
+        flow.members[number] = began.reader
+        line.update, line.reader = began.update, began.reader
+
+    def _part(self, number: int, line: _Line) -> None:
+        """The line takes no part in its update any more, and reads in no slot."""
+        for holders in self._holders:
+            holders.discard(number)
+        flow = self._flows.get(line.update)
+        if flow is not None:
+            flow.members.pop(number, None)
+            if not flow.members:
+                del self._flows[line.update]
+        line.update = 0
+        self._changed.notify_all()
+
+    def bucket_bytes(self, update: int, bucket: int) -> int | None:
+        """Of a bucket and its checksum; None if there is no such update here."""
+        with self._changed:
+            flow = self._flows.get(update)
+            return None if flow is None or bucket not in flow.buckets else (
+                flow.buckets[bucket].num_bytes + CHECKSUM_BYTES
+            )  # fmt: skip
+
+    def _drop(self, number: int) -> _Line | None:
+        line = self._lines.pop(number, None)
+        if line is not None:
+            self._part(number, line)
+        return line
+
+    def _end_below(self, number: int, culprit: str, reason: str, *, is_told: bool = False) -> None:
+        if (line := self._drop(number)) is None:
+            return
+        if not is_told:
+            line.below.tell(line.key, msg.UpdateAborted(0, TransferFault.LOST, culprit, reason), None)
+        line.below.end(line.key, reason)
+
+    def _refuse(self, number: int, reason: str) -> None:
+        """What came from above cannot be had here."""
+        line = self._lines[number]
+        line.below.tell(line.key, msg.Refused(reason, stale=False), None)
+        if self._above is not None:
+            self._above.end(number, reason)
+        self._end_below(number, "this node", reason, is_told=True)
+
+    def close(self) -> None:
+        """Ends every line, and gives the buffer back; nothing may be filled or read there any more."""
+        self.fall("this node", "it is shut down")
+        with self._changed:
+            if self._buffer is not None:
+                with contextlib.suppress(BufferError):
+                    self._buffer.close()
+                self._buffer = None

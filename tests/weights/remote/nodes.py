@@ -1,0 +1,123 @@
+"""Nodes of a test: threads of one process, whose links go over loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import keepstep
+from keepstep.errors import KeepstepError
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role, Secret
+from keepstep.weights.remote.node import WeightReceiver, WeightServer
+
+SECRET = Secret(bytes(range(32)))
+PATIENCE_S = 20.0
+Tensors = dict[str, torch.Tensor]
+
+
+def credentials(name: str, secret: Secret = SECRET) -> Credentials:
+    """Of a node."""
+    return Credentials.of(secret, Claim(Role.RECEIVER, name))
+
+
+def weights(seed: int = 0) -> Tensors:
+    """Some, of which each takes several buckets of 64 KiB, or a part of one."""
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(size, generator=g) for name, size in [("a", (200, 300)), ("b", (7,)), ("c", (90_000,))]}
+
+
+def zeros(like: Tensors) -> Tensors:
+    """What an engine has before anything has come."""
+    return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+
+
+def equal(some: Tensors, others: Tensors) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(some[name], others[name]) for name in others)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits for something that other threads bring about."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until_s, "it did not come about"
+        threading.Event().wait(0.01)
+
+
+class Nodes:
+    """The publishers' node, and as many others as are asked for."""
+
+    def __init__(self, folder: Path, deadline_s: float, **settings: Any) -> None:
+        self.folder, self._deadline_s, self._settings = folder, deadline_s, settings
+        self.notes: list[str] = []
+        self.receivers: dict[str, WeightReceiver] = {}
+        self.errors: list[KeepstepError] = []
+        self._threads: list[threading.Thread] = []
+        self.server = self.serve("127.0.0.1:0")
+
+    def serve(self, address: str) -> WeightServer:
+        """Starts the publishers' side."""
+        settings = {"fanout": 1} | self._settings
+        return WeightServer(
+            self.folder / "job", address, SECRET, deadline_s=self._deadline_s, note=self.notes.append, **settings
+        )
+
+    def receive(self, name: str, *, feeds: bool = True, secret: Secret = SECRET) -> WeightReceiver:
+        """Starts a node of consumers, and waits until it is fed."""
+        receiver = self.begin(name, feeds=feeds, secret=secret)
+        wait_for(lambda: receiver.fed_by is not None)
+        return receiver
+
+    def begin(self, name: str, *, feeds: bool = True, secret: Secret = SECRET) -> WeightReceiver:
+        """Starts a node of consumers."""
+        settings = {key: value for key, value in self._settings.items() if key == "is_encrypted"}
+        receiver = self.receivers[name] = WeightReceiver(
+            self.folder / name, self.server.address, credentials(name, secret), secret=secret,
+            listen="127.0.0.1:0" if feeds else None, deadline_s=self._deadline_s, note=self.notes.append, **settings,
+        )  # fmt: skip
+
+        def run() -> None:
+            try:
+                receiver.run()
+            except KeepstepError as error:
+                self.errors.append(error)
+
+        self._threads.append(threading.Thread(target=run))
+        self._threads[-1].start()
+        return receiver
+
+    def close(self) -> None:
+        """Ends everything."""
+        for receiver in self.receivers.values():
+            receiver.close()
+        for thread in self._threads:
+            thread.join()
+        self.server.close()
+
+
+@contextlib.contextmanager
+def nodes(folder: Path, deadline_s: float = PATIENCE_S, **settings: Any) -> Iterator[Nodes]:
+    """For the duration of a test."""
+    with contextlib.closing(Nodes(folder, deadline_s, **settings)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def consumer(folder: Path, into: Tensors, name: str, deadline_s: float = PATIENCE_S) -> Iterator[keepstep.Subscriber]:
+    """One that attends in a thread."""
+    with keepstep.Subscriber(folder, into=into, name=name, deadline_s=deadline_s) as subscriber:
+        subscriber.start()
+        yield subscriber
+
+
+def publisher(folder: Path, of: Tensors, deadline_s: float = PATIENCE_S, **settings: Any) -> keepstep.Publisher:
+    """With small buckets."""
+    buffers = keepstep.Buffers(bucket_bytes=1 << 16)
+    return keepstep.Publisher(folder / "job", of, buffers=buffers, deadline_s=deadline_s, **settings)

@@ -1,0 +1,310 @@
+"""Consumers on other nodes get what is published, whole or not at all, and are named when they do not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.weights.remote.nodes import (
+    PATIENCE_S,
+    SECRET,
+    consumer,
+    credentials,
+    equal,
+    nodes,
+    publisher,
+    wait_for,
+    weights,
+    zeros,
+)
+
+import keepstep
+from keepstep.errors import (
+    BufferUnavailable,
+    ConfigurationError,
+    PublisherLost,
+    RemoteProtocolError,
+    StateMismatch,
+    SubscriberLost,
+    TokenRefused,
+)
+from keepstep.trust.tokens import Secret
+from keepstep.weights.memory.blocks import Block
+from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.remote import switch
+from keepstep.weights.remote.node import WeightReceiver, WeightServer
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_every_bit_comes_to_a_chain_of_nodes(tmp_path: Path, is_encrypted: bool) -> None:
+    """To several consumers on one node, and to a node behind another."""
+    held = weights()
+    with nodes(tmp_path, is_encrypted=is_encrypted) as made, publisher(tmp_path, held) as source, ExitStack() as stack:
+        made.receive("n1")
+        made.receive("n2")
+        assert {name: feeder for name, (feeder, _rate) in made.server.nodes.items()} == {"n1": "", "n2": "n1"}
+        engines = [(node, zeros(held)) for node in ("n1", "n2", "n2")]
+        consumers = [
+            stack.enter_context(consumer(tmp_path / node, into, f"e{number}"))
+            for number, (node, into) in enumerate(engines)
+        ]
+        source.wait_for_consumers(3, PATIENCE_S)
+        assert sorted(source.consumers) == ["n1/e0", "n2/e1", "n2/e2"]
+        for version in (1, 2, 3):
+            for tensor in held.values():
+                tensor.add_(1)
+            assert source.publish(version).failures == ()
+            for each, (_node, into) in zip(consumers, engines, strict=True):
+                with each.using() as used:
+                    assert used == version
+                    assert equal(into, held)
+        num_bytes = sum(tensor.nbytes for tensor in held.values())
+        for receiver in made.receivers.values():  # each bucket once, though two consumers want it
+            assert 3 * num_bytes <= receiver.switch.num_bytes < 3 * num_bytes + 4096
+
+
+def test_blocks_are_cut_for_consumers_of_other_nodes(tmp_path: Path) -> None:
+    """A consumer of one half of a tensor, one of the other, and one of all of it."""
+    held = {"a": torch.arange(60_000.0).reshape(300, 200)}
+    halves = [torch.zeros(150, 200), torch.zeros(150, 200)]
+    parts = [{"a": Block(half, (150 * n, 0), (300, 200))} for n, half in enumerate(halves)]
+    whole = zeros(held)
+    with nodes(tmp_path) as made, publisher(tmp_path, held) as source, ExitStack() as stack:
+        made.receive("n1")
+        made.receive("n2")
+        for number, into in enumerate((*parts, whole)):
+            subscriber = keepstep.Subscriber(tmp_path / f"n{1 + number % 2}", into=into, name=f"e{number}")
+            stack.enter_context(subscriber).start()
+        source.wait_for_consumers(3, PATIENCE_S)
+        assert source.publish(1).failures == ()
+        assert torch.equal(torch.cat(halves), held["a"])
+        assert equal(whole, held)
+
+
+def test_a_late_consumer_and_a_restarted_one_get_what_was_published_last(tmp_path: Path) -> None:
+    held = weights()
+    with nodes(tmp_path) as made, publisher(tmp_path, held, copies=True) as source:
+        made.receive("n1")
+        made.receive("n2")
+        with consumer(tmp_path / "n1", zeros(held), "first"):
+            source.wait_for_consumers(1, PATIENCE_S)
+            source.publish(7)
+            for _life in range(2):
+                into = zeros(held)
+                with consumer(tmp_path / "n2", into, "late") as late:
+                    assert late.wait_for(7, PATIENCE_S) == 7
+                    assert equal(into, held)
+
+
+def test_a_consumer_that_ends_is_named_and_the_others_are_served(tmp_path: Path) -> None:
+    held = weights()
+    gate, loading = threading.Event(), threading.Event()
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        loading.set()
+        gate.wait(PATIENCE_S)
+
+    with nodes(tmp_path) as made, publisher(tmp_path, held) as source, ExitStack() as stack:
+        made.receive("n1")
+        into = zeros(held)
+        other = stack.enter_context(consumer(tmp_path / "n1", into, "other"))
+        slow = keepstep.Subscriber(tmp_path / "n1", load=load, name="slow", deadline_s=PATIENCE_S)
+        slow.start()
+        source.wait_for_consumers(2, PATIENCE_S)
+        published: list[keepstep.Published] = []
+        thread = threading.Thread(target=lambda: published.append(source.publish(1)))
+        thread.start()
+        assert loading.wait(PATIENCE_S)
+        assert slow._connection is not None
+        slow._connection.hang_up()  # as if its process had been killed
+        thread.join()
+        gate.set()
+        slow.close()
+        (failure,) = published[0].failures
+        assert isinstance(failure, SubscriberLost)
+        assert str(failure).startswith("n1/slow: ")
+        assert other.version == 1
+        assert equal(into, held)
+
+
+def test_a_consumer_that_stands_is_left_out_within_the_deadline(tmp_path: Path) -> None:
+    """It holds a slot of its node for which the others wait. The node, which sees that, names it."""
+    held = weights()
+    gate = threading.Event()
+    with nodes(tmp_path, deadline_s=1.5) as made, publisher(tmp_path, held, deadline_s=1.5) as source:
+        made.receive("n1")
+        made.receive("n2")
+        into = zeros(held)
+        with consumer(tmp_path / "n1", into, "other", 1.5) as other:
+            slow = keepstep.Subscriber(
+                tmp_path / "n2", load=lambda name, tensor: gate.wait(PATIENCE_S) and None, name="slow", deadline_s=1.5
+            )
+            slow.start()
+            source.wait_for_consumers(2, PATIENCE_S)
+            (failure,) = source.publish(1).failures
+            assert isinstance(failure, SubscriberLost)
+            assert str(failure).startswith("n2/slow: has shown nothing for 1")
+            assert other.version == 1
+            gate.set()
+            slow.close()
+
+
+def test_a_node_in_the_middle_that_is_lost_is_named_and_gone_around(tmp_path: Path) -> None:
+    held = weights()
+    with nodes(tmp_path, deadline_s=3.0) as made, publisher(tmp_path, held, copies=True, deadline_s=3.0) as source:
+        made.receive("n1")
+        behind = made.receive("n2")
+        into = zeros(held)
+        with consumer(tmp_path / "n2", into, "e", 3.0) as engine:
+            source.wait_for_consumers(1, PATIENCE_S)
+            source.publish(1)
+            former = behind.fed_by
+            made.receivers["n1"].close()
+            wait_for(lambda: behind.fed_by not in (None, former))
+            assert behind.fed_by == made.server.address
+            held["a"].add_(1)
+            source.wait_for_consumers(1, PATIENCE_S)
+            source.publish(2)
+            engine.wait_for(2, PATIENCE_S)
+            assert equal(into, held)
+
+
+def test_a_link_that_breaks_off_in_an_update_is_named_on_both_sides(tmp_path: Path) -> None:
+    held = weights()
+    gate, loading = threading.Event(), threading.Event()
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        loading.set()
+        gate.wait(PATIENCE_S)
+
+    with nodes(tmp_path) as made, publisher(tmp_path, held) as source:
+        made.receive("n1")
+        slow = keepstep.Subscriber(tmp_path / "n1", load=load, name="e", deadline_s=PATIENCE_S)
+        slow.start()
+        source.wait_for_consumers(1, PATIENCE_S)
+        published: list[keepstep.Published] = []
+        thread = threading.Thread(target=lambda: published.append(source.publish(1)))
+        thread.start()
+        assert loading.wait(PATIENCE_S)
+        ((name, link),) = made.server._feeder.links
+        link.close("was cut")
+        thread.join()
+        gate.set()
+        (failure,) = published[0].failures
+        assert name == "n1"
+        assert isinstance(failure, SubscriberLost)
+        assert "n1/e: node 'n1' at 127.0.0.1" in str(failure)
+        wait_for(lambda: slow.last_error is not None)
+        assert isinstance(slow.last_error, PublisherLost)
+        slow.close()
+
+
+def test_the_server_is_started_again(tmp_path: Path) -> None:
+    held = weights()
+    with nodes(tmp_path) as made, publisher(tmp_path, held, copies=True) as source:
+        made.receive("n1")
+        into = zeros(held)
+        with consumer(tmp_path / "n1", into, "e") as engine:
+            source.wait_for_consumers(1, PATIENCE_S)
+            source.publish(1)
+            engine.wait_for(1, PATIENCE_S)
+            address = made.server.address
+            made.server.close()
+            held["b"].add_(1)
+            made.server = made.serve(address)
+            source.wait_for_consumers(1, PATIENCE_S)
+            source.publish(2)
+            engine.wait_for(2, PATIENCE_S)
+            assert equal(into, held)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_token_of_another_job(tmp_path: Path) -> None:
+    with nodes(tmp_path) as made:
+        made.begin("n1", secret=Secret.new())
+        wait_for(lambda: bool(made.errors))
+        (error,) = made.errors
+        assert isinstance(error, TokenRefused)
+        assert "does not belong to the job of this token (node 'n1')" in str(error)
+        wait_for(lambda: any("has no token of this job" in note for note in made.notes))
+
+
+def test_tls_on_one_side_only(tmp_path: Path) -> None:
+    with nodes(tmp_path) as made:
+        receiver = WeightReceiver(
+            tmp_path / "n1", made.server.address, credentials("n1"), is_encrypted=True, note=made.notes.append
+        )
+        thread = threading.Thread(target=receiver.run)
+        thread.start()
+        wait_for(lambda: any("does not speak TLS" in note for note in made.notes))
+        receiver.close()
+        thread.join()
+
+
+def test_an_older_generation(tmp_path: Path) -> None:
+    held = weights()
+    with nodes(tmp_path) as made:
+        made.receive("n1")
+        with keepstep.Subscriber(tmp_path / "n1", into=zeros(held), name="e", deadline_s=PATIENCE_S) as engine:
+            with publisher(tmp_path, held, generation=5) as source:
+                engine.attach(PATIENCE_S)
+                published = threading.Thread(target=lambda: source.publish(1))
+                published.start()
+                assert engine.receive(PATIENCE_S) == 1
+                published.join()
+            with publisher(tmp_path, held, generation=4):
+                while engine.is_attached:
+                    with contextlib.suppress(PublisherLost):  # the former one has ended
+                        engine.receive(PATIENCE_S)
+                with pytest.raises(RemoteProtocolError, match="it is of generation 4, the caller of 5"):
+                    engine.receive(PATIENCE_S)
+            assert engine.version == 1
+
+
+def test_weights_that_are_not_published(tmp_path: Path) -> None:
+    held = weights()
+    with nodes(tmp_path) as made, publisher(tmp_path, held) as source:
+        made.receive("n1")
+        with consumer(tmp_path / "n1", {"unknown": torch.zeros(3)}, "e") as engine:
+            source.wait_for_consumers(1, PATIENCE_S)
+            (failure,) = source.publish(1).failures
+            assert isinstance(failure, StateMismatch)
+            assert str(failure) == "n1/e wants 'unknown', which is not published"
+            wait_for(lambda: isinstance(engine.last_error, StateMismatch))
+
+
+def test_too_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = weights()
+
+    class Full(SlotBuffer):
+        @classmethod
+        def create(cls, num_slots: int, slot_bytes: int) -> SlotBuffer:
+            raise BufferUnavailable(f"{num_slots * slot_bytes} bytes of shared memory cannot be had")
+
+    with nodes(tmp_path) as made, publisher(tmp_path, held):
+        made.receive("n1")
+        monkeypatch.setattr(switch, "SlotBuffer", Full)
+        with (
+            keepstep.Subscriber(tmp_path / "n1", into=zeros(held), name="e") as engine,
+            pytest.raises(RemoteProtocolError, match="bytes of shared memory cannot be had"),
+        ):
+            engine.attach(PATIENCE_S)
+
+
+def test_settings_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="must be HOST:PORT"):
+        WeightServer(tmp_path, "nowhere", SECRET)
+    with pytest.raises(ConfigurationError, match="fanout=0"):
+        WeightServer(tmp_path, "127.0.0.1:0", SECRET, fanout=0)
+    with pytest.raises(ConfigurationError, match="num_streams=0"):
+        WeightReceiver(tmp_path, "127.0.0.1:1", credentials("n"), num_streams=0)
+    with pytest.raises(ConfigurationError, match="needs the job's secret"):
+        WeightReceiver(tmp_path, "127.0.0.1:1", credentials("n"), listen="127.0.0.1:0")
+    with pytest.raises(ConfigurationError, match="cannot listen at"):
+        WeightServer(tmp_path, "192.0.2.1:1", SECRET)  # TEST-NET-1 (RFC 5737): no address of this machine
