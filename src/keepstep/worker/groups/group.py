@@ -360,8 +360,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """See `torch.distributed.barrier`."""
-        options = asynchronous(opts or BarrierOptions())
-        return self._issue(Operation.BARRIER, [], lambda inner: inner.barrier(options), None)
+        return self._issue(Operation.BARRIER, [], lambda inner: inner.barrier(opts or BarrierOptions()), None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`, which torch allows on groups of backend "gloo" only.

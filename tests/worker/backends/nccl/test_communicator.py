@@ -5,7 +5,6 @@ That torch and NCCL do what the twin does is for the tests that need a GPU, `tes
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -205,7 +204,7 @@ def test_an_abort_lets_a_call_of_nccl_s_finish(made: Made) -> None:
 
     def in_call() -> None:
         made.group.abort()
-        time.sleep(0.02)
+        made.torch.is_aborted.wait(0.02)
         num_aborts.append(made.torch.num_aborts)
 
     made.torch.in_call = in_call
@@ -220,9 +219,7 @@ def test_a_call_that_waits_in_nccl_is_freed_by_an_abort(made: Made) -> None:
 
     def in_call() -> None:
         made.group.abort()
-        until_s = time.monotonic() + DEADLINE_S
-        while not made.torch.num_aborts and time.monotonic() < until_s:
-            time.sleep(0.001)
+        assert made.torch.is_aborted.wait(DEADLINE_S)
 
     made.torch.in_call = in_call
     with pytest.raises(CommunicatorAborted):
@@ -234,9 +231,7 @@ def test_no_handle_of_torch_s_is_asked_while_an_abort_holds_its_lock(made: Made)
     work = made.reduce()
     made.torch.may_abort.clear()
     made.group.abort()
-    until_s = time.monotonic() + DEADLINE_S
-    while not made.torch.is_aborting and time.monotonic() < until_s:
-        time.sleep(0.001)
+    assert made.torch.has_begun_to_abort.wait(DEADLINE_S)
     with pytest.raises(CommunicatorAborted):
         work.wait()
     assert work.is_completed()

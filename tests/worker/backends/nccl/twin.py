@@ -5,7 +5,6 @@ a collective that is not asynchronous has no handle. What keepstep must not call
 """
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -74,6 +73,7 @@ class TwinGroup:
         self.num_aborts = 0
         self.is_aborting = False
         self.abort_takes_s = 0.0
+        self.has_begun_to_abort, self.is_aborted, self.never = (threading.Event() for _ in range(3))
         self.in_call: Callable[[], None] = lambda: None
         """What happens inside a call of torch's that issues an operation."""
         self.error = ErrorType.SUCCESS
@@ -124,12 +124,14 @@ class TwinGroup:
 
     def abort(self) -> None:
         self.is_aborting = True
+        self.has_begun_to_abort.set()
         assert self.may_abort.wait(60.0)
-        time.sleep(self.abort_takes_s)
+        self.never.wait(self.abort_takes_s)
         self.is_aborting = False
         if self.cannot_abort is not None:
             raise self.cannot_abort
         self.num_aborts += 1
+        self.is_aborted.set()
         if self.completes_at_abort:
             for work in self.works:
                 work.is_done = True
