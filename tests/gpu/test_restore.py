@@ -24,7 +24,8 @@ ROUTE = Transfer((0, 2), (1,))
 
 def prepared(device: torch.device, seed: int, num_steps: int, warm: bool) -> ProtectedState:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6)).to(device)
+    convolution = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), convolution).to(device)
     model.register_parameter("large", torch.nn.Parameter(torch.randn(ROWS, ROWS, device=device)))
     model.register_parameter("turned", torch.nn.Parameter(torch.randn(9, 5, device=device).t()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)

@@ -126,3 +126,17 @@ def behind_the_update(_rank: int, _size: int) -> bool:
 
 def test_the_copy_begins_when_the_update_before_it_is_through() -> None:
     assert run_ranks(1, behind_the_update) == [True]
+
+
+def on_the_second_gpu(_rank: int, _size: int) -> list[bool]:
+    torch.cuda.set_device(1)
+    job = OnGpu(OPTIMIZERS["momentum"])
+    job.step(0)
+    job.step(1)
+    opened = [torch._C._cuda_hasPrimaryContext(index) for index in range(2)]
+    return [job.snapshots.load(RANK, 1), *opened]
+
+
+@needs_gpus(2)
+def test_the_thread_of_the_snapshots_opens_no_other_gpu() -> None:
+    assert run_ranks(1, on_the_second_gpu) == [[True, False, True]]

@@ -52,7 +52,6 @@ from keepstep.worker.state.rng import seed_start_up, seed_step
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.device_completion import completion_on
 from keepstep.worker.step.second_copies import SecondCopies
-from keepstep.worker.step.side_copies import side_copies
 from keepstep.worker.step.snapshots import Snapshots, parse_every
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
@@ -343,8 +342,7 @@ class Session(Loops):
         file = SnapshotFile(self._settings.snapshots_fd)
         copies = SecondCopies(file, self._background, self._second_copy_failed)
         num_ranks = max(1, self._settings.local_world_size)
-        side, on_moment = side_copies(device), self._coordination.show_moment
-        return Snapshots(self._state, file, every, copies, num_ranks, on_moment, side)
+        return Snapshots(self._state, file, every, copies, num_ranks, self._coordination.show_moment)
 
     def _background(self) -> Carrier | None:
         """What carries tensors beside what the training thread does, in the present generation."""

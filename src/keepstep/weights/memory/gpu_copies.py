@@ -31,11 +31,22 @@ def on_stream(device: torch.device) -> Iterator[None]:
     if device not in by_device:
         by_device[device] = torch.cuda.Stream(device)
     stream = by_device[device]
-    with torch.cuda.stream(stream):
+    with on_device_of(stream):
         yield
         done = torch.cuda.Event(blocking=True)  # a wait for it leaves the core to others
         done.record(stream)
     done.synchronize()
+
+
+@contextlib.contextmanager
+def on_device_of(stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is begun inside runs on a stream, whichever device this thread is on.
+
+    A new thread is on the first GPU. ``torch.cuda.stream`` alone goes back there at its end by ``cudaSetDevice``, which
+    opens a context on that GPU since CUDA 12; ``torch.cuda.device`` goes back without, where none was opened before.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 class GpuCopy:

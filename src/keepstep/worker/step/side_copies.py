@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from keepstep.weights.memory.bytes_of import address_of, copy_flat
+from keepstep.weights.memory.gpu_copies import on_device_of
 
 Wait = Callable[[], None]
 """Returns when what it stands for is complete.
@@ -184,7 +185,7 @@ class StreamCopies:
             return _nothing
         if source.device not in self._streams:
             self._streams[source.device] = torch.cuda.Stream(source.device)
-        with torch.cuda.stream(self._streams[source.device]):
+        with on_device_of(self._streams[source.device]):
             copy_flat(target, source)
         return self._mark_of(self._streams[source.device])
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import mmap
 import os
 import time
@@ -38,7 +39,7 @@ from keepstep.worker.state.image import StateHeader, describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import snapshot_cost
 from keepstep.worker.step.second_copies import SecondCopies
-from keepstep.worker.step.side_copies import HostCopies, SideCopies, Wait
+from keepstep.worker.step.side_copies import SideCopies, Wait, side_copies
 from keepstep.worker.step.snapshot_cost import SnapshotCost
 
 _LENGTH_BYTES = 8
@@ -161,9 +162,9 @@ class Snapshots:
         copies: those of other ranks in the same memory, and this rank's with its buddy.
         num_ranks: how many this node holds.
         on_moment: told of each snapshot that begins, is complete, or is loaded.
-        side: copies the tensors; `HostCopies` where it is None.
+        side: copies the tensors; None: what suits their device in the first step, for a script may move them before.
         """
-        self._side = side or HostCopies()
+        self._given_side = side
         self._on_moment = on_moment or _ignore
         self._state = state
         self._file = file
@@ -200,6 +201,10 @@ class Snapshots:
         """
         file = SnapshotFile(os.open(path, os.O_RDONLY))
         self._inherited |= {(rank, step): file for step in steps}
+
+    @functools.cached_property
+    def _side(self) -> SideCopies:
+        return self._given_side or side_copies(self._state.device)
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
