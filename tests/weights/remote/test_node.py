@@ -36,7 +36,7 @@ from keepstep.trust.tokens import Secret
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.remote import switch
-from keepstep.weights.remote.node import WeightReceiver, WeightServer
+from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -98,6 +98,31 @@ def test_a_late_consumer_and_a_restarted_one_get_what_was_published_last(tmp_pat
                 with consumer(tmp_path / "n2", into, "late") as late:
                     assert late.wait_for(7, PATIENCE_S) == 7
                     assert equal(into, held)
+
+
+def test_a_node_that_keeps_a_version_feeds_late_consumers_alone(tmp_path: Path) -> None:
+    """On the node, and on one behind it, while there is no publisher any more; and then the next version comes."""
+    held = weights()
+    with nodes(tmp_path, keeps=True) as made:
+        made.receive("n1")
+        made.receive("n2")
+        first = zeros(held)
+        with consumer(tmp_path / "n1", first, "first") as steady:
+            with publisher(tmp_path, held) as source:
+                source.wait_for_consumers(1, PATIENCE_S)
+                source.publish(7)
+            for node in ("n1", "n2"):
+                into = zeros(held)
+                with consumer(tmp_path / node, into, "restarted") as late:
+                    assert late.wait_for(7, PATIENCE_S) == 7
+                    assert equal(into, held)
+            with consumer(tmp_path / "n2", into, "again") as late, publisher(tmp_path, held) as source:
+                source.wait_for_consumers(2, PATIENCE_S)
+                held["b"].add_(1)
+                assert source.publish(8).failures == ()
+                assert (late.version, steady.wait_for(8, PATIENCE_S)) == (8, 8)
+                assert equal(into, held)
+                assert equal(first, held)
 
 
 def test_a_consumer_that_ends_is_named_and_the_others_are_served(tmp_path: Path) -> None:
@@ -238,7 +263,11 @@ def test_a_token_of_another_job(tmp_path: Path) -> None:
 def test_tls_on_one_side_only(tmp_path: Path) -> None:
     with nodes(tmp_path) as made:
         receiver = WeightReceiver(
-            tmp_path / "n1", made.server.address, credentials("n1"), is_encrypted=True, note=made.notes.append
+            tmp_path / "n1",
+            made.server.address,
+            credentials("n1"),
+            links=Links(is_encrypted=True),
+            note=made.notes.append,
         )
         thread = threading.Thread(target=receiver.run)
         thread.start()
@@ -303,7 +332,9 @@ def test_settings_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="fanout=0"):
         WeightServer(tmp_path, "127.0.0.1:0", SECRET, fanout=0)
     with pytest.raises(ConfigurationError, match="num_streams=0"):
-        WeightReceiver(tmp_path, "127.0.0.1:1", credentials("n"), num_streams=0)
+        Links(num_streams=0)
+    with pytest.raises(ConfigurationError, match="deadline_s=0"):
+        Links(deadline_s=0)
     with pytest.raises(ConfigurationError, match="needs the job's secret"):
         WeightReceiver(tmp_path, "127.0.0.1:1", credentials("n"), listen="127.0.0.1:0")
     with pytest.raises(ConfigurationError, match="cannot listen at"):

@@ -50,6 +50,9 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         help="TCP streams for buckets (default: %(default)s)",
     )
+    receive.add_argument(
+        "--keep", action="store_true", help="keep the last version in memory, for consumers that come late"
+    )
     receive.add_argument("--token-file", help="this node's token, as 'keepstep token --receiver' prints it")
     for each in (serve, receive):
         add_secret_flag(each)
@@ -59,8 +62,6 @@ def main(arguments: list[str]) -> int:
             help="that of the publishers (default: %(default)s)",
         )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    if chosen.deadline <= 0:
-        raise ConfigurationError(f"--deadline {chosen.deadline}: allowed are times above 0")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda _number, _frame: stop.set())
@@ -73,14 +74,14 @@ def _note(text: str) -> None:
 
 
 def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
-    from keepstep.weights.remote.node import WeightServer
+    from keepstep.weights.remote.node import Links, WeightServer
 
     if secret is None:
         raise ConfigurationError(f"other nodes need a secret that they share with this one: {HOW_TO_SHARE}")
+    links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
-        Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout,
-        is_encrypted=chosen.tls, deadline_s=chosen.deadline, note=_note,
-    )  # fmt: skip
+        Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout, links=links, note=_note
+    )
     _note(f"listening at {server.address}")
     stop.wait()
     server.close()
@@ -88,11 +89,11 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
 
 
 def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
-    from keepstep.weights.remote.node import WeightReceiver
+    from keepstep.weights.remote.node import Links, WeightReceiver
 
     receiver = WeightReceiver(
         Path(chosen.folder), chosen.root, _credentials(chosen, secret), secret=secret, listen=chosen.listen,
-        num_streams=chosen.streams, is_encrypted=chosen.tls, deadline_s=chosen.deadline, note=_note,
+        links=Links(chosen.streams, chosen.tls, chosen.deadline), keeps=chosen.keep, note=_note,
     )  # fmt: skip
     errors: list[KeepstepError] = []
 
