@@ -18,6 +18,7 @@ from keepstep.trust.tokens import Claim, Role, Secret, read_private
 
 DEFAULT_STREAMS = 2
 DEFAULT_DEADLINE_S = 30.0
+LOOK_S = 0.5
 
 
 def main(arguments: list[str]) -> int:
@@ -69,6 +70,12 @@ def main(arguments: list[str]) -> int:
     return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
 
 
+def _wait(stop: threading.Event) -> None:
+    """Looks from time to time: a signal that comes just before a wait without an end would not be seen."""
+    while not stop.wait(LOOK_S):
+        pass
+
+
 def _note(text: str) -> None:
     print(f"keepstep weights: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
@@ -83,7 +90,7 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
         Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout, links=links, note=_note
     )
     _note(f"listening at {server.address}")
-    stop.wait()
+    _wait(stop)
     server.close()
     return 0
 
@@ -106,7 +113,7 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     thread = threading.Thread(target=run, name="keepstep-receive")
     thread.start()
-    stop.wait()
+    _wait(stop)
     receiver.close()
     thread.join()
     if errors:
