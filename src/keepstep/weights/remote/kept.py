@@ -60,7 +60,7 @@ class Serving:
     has_failed: bool = False
 
 
-class Keeper:
+class VersionKeeper:
     """Keeps the last committed version, and what has come of the next. Called with the switch locked."""
 
     def __init__(self) -> None:

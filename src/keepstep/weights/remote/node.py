@@ -299,7 +299,7 @@ class WeightReceiver:
             joining = Joining(self._num_streams, session=session)
             try:
                 streams = [call(address, self._credentials, joining, self._tls)[0] for _ in range(self._num_streams)]
-            except BaseException:
+            except BaseException:  # of any kind: the connection has no other owner
                 stream.close()
                 raise
             link = TcpLink(stream, streams, self._deadline_s)

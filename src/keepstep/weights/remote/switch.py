@@ -24,7 +24,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage, TransferFaul
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES
-from keepstep.weights.remote.kept import Keeper, Serving, Version
+from keepstep.weights.remote.kept import Serving, Version, VersionKeeper
 
 CONSUMER_SHARE = 0.7
 """Of the deadline, for a consumer of this node that holds a slot which the next bucket waits for. Below the deadline,
@@ -122,7 +122,7 @@ class Switch:
             weights, and twice as much while the next version comes.
         """
         self._deadline_s = deadline_s
-        self._keeper = Keeper() if keeps else None
+        self._keeper = VersionKeeper() if keeps else None
         self._generation, self._rank = 0, 0
         self._changed = threading.Condition(threading.RLock())
         self._lines: dict[int, _Line] = {}
