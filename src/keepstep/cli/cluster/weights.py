@@ -23,6 +23,17 @@ LOOK_S = 0.5
 
 def main(arguments: list[str]) -> int:
     """Runs ``keepstep weights serve`` or ``receive`` until a signal comes, and returns the exit code."""
+    parser, _commands = _parsers()
+    chosen = parser.parse_args(arguments)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    secret = secret_of(chosen)
+    return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, ...]]:
+    """The command's, and those of its own commands."""
     parser = argparse.ArgumentParser(
         prog="keepstep weights", description="Brings published weights to consumers on other nodes."
     )
@@ -62,12 +73,7 @@ def main(arguments: list[str]) -> int:
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
             help="that of the publishers (default: %(default)s)",
         )  # fmt: skip
-    chosen = parser.parse_args(arguments)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    secret = secret_of(chosen)
-    return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
+    return parser, (serve, receive)
 
 
 def _wait(stop: threading.Event) -> None:

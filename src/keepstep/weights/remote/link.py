@@ -1,7 +1,7 @@
 """A link between two nodes over TCP: one connection for messages, and several streams for buckets.
 
-What the rest of this folder needs of it is `NodeLink`; another way to move bytes (RDMA) would be another class with these
-methods, whose ``ship`` writes into memory that the other side has named.
+What the rest of this folder needs of it is `NodeLink`; another way to move bytes (RDMA) would be another class with
+these methods, whose ``ship`` writes into memory that the other side has named.
 """
 
 from __future__ import annotations
