@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,8 +36,9 @@ from keepstep.errors import (
 from keepstep.trust.tokens import Secret
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.buffers import SlotBuffer
-from keepstep.weights.remote import switch
+from keepstep.weights.remote import feeder, switch
 from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
+from keepstep.weights.remote.stream import split_address
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -258,6 +260,17 @@ def test_a_token_of_another_job(tmp_path: Path) -> None:
         assert isinstance(error, TokenRefused)
         assert "does not belong to the job of this token (node 'n1')" in str(error)
         wait_for(lambda: any("has no token of this job" in note for note in made.notes))
+
+
+def test_more_callers_than_a_node_greets_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say nothing; one too many is hung up on, and when they have gone a node comes in."""
+    monkeypatch.setattr(feeder, "MAX_GREETINGS", 2)
+    with nodes(tmp_path) as made:
+        where = split_address(made.server.address)
+        with contextlib.ExitStack() as stack:
+            callers = [stack.enter_context(socket.create_connection(where, PATIENCE_S)) for _ in range(3)]
+            assert callers[2].recv(1) == b""
+        made.receive("n1")
 
 
 def test_tls_on_one_side_only(tmp_path: Path) -> None:
