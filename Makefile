@@ -71,6 +71,7 @@ bench-peers: ## measure the loss of a rank under keepstep, torchft, NVRx and tor
 
 bench-weights: $(STAMP) ## measure publishing weights and restoring a rank, next to floors of this machine and other ways
 	$(BIN)/python benchmarks/weights.py --failures
+	$(BIN)/python benchmarks/weights_nodes.py
 	$(BIN)/python benchmarks/restore.py
 
 NAME ?= gpu

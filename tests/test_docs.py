@@ -22,7 +22,7 @@ from tests.support import scenario
 
 import keepstep
 from keepstep.cli import drill, main, simulate
-from keepstep.cli.cluster import controller
+from keepstep.cli.cluster import controller, weights
 from keepstep.drill import faults
 from keepstep.launcher import flags, signals
 from keepstep.launcher.cluster import hosting
@@ -316,12 +316,21 @@ def test_flags_of_the_drill_are_all_described() -> None:
     assert [action.option_strings for action in own._group_actions if action.option_strings[0] not in described] == []
 
 
+def test_flags_of_weights_are_all_described() -> None:
+    described = section(ROOT / "docs" / "WEIGHTS.md", "Several machines")
+    _, commands = weights._parsers()
+    options = {action.option_strings[-1] for each in commands for action in each._actions if action.option_strings}
+    assert {option for option in options if f"`{option}" not in described} == {"--help"}
+
+
 def test_no_flag_is_invented() -> None:
     known = {option for action in flags.make_parser("keepstep run")._actions for option in action.option_strings}
     known |= {option for action in simulate._parser()._actions for option in action.option_strings}
     known |= {option for action in drill._parser()._actions for option in action.option_strings}
     known |= {"--track-record", "--version"}  # of `keepstep simulate`, of the command itself
-    known |= {"--new", "--node", "--out", "--controller"}  # of `keepstep token` and agent
+    _, commands = weights._parsers()
+    known |= {option for each in commands for action in each._actions for option in action.option_strings}
+    known |= {"--new", "--node", "--receiver", "--out", "--controller"}  # of `keepstep token` and agent
     known |= {option for action in controller._parser()._actions for option in action.option_strings}
     known |= {"--no-kill", "--kill-on-bad-exit", "--wait"}  # of Slurm
     known |= {"--otel", "--once", "--recovery", "--listen"}  # of `keepstep run`, of the views

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.network.lab import why_not
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEADLINE_S = 240
+WHY_NOT = why_not()
 
 
 @pytest.fixture
@@ -68,3 +70,15 @@ def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
     assert stages == {(device, stage) for device in (0, 1) for stage in ("h2d", "broadcast", "reload")}
     assert ET.parse(tmp_path / "update.svg").getroot().tag.endswith("svg")
     assert {path.suffix for path in (tmp_path / "results").iterdir()} == {".md", ".json"}
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_tiny_machines() -> None:
+    command = [sys.executable, str(BENCHMARKS / "weights_nodes.py"), "--quick", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    cases = json.loads(ended.stdout)["cases"]
+    assert [(case["gbit_per_s"], case["nodes"]) for case in cases] == [(1.0, 1), (1.0, 2)]
+    for case in cases:
+        ways = ("floor", "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP")
+        assert {way: len(case[way]) for way in ways} == dict.fromkeys(ways, 1)

@@ -184,6 +184,10 @@ class Rollout:
             assert time.monotonic() < until_s, f"{what}: not within {PATIENCE_S:g} s\n{self.logs()}"
             threading.Event().wait(0.05)
 
+    def wait_for_version(self, version: int, what: str) -> None:
+        """Waits until all engines use this version, or a later one."""
+        self.wait_for(lambda: self.everyone_has(version), what)
+
     def logs(self) -> str:
         """What has been printed, the end of it."""
         seen = {engine.name: engine.lines()[-3:] for engine in self.engines}
@@ -241,9 +245,9 @@ def test_no_failure_tears_weights_on_any_machine(tmp_path: Path, seed: int) -> N
         for what, fail in faults:
             before = max(engine.version for engine in rollout.engines)
             fail()
-            rollout.wait_for(lambda: rollout.everyone_has(before + 1), f"a whole version after the loss of {what}")  # noqa: B023
+            rollout.wait_for_version(before + 1, f"a whole version after the loss of {what}")
             rollout.check()
-        rollout.wait_for(lambda: rollout.everyone_has(NUM_VERSIONS), f"version {NUM_VERSIONS} everywhere")
+        rollout.wait_for_version(NUM_VERSIONS, f"version {NUM_VERSIONS} everywhere")
         rollout.check()
         for engine in rollout.engines:
             assert len(set(engine.versions())) > NUM_FAULTS, engine.versions()

@@ -17,6 +17,7 @@ from keepstep.protocol.transfer.messages import (
     BucketUnchanged,
     LoadFailed,
     MovementSeen,
+    PathLost,
     SlotFreed,
     TransferFault,
     UpdateAborted,
@@ -502,3 +503,13 @@ def test_the_flag_ends_waiting_for_a_bucket(make: Make) -> None:
     stand.stop.set()
     with pytest.raises(Cancelled):
         next_of(stand, 3)
+
+
+def test_what_a_reader_said_last_is_heard_when_it_cannot_be_told_of_a_bucket(make: Make) -> None:
+    """It says why it goes, and is gone before the writer has looked."""
+    stand = make(num_readers=1, num_slots=2, deadline_s=DEADLINE_S)
+    stand.say(0, PathLost("its node is gone"))
+    stand.readers[0].close()
+    stand.outlet.announce(bucket=0, slot=0, readers=[0])
+    assert stand.others == [(0, PathLost("its node is gone"))]
+    assert isinstance(stand.lost[0], ConnectionEnded)

@@ -15,7 +15,7 @@ import keepstep
 from keepstep.errors import KeepstepError
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret
-from keepstep.weights.remote.node import WeightReceiver, WeightServer
+from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
 
 SECRET = Secret(bytes(range(32)))
 PATIENCE_S = 20.0
@@ -55,7 +55,10 @@ class Nodes:
     """The publishers' node, and as many others as are asked for."""
 
     def __init__(self, folder: Path, deadline_s: float, **settings: Any) -> None:
-        self.folder, self._deadline_s, self._settings = folder, deadline_s, settings
+        """``settings`` are those of the links, and whether nodes keep versions."""
+        self.folder = folder
+        self._keeps = settings.pop("keeps", False)
+        self._links = Links(deadline_s=deadline_s, **settings)
         self.notes: list[str] = []
         self.receivers: dict[str, WeightReceiver] = {}
         self.errors: list[KeepstepError] = []
@@ -64,10 +67,8 @@ class Nodes:
 
     def serve(self, address: str) -> WeightServer:
         """Starts the publishers' side."""
-        settings = {"fanout": 1} | self._settings
-        return WeightServer(
-            self.folder / "job", address, SECRET, deadline_s=self._deadline_s, note=self.notes.append, **settings
-        )
+        folder = self.folder / "job"
+        return WeightServer(folder, address, SECRET, fanout=1, links=self._links, note=self.notes.append)
 
     def receive(self, name: str, *, feeds: bool = True, secret: Secret = SECRET) -> WeightReceiver:
         """Starts a node of consumers, and waits until it is fed."""
@@ -77,10 +78,9 @@ class Nodes:
 
     def begin(self, name: str, *, feeds: bool = True, secret: Secret = SECRET) -> WeightReceiver:
         """Starts a node of consumers."""
-        settings = {key: value for key, value in self._settings.items() if key == "is_encrypted"}
         receiver = self.receivers[name] = WeightReceiver(
             self.folder / name, self.server.address, credentials(name, secret), secret=secret,
-            listen="127.0.0.1:0" if feeds else None, deadline_s=self._deadline_s, note=self.notes.append, **settings,
+            listen="127.0.0.1:0" if feeds else None, links=self._links, keeps=self._keeps, note=self.notes.append,
         )  # fmt: skip
 
         def run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,8 +36,9 @@ from keepstep.errors import (
 from keepstep.trust.tokens import Secret
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.buffers import SlotBuffer
-from keepstep.weights.remote import switch
-from keepstep.weights.remote.node import WeightReceiver, WeightServer
+from keepstep.weights.remote import feeder, switch
+from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
+from keepstep.weights.remote.stream import split_address
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -98,6 +100,31 @@ def test_a_late_consumer_and_a_restarted_one_get_what_was_published_last(tmp_pat
                 with consumer(tmp_path / "n2", into, "late") as late:
                     assert late.wait_for(7, PATIENCE_S) == 7
                     assert equal(into, held)
+
+
+def test_a_node_that_keeps_a_version_feeds_late_consumers_alone(tmp_path: Path) -> None:
+    """On the node, and on one behind it, while there is no publisher any more; and then the next version comes."""
+    held = weights()
+    with nodes(tmp_path, keeps=True) as made:
+        made.receive("n1")
+        made.receive("n2")
+        first = zeros(held)
+        with consumer(tmp_path / "n1", first, "first") as steady:
+            with publisher(tmp_path, held) as source:
+                source.wait_for_consumers(1, PATIENCE_S)
+                source.publish(7)
+            for node in ("n1", "n2"):
+                into = zeros(held)
+                with consumer(tmp_path / node, into, "restarted") as late:
+                    assert late.wait_for(7, PATIENCE_S) == 7
+                    assert equal(into, held)
+            with consumer(tmp_path / "n2", into, "again") as late, publisher(tmp_path, held) as source:
+                source.wait_for_consumers(2, PATIENCE_S)
+                held["b"].add_(1)
+                assert source.publish(8).failures == ()
+                assert (late.version, steady.wait_for(8, PATIENCE_S)) == (8, 8)
+                assert equal(into, held)
+                assert equal(first, held)
 
 
 def test_a_consumer_that_ends_is_named_and_the_others_are_served(tmp_path: Path) -> None:
@@ -235,10 +262,25 @@ def test_a_token_of_another_job(tmp_path: Path) -> None:
         wait_for(lambda: any("has no token of this job" in note for note in made.notes))
 
 
+def test_more_callers_than_a_node_greets_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say nothing; one too many is hung up on, and when they have gone a node comes in."""
+    monkeypatch.setattr(feeder, "MAX_GREETINGS", 2)
+    with nodes(tmp_path) as made:
+        where = split_address(made.server.address)
+        with contextlib.ExitStack() as stack:
+            callers = [stack.enter_context(socket.create_connection(where, PATIENCE_S)) for _ in range(3)]
+            assert callers[2].recv(1) == b""
+        made.receive("n1")
+
+
 def test_tls_on_one_side_only(tmp_path: Path) -> None:
     with nodes(tmp_path) as made:
         receiver = WeightReceiver(
-            tmp_path / "n1", made.server.address, credentials("n1"), is_encrypted=True, note=made.notes.append
+            tmp_path / "n1",
+            made.server.address,
+            credentials("n1"),
+            links=Links(is_encrypted=True),
+            note=made.notes.append,
         )
         thread = threading.Thread(target=receiver.run)
         thread.start()
@@ -303,7 +345,9 @@ def test_settings_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="fanout=0"):
         WeightServer(tmp_path, "127.0.0.1:0", SECRET, fanout=0)
     with pytest.raises(ConfigurationError, match="num_streams=0"):
-        WeightReceiver(tmp_path, "127.0.0.1:1", credentials("n"), num_streams=0)
+        Links(num_streams=0)
+    with pytest.raises(ConfigurationError, match="deadline_s=0"):
+        Links(deadline_s=0)
     with pytest.raises(ConfigurationError, match="needs the job's secret"):
         WeightReceiver(tmp_path, "127.0.0.1:1", credentials("n"), listen="127.0.0.1:0")
     with pytest.raises(ConfigurationError, match="cannot listen at"):

@@ -18,10 +18,22 @@ from keepstep.trust.tokens import Claim, Role, Secret, read_private
 
 DEFAULT_STREAMS = 2
 DEFAULT_DEADLINE_S = 30.0
+LOOK_S = 0.5
 
 
 def main(arguments: list[str]) -> int:
     """Runs ``keepstep weights serve`` or ``receive`` until a signal comes, and returns the exit code."""
+    parser, _commands = _parsers()
+    chosen = parser.parse_args(arguments)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    secret = secret_of(chosen)
+    return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, ...]]:
+    """The command's, and those of its own commands."""
     parser = argparse.ArgumentParser(
         prog="keepstep weights", description="Brings published weights to consumers on other nodes."
     )
@@ -50,6 +62,9 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         help="TCP streams for buckets (default: %(default)s)",
     )
+    receive.add_argument(
+        "--keep", action="store_true", help="keep the last version in memory, for consumers that come late"
+    )
     receive.add_argument("--token-file", help="this node's token, as 'keepstep token --receiver' prints it")
     for each in (serve, receive):
         add_secret_flag(each)
@@ -58,14 +73,13 @@ def main(arguments: list[str]) -> int:
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
             help="that of the publishers (default: %(default)s)",
         )  # fmt: skip
-    chosen = parser.parse_args(arguments)
-    if chosen.deadline <= 0:
-        raise ConfigurationError(f"--deadline {chosen.deadline}: allowed are times above 0")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    secret = secret_of(chosen)
-    return _serve(chosen, secret, stop) if chosen.command == "serve" else _receive(chosen, secret, stop)
+    return parser, (serve, receive)
+
+
+def _wait(stop: threading.Event) -> None:
+    """Looks from time to time: a signal that comes just before a wait without an end would not be seen."""
+    while not stop.wait(LOOK_S):
+        pass
 
 
 def _note(text: str) -> None:
@@ -73,26 +87,26 @@ def _note(text: str) -> None:
 
 
 def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
-    from keepstep.weights.remote.node import WeightServer
+    from keepstep.weights.remote.node import Links, WeightServer
 
     if secret is None:
         raise ConfigurationError(f"other nodes need a secret that they share with this one: {HOW_TO_SHARE}")
+    links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
-        Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout,
-        is_encrypted=chosen.tls, deadline_s=chosen.deadline, note=_note,
-    )  # fmt: skip
+        Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout, links=links, note=_note
+    )
     _note(f"listening at {server.address}")
-    stop.wait()
+    _wait(stop)
     server.close()
     return 0
 
 
 def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
-    from keepstep.weights.remote.node import WeightReceiver
+    from keepstep.weights.remote.node import Links, WeightReceiver
 
     receiver = WeightReceiver(
         Path(chosen.folder), chosen.root, _credentials(chosen, secret), secret=secret, listen=chosen.listen,
-        num_streams=chosen.streams, is_encrypted=chosen.tls, deadline_s=chosen.deadline, note=_note,
+        links=Links(chosen.streams, chosen.tls, chosen.deadline), keeps=chosen.keep, note=_note,
     )  # fmt: skip
     errors: list[KeepstepError] = []
 
@@ -105,7 +119,7 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     thread = threading.Thread(target=run, name="keepstep-receive")
     thread.start()
-    stop.wait()
+    _wait(stop)
     receiver.close()
     thread.join()
     if errors:

@@ -21,7 +21,7 @@ from keepstep.protocol.transfer.messages import (
     UpdateAborted,
 )
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.channels.connection import Connection, wait
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, wait
 from keepstep.weights.memory.buffers import Buffer, SlotBuffer
 from keepstep.weights.memory.gpu_buffers import GpuBuffer
 
@@ -78,6 +78,12 @@ class Outlet:
             self._held[slot].add(key)
             try:
                 self._connections[key].send(message, time.monotonic() + self._deadline_s)
+            except ConnectionEnded as error:
+                connection = self._connections[key]
+                while key in self._connections and connection.has_ended:  # what it said last may say why
+                    self._read(key, connection)
+                if key in self._connections:
+                    self.leave_out(key, error)
             except PeerLost as error:
                 self.leave_out(key, error)
 

@@ -35,6 +35,8 @@ class _Attached:
     connection: Connection
     ipc: Buffer
     lent: Buffer | None = None
+    update: int = 0
+    """The latest that began on this line."""
     is_ready: bool = False
     """Whether the consumer has been told that it is attached; the device is heard from then on."""
     turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -185,7 +187,9 @@ class DeviceLines:
                         announced.append((line, message))
                         continue
                     if isinstance(message, msg.UpdateBegan):
-                        lent = message.lent
+                        if all(each.update != message.update for each in attached.values()):
+                            self._brought.pop(message.update, None)  # a new publisher counts from 1 again
+                        there.update, lent = message.update, message.lent
                         there.lend(None if lent is None else attach_buffer(lent, there.connection))
                     self._switch.hear(line, message)
             except (PeerLost, RemoteProtocolError) as error:

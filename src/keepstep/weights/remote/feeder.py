@@ -22,6 +22,8 @@ from keepstep.weights.remote.switch import BucketInSlot, Switch
 
 SESSION_BYTES = 16
 BACKLOG = 128
+MAX_GREETINGS = 128
+"""Callers at a time that have not shown yet who they are, or whose links are not whole; more are hung up on."""
 
 
 class FedLines:
@@ -137,6 +139,7 @@ class Feeder:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sessions: dict[bytes, _Session] = {}
+        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
         host, port = split_address(address)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -174,8 +177,17 @@ class Feeder:
                 sock, address = self._socket.accept()
             except OSError:
                 return
+            if not self._greetings.acquire(blocking=False):
+                sock.close()
+                continue
             arguments = (sock, f"{address[0]}:{address[1]}")
-            threading.Thread(target=self._introduce, args=arguments, name="keepstep-greet", daemon=True).start()
+            threading.Thread(target=self._greet, args=arguments, name="keepstep-greet", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, caller: str) -> None:
+        try:
+            self._introduce(sock, caller)
+        finally:
+            self._greetings.release()
 
     def _introduce(self, sock: socket.socket, caller: str) -> None:
         chosen: list[tuple[bytes, _Session]] = []

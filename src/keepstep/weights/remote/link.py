@@ -1,7 +1,7 @@
 """A link between two nodes over TCP: one connection for messages, and several streams for buckets.
 
-What the rest of this folder needs of it is `Link`; another way to move bytes (RDMA) would be another class with these
-methods, whose ``ship`` writes into memory that the other side has named.
+What the rest of this folder needs of it is `NodeLink`; another way to move bytes (RDMA) would be another class with
+these methods, whose ``ship`` writes into memory that the other side has named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bring = Callable[[int, int, int, Callable[[memoryview], None]], None]
 """See `keepstep.weights.remote.switch.Switch.bring`."""
 
 
-class Link(Protocol):
+class NodeLink(Protocol):
     """To another node. Any thread may use it."""
 
     def send(self, message: AnyLinkMessage) -> None:
@@ -85,13 +85,13 @@ class TcpLink:
             self._run("keepstep-stream", functools.partial(self._stream, stream))
 
     def send(self, message: AnyLinkMessage) -> None:
-        """See `Link`."""
+        """See `NodeLink`."""
         with self._changed:
             self._num_sent += 1
             self._messages.put(message)
 
     def ship(self, bucket: BucketInSlot) -> None:
-        """See `Link`."""
+        """See `NodeLink`."""
         with self._changed:
             if not self._is_lost:
                 self._buckets.put((self._num_sent, bucket))
@@ -99,7 +99,7 @@ class TcpLink:
         bucket.release()
 
     def close(self, reason: str) -> None:
-        """See `Link`. ``lost`` is told too."""
+        """See `NodeLink`. ``lost`` is told too."""
         self._lose(reason)
 
     # ---- threads ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from keepstep.weights.remote import messages as msg
 from keepstep.weights.remote.consumers import LocalConsumers
 from keepstep.weights.remote.devices import DeviceLines
 from keepstep.weights.remote.feeder import Admission, Feeder
-from keepstep.weights.remote.handshake import Joining, call, tls_of_fed, tls_of_feeder
+from keepstep.weights.remote.handshake import MAX_STREAMS, Joining, call, tls_of_fed, tls_of_feeder
 from keepstep.weights.remote.link import TcpLink
 from keepstep.weights.remote.stream import split_address
 from keepstep.weights.remote.switch import Switch
@@ -32,6 +32,30 @@ HOP_S = 0.002
 """What a bucket takes to be passed on besides its time on the link: a guess of some thread switches and a network's
 latency, which decides only where an update takes a few times as long."""
 Note = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Links:
+    """What links are like; the same on all nodes, but for the number of streams.
+
+    Attributes:
+        num_streams: TCP connections for buckets, from a node's feeder to the node.
+        is_encrypted: whether links speak TLS.
+        deadline_s: that of the publishers.
+    """
+
+    num_streams: int = DEFAULT_STREAMS
+    is_encrypted: bool = False
+    deadline_s: float = DEFAULT_DEADLINE_S
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_streams <= MAX_STREAMS:
+            raise ConfigurationError(f"num_streams={self.num_streams}: allowed are 1 to {MAX_STREAMS}")
+        if self.deadline_s <= 0:
+            raise ConfigurationError(f"deadline_s={self.deadline_s}: allowed are times above 0")
+
+
+DEFAULT_LINKS = Links()
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,8 +80,7 @@ class WeightServer:
         *,
         rank: int = 0,
         fanout: int | None = None,
-        is_encrypted: bool = False,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        links: Links = DEFAULT_LINKS,
         note: Note = lambda text: None,
     ) -> None:
         """Args:
@@ -66,8 +89,7 @@ class WeightServer:
         secret: of the job.
         rank: of the publisher on this node to which consumers are led.
         fanout: how many nodes each node feeds; None: as `choose_fanout` says. 1 is a chain.
-        is_encrypted: whether links speak TLS.
-        deadline_s: that of the publishers.
+        links: what they are like.
         note: told of nodes that come, go and are refused.
 
         Raises:
@@ -79,9 +101,9 @@ class WeightServer:
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
         self._last_number = ROOT
-        self.switch = Switch(deadline_s)
-        tls = tls_of_feeder(secret) if is_encrypted else None
-        self._feeder = Feeder(listen, secret, tls, self.switch, deadline_s, self._admit, note)
+        self.switch = Switch(links.deadline_s)
+        tls = tls_of_feeder(secret) if links.is_encrypted else None
+        self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note)
         self._devices = DeviceLines(folder, rank, self.switch)
         self.switch.rise(self._devices)
 
@@ -188,9 +210,8 @@ class WeightReceiver:
         *,
         secret: Secret | None = None,
         listen: str | None = None,
-        num_streams: int = DEFAULT_STREAMS,
-        is_encrypted: bool = False,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        links: Links = DEFAULT_LINKS,
+        keeps: bool = False,
         note: Note = lambda text: None,
     ) -> None:
         """Args:
@@ -199,31 +220,29 @@ class WeightReceiver:
         credentials: this node's; no other node may have the same name.
         secret: of the job; with ``listen``.
         listen: where other nodes can reach this one, ``HOST:PORT``, so that it can feed them; None: it feeds nobody.
-        num_streams: of the link that feeds it.
-        is_encrypted: whether links speak TLS.
-        deadline_s: that of the publishers.
+        links: what they are like.
+        keeps: keep the last version in host memory, and feed from there consumers that come late on this node or
+            behind it. It takes as much memory as the weights, and twice as much while the next version comes.
         note: told of what happens to links.
 
         Raises:
             ConfigurationError: an argument cannot work.
         """
-        if num_streams < 1:
-            raise ConfigurationError(f"num_streams={num_streams}: allowed are 1 and more")
         if listen is not None and secret is None:
             raise ConfigurationError("a node that feeds others needs the job's secret, to know them")
         split_address(root)
-        if is_encrypted and credentials.authority is None:
+        if links.is_encrypted and credentials.authority is None:
             raise ConfigurationError("for TLS the credentials must hold the certificate of the job's authority")
-        self._root, self._credentials, self._num_streams = root, credentials, num_streams
-        self._deadline_s, self._note = deadline_s, note
+        self._root, self._credentials, self._num_streams = root, credentials, links.num_streams
+        self._deadline_s, self._note = links.deadline_s, note
         self._tls: ssl.SSLContext | None = None
-        if is_encrypted and credentials.authority is not None:
+        if links.is_encrypted and credentials.authority is not None:
             self._tls = tls_of_fed(credentials.authority)
-        self.switch = Switch(deadline_s)
+        self.switch = Switch(links.deadline_s, keeps=keeps)
         self._feeder: Feeder | None = None
         if listen is not None and secret is not None:
-            tls = tls_of_feeder(secret) if is_encrypted else None
-            self._feeder = Feeder(listen, secret, tls, self.switch, deadline_s, note=note)
+            tls = tls_of_feeder(secret) if links.is_encrypted else None
+            self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, note=note)
         self._consumers = LocalConsumers(folder, credentials.name, self.switch)
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -280,7 +299,7 @@ class WeightReceiver:
             joining = Joining(self._num_streams, session=session)
             try:
                 streams = [call(address, self._credentials, joining, self._tls)[0] for _ in range(self._num_streams)]
-            except BaseException:
+            except BaseException:  # of any kind: the connection has no other owner
                 stream.close()
                 raise
             link = TcpLink(stream, streams, self._deadline_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage, TransferFaul
 from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES
+from keepstep.weights.remote.kept import Serving, Version, VersionKeeper
 
 CONSUMER_SHARE = 0.7
 """Of the deadline, for a consumer of this node that holds a slot which the next bucket waits for. Below the deadline,
@@ -95,6 +97,9 @@ class _Line:
     reader: int = -1
     is_local: bool = False
     moved_s: float = 0.0
+    is_welcomed: bool = False
+    serving: Serving | None = None
+    """While it is given what is kept here; it is led to the device afterwards."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -110,11 +115,15 @@ class _Flow:
 class Switch:
     """Any thread may call any method; none is called back with the switch locked but `Below.tell` and `Below.end`."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, *, keeps: bool = False) -> None:
         """Args:
         deadline_s: that of the publishers.
+        keeps: keep the last version in host memory, for consumers that come late. It takes as much memory as the
+            weights, and twice as much while the next version comes.
         """
         self._deadline_s = deadline_s
+        self._keeper = VersionKeeper() if keeps else None
+        self._generation, self._rank = 0, 0
         self._changed = threading.Condition(threading.RLock())
         self._lines: dict[int, _Line] = {}
         self._flows: dict[int, _Flow] = {}
@@ -138,24 +147,33 @@ class Switch:
         with self._changed:
             self._last_line += 1
             line = self._last_line
-            self._lines[line] = _Line(below, key, introduction, is_local=is_local)
-            if self._above is not None:
+            there = self._lines[line] = _Line(below, key, introduction, is_local=is_local)
+            kept = None if self._keeper is None or self._buffer is None else self._keeper.serve(introduction)
+            if kept is not None:
+                version, reader, there.serving = kept
+                arguments = (line, there, version, reader, there.serving)
+                threading.Thread(target=self._serve, args=arguments, name="keepstep-kept", daemon=True).start()
+            elif self._above is not None:
                 self._above.open(line, introduction)
             return line
 
     def say(self, line: int, message: AnyTransferMessage) -> None:
         """A consumer says something to its device."""
         with self._changed:
-            if line not in self._lines or self._above is None:
+            if (there := self._lines.get(line)) is None:
                 return
             if isinstance(message, msg.LoadFailed):
-                self._part(line, self._lines[line])  # it takes no more of this update
-            self._above.say(line, message)
+                self._part(line, there)  # it takes no more of this update
+            if there.serving is not None:
+                self._hear_served(there.serving, message)
+            elif self._above is not None:
+                self._above.say(line, message)
 
     def leave(self, line: int, reason: str) -> None:
         """A consumer is gone."""
         with self._changed:
-            if self._drop(line) is not None and self._above is not None:
+            there = self._drop(line)
+            if there is not None and there.serving is None and self._above is not None:
                 self._above.end(line, reason)
 
     @property
@@ -177,14 +195,16 @@ class Switch:
         with self._changed:
             self._above = above
             for number, line in self._lines.items():
-                above.open(number, line.introduction)
+                if line.serving is None:
+                    above.open(number, line.introduction)
 
     def fall(self, culprit: str, reason: str) -> None:
         """The way up is lost: every line ends. Consumers keep what they have, and dial again."""
         with self._changed:
             self._above = None
-            for number in list(self._lines):
-                self._end_below(number, culprit, reason)
+            for number, line in list(self._lines.items()):
+                if line.serving is None:
+                    self._end_below(number, culprit, reason)
 
     def hear(self, line: int, message: AnyTransferMessage) -> None:
         """The device says something to a consumer."""
@@ -194,11 +214,19 @@ class Switch:
             buffer = None
             match message:
                 case msg.Welcomed(buffer=place):
+                    self._rank, self._generation = message.rank, message.generation
+                    former = self._buffer
                     try:
                         buffer = self._buffer_for(place)
                     except (BufferUnavailable, RemoteProtocolError) as error:
                         self._refuse(line, str(error))
                         return
+                    if there.is_welcomed and buffer is former:
+                        return
+                    if there.is_welcomed:
+                        self._refuse(line, "the publisher's buckets have another size now")
+                        return
+                    there.is_welcomed = True
                     place = msg.BufferPlace(buffer.num_slots, buffer.slot_bytes, None)
                     message = msg.Welcomed(message.rank, message.generation, place)
                 case msg.UpdateBegan():
@@ -206,6 +234,8 @@ class Switch:
                     message = msgspec.structs.replace(message, lent=None)
                 case msg.VersionCommitted():
                     self.version = message.version
+                    if self._keeper is not None:
+                        self._keeper.commit(message.update)
                     self._part(line, there)
                 case msg.UpdateAborted():
                     self._part(line, there)
@@ -246,6 +276,8 @@ class Switch:
             fill(content)
             with self._changed:
                 self.num_bytes += num_bytes
+                if self._keeper is not None:
+                    self._keeper.came(update, bucket, content)
                 gifts = [
                     (below, [line.key for line in lines.values()], self._gift(update, bucket, slot, content, lines))
                     for below, lines in self._wanting(update, bucket)
@@ -254,6 +286,57 @@ class Switch:
                 below.give(keys, gift)
         finally:
             self._release(holders, claim)
+
+    # ---- what is kept -----------------------------------------------------------------------------------------------
+
+    def _serve(self, number: int, line: _Line, kept: Version, reader: int, serving: Serving) -> None:
+        """Gives a consumer what is kept, as its device would, and leads it to the device then. A thread of its own."""
+        update = serving.update
+        with self._changed:
+            if number not in self._lines or self._buffer is None:
+                return
+            buffer = self._buffer
+            place = msg.BufferPlace(buffer.num_slots, buffer.slot_bytes, None)
+            line.is_welcomed = True
+            line.below.tell(line.key, msg.Welcomed(self._rank, self._generation, place), buffer)
+            self._flows[update] = _Flow(kept.layout, kept.buckets, {number: reader})
+            line.update, line.reader = update, reader
+            began = msg.UpdateBegan(update, kept.version, kept.generation, kept.layout, reader, None)
+            line.below.tell(line.key, began, None)
+        for bucket in kept.buckets_of(reader) or []:
+            content = kept.contents[bucket.index]
+            self.bring(update, bucket.index, len(content), functools.partial(_fill_with, content))
+        is_loaded = serving.loaded.wait(self._deadline_s) and not serving.has_failed
+        with self._changed:
+            if number in self._lines and is_loaded:
+                line.below.tell(line.key, msg.VersionCommitted(update, kept.version), None)
+        is_taken = is_loaded and serving.taken.wait(self._deadline_s)
+        with self._changed:
+            if number not in self._lines:
+                return
+            self._part(number, line)
+            line.serving = None
+            if not is_taken and not serving.has_failed:
+                self._end_below(number, "this node", "the consumer has not taken what is kept here")
+                return
+            version = kept.version if is_taken else line.introduction.version
+            line.introduction = msgspec.structs.replace(line.introduction, version=version)
+            if self._above is not None:
+                self._above.open(number, line.introduction)
+
+    @staticmethod
+    def _hear_served(serving: Serving, message: AnyTransferMessage) -> None:
+        match message:
+            case msg.VersionLoaded(update=update) if update == serving.update:
+                serving.loaded.set()
+            case msg.VersionTaken(update=update) if update == serving.update:
+                serving.taken.set()
+            case msg.LoadFailed(update=update) if update == serving.update:
+                serving.has_failed = True
+                serving.loaded.set()
+                serving.taken.set()
+            case _:
+                pass
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -348,6 +431,8 @@ class Switch:
                 self._last_layout = began.layout, {bucket.index: bucket for bucket in began.layout.plan().buckets}
                 self.version_bytes = sum(bucket.num_bytes for bucket in self._last_layout[1].values())
             flow = self._flows[began.update] = _Flow(*self._last_layout)
+            if self._keeper is not None:
+                self._keeper.begin(began, flow.buckets)
         flow.members[number] = began.reader
         line.update, line.reader = began.update, began.reader
 
@@ -380,6 +465,9 @@ class Switch:
     def _end_below(self, number: int, culprit: str, reason: str, *, is_told: bool = False) -> None:
         if (line := self._drop(number)) is None:
             return
+        if line.serving is not None:
+            line.serving.loaded.set()
+            line.serving.taken.set()
         if not is_told:
             line.below.tell(line.key, msg.UpdateAborted(0, TransferFault.LOST, culprit, reason), None)
         line.below.end(line.key, reason)
@@ -400,3 +488,7 @@ class Switch:
                 with contextlib.suppress(BufferError):
                     self._buffer.close()
                 self._buffer = None
+
+
+def _fill_with(content: bytes, view: memoryview) -> None:
+    view[:] = content
