@@ -33,6 +33,7 @@ from keepstep.errors import (
 
 if TYPE_CHECKING:
     from keepstep.protocol.transfer.names.name_map import NameMap, NameRule
+    from keepstep.weights.giving_back import give_back, take_back
     from keepstep.weights.memory.blocks import Block
     from keepstep.weights.memory.mapping.mapped import Mapped
     from keepstep.weights.publisher import Buffers, Publisher
@@ -60,7 +61,9 @@ __all__ = [
     "Subscriber",
     "UsageError",
     "WeightsNotReady",
+    "give_back",
     "init",
+    "take_back",
 ]
 
 
@@ -74,7 +77,9 @@ _MODULES = {
     "Session": "keepstep.worker.session",
     "Step": "keepstep.worker.loop.step",
     "Subscriber": "keepstep.weights.subscriber",
+    "give_back": "keepstep.weights.giving_back",
     "init": "keepstep.worker.session",
+    "take_back": "keepstep.weights.giving_back",
 }
 """Where the names that need torch are."""
 

@@ -128,7 +128,8 @@ class ChecksumMismatch(RemoteProtocolError):
 
 
 class BaseMismatch(RemoteProtocolError):
-    """What has not changed is left out of a version, and it is not what this consumer has; the next comes in full."""
+    """What has not changed is left out of a version, and it is not what this consumer has; or another version comes
+    than the one that is taken back."""
 
 
 class StaleGeneration(RemoteProtocolError):

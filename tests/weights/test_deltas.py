@@ -18,6 +18,7 @@ from keepstep.protocol.transfer.consumer import Condition
 from keepstep.protocol.transfer.names import NameMap, NameRule, Quantize
 from keepstep.weights import subscriber as subscriber_module
 from keepstep.weights.device import stages
+from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import Published, Publisher
 from keepstep.weights.subscriber import Subscriber
@@ -145,6 +146,28 @@ def test_one_that_joins_or_comes_again_gets_all_of_it(pair: Pair) -> None:
     one.close()
     published, received = pair.publish(publisher, 4, pair.subscriber(first, name="one"))
     assert (received, published.sent_bytes) == ([4], FROZEN_BYTES + ADAPTER_BYTES)
+
+
+def test_plans_may_change_between_versions(pair: Pair, seed: int) -> None:
+    """One that wants other blocks comes and goes, so buckets are cut otherwise, and back again."""
+    rng = random.Random(seed)
+    model, own = (torch.nn.ParameterDict({name: torch.zeros(16, 16) for name in "ab"}) for _ in range(2))
+    weights = tensors_of(model)
+    publisher, consumer = pair.publisher(model), pair.subscriber(own, name="engine")
+    unchanged = 0
+    for version in range(60):
+        for name in weights:
+            weights[name][5, 0] = rng.randrange(2)  # so that a set may have had it before
+        if rng.random() < 0.5:
+            half = Block(torch.zeros(7, 16), (rng.choice([0, 3]), 0), (16, 16))
+            with subscribe(pair.path, into={"a": half}, name="other") as other:
+                published, received = pair.publish(publisher, version, consumer, other)
+        else:
+            published, received = pair.publish(publisher, version, consumer)
+        assert (published.failures, set(received)) == ((), {version})
+        assert bits(tensors_of(own)) == bits(weights)
+        unchanged += published.unchanged_bytes
+    assert unchanged > 0
 
 
 def test_a_base_that_is_not_here_is_refused_and_the_next_version_is_full(pair: Pair) -> None:

@@ -18,7 +18,7 @@ from keepstep.weights.device.stages import RankPlan
 from keepstep.weights.device.update import WeightUpdate
 from keepstep.weights.device.verdicts import UpdateFailed, error_of
 from keepstep.weights.memory.blocks import NamedBlock, Weights, copies_of, fingerprint
-from keepstep.weights.memory.mapping.mapped import Mapped, plain, published_blocks
+from keepstep.weights.memory.mapping.mapped import Mapped, ReturnedWeights, plain, published_blocks
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 DEFAULT_DEADLINE_S = 30.0
@@ -70,7 +70,7 @@ class Publisher:
     def __init__(
         self,
         folder: str | Path,
-        weights: Weights | Mapped,
+        weights: Weights | Mapped | ReturnedWeights,
         *,
         rank: int = 0,
         world_size: int = 1,

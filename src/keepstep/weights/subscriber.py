@@ -21,6 +21,7 @@ from keepstep.errors import (
     PublisherLost,
     RemoteProtocolError,
     StaleGeneration,
+    UsageError,
     WeightsNotReady,
 )
 from keepstep.protocol.transfer import messages as msg
@@ -36,7 +37,7 @@ from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import checksum_in
-from keepstep.weights.memory.mapping.mapped import Mapped
+from keepstep.weights.memory.mapping.mapped import Mapped, ReturnedWeights
 from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
 from keepstep.weights.spans import Spans
 
@@ -107,6 +108,8 @@ class Subscriber:
         """When the reload was busy in the latest update."""
         self.last_error: KeepstepError | None = None
         """Why the latest update did not come; None since a version has come."""
+        self.only_version: int | None = None
+        """The one version that is taken; None: any."""
         self._path = listener_path(Path(folder), device)
         self._device, self._deadline_s, self._delta = device, deadline_s, delta
         self._state = ConsumerState(atomic and into is not None)
@@ -175,6 +178,17 @@ class Subscriber:
                 assert self.version is not None
                 return self.version
         raise self.last_error or WeightsNotReady(f"version {version} did not come within {timeout_s:g} s")
+
+    def as_published(self) -> ReturnedWeights:
+        """What is in use, under the names and in the blocks in which it was published. Call it inside `using`.
+
+        Raises:
+            DtypeMismatch: a tensor was cast or quantized on its way here.
+            UsageError: this subscriber gives its weights to a function, and holds none.
+        """
+        if not isinstance(self._target, TensorTarget):
+            raise UsageError("a subscriber with load=... holds no weights that it could give back")
+        return self._target.as_published()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -332,6 +346,10 @@ class Subscriber:
             )
         self._generation = began.generation
         self._end_update()
+        if self.only_version not in (None, began.version):
+            reason = f"version {began.version} comes, and version {self.only_version} is wanted"
+            self._tell(connection, msg.LoadFailed(began.update, reason))
+            raise BaseMismatch(reason)
         buffer = self._buffer_for(connection, began)
         if began.layout != self._layout:
             buckets = began.layout.plan().buckets

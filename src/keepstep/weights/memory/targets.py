@@ -8,13 +8,21 @@ from typing import Protocol
 
 import torch
 
-from keepstep.errors import ConfigurationError
+from keepstep.errors import ConfigurationError, DtypeMismatch
 from keepstep.protocol.transfer.boxes import Box, whole
 from keepstep.protocol.transfer.layout import Layout, Want, index_of, regions_of
 from keepstep.protocol.transfer.plan import Bucket, Part, Piece, TensorForm
-from keepstep.weights.memory.blocks import Weights, named_blocks
+from keepstep.weights.memory.blocks import NamedBlock, Weights, named_blocks
 from keepstep.weights.memory.copies import Copy, checksum_of, copy_of
-from keepstep.weights.memory.mapping.mapped import IncomingPart, Mapped, Placed, plain, wants_of
+from keepstep.weights.memory.mapping.mapped import (
+    IncomingPart,
+    Mapped,
+    Placed,
+    ReturnedWeights,
+    plain,
+    view_of,
+    wants_of,
+)
 from keepstep.weights.memory.mapping.quantized import Staged
 from keepstep.weights.memory.pieces import Held, as_tensor
 
@@ -84,6 +92,8 @@ class TensorTarget:
         self._filled = len(self._sets) - 1
         """The set that is written; the other one, if there is one, is in use."""
         self._layout: Layout | None = None
+        self._committed: Layout | None = None
+        """Of the version in use."""
         self._held: list[dict[int, list[Held]]] = []
         self._copies: list[dict[int, Copy]] = []
         self._staged: dict[int, list[Staged]] = {}
@@ -182,6 +192,28 @@ class TensorTarget:
             staged.came(bucket, tensors)
         return checksum
 
+    def as_published(self) -> ReturnedWeights:
+        """The version in use, as it was published.
+
+        Raises:
+            DtypeMismatch: what was published cannot be told from a tensor bit for bit.
+        """
+        layout = self._committed
+        assert layout is not None
+        by_name, used = index_of(layout.forms), (1 - self._filled if self._exchanges else 0)
+        found = []
+        for placed in self._placed:
+            tensor = self._sets[used][placed.index]
+            for region in regions_of(placed.want, layout.forms, by_name):
+                form = layout.forms[by_name[region.source]]
+                if placed.scale is not None or str(tensor.dtype) != f"torch.{form.dtype}":
+                    raise DtypeMismatch(
+                        f"'{form.name}' was published as {form.dtype} and is {placed.want.dtype} here, in "
+                        f"'{placed.want.names[0]}': it cannot be given back bit for bit"
+                    )
+                found.append(NamedBlock(form.names, Held(view_of(tensor, region), region.box), form.shape, ()))
+        return ReturnedWeights(tuple(found))
+
     def finish(self) -> None:
         """See `Target`."""
 
@@ -191,6 +223,7 @@ class TensorTarget:
         Those of a module look at other memory. Of other tensors it is not known who else looks at their memory (a
         ``state_dict()`` is made of such), so theirs is written.
         """
+        self._committed = self._layout
         if self._exchanges:
             for block, tensor in zip(self._blocks, self._sets[self._filled], strict=True):
                 for owner in block.owners:

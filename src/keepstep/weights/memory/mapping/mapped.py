@@ -38,8 +38,21 @@ class Mapped:
     names: NameMap
 
 
-def plain(weights: Weights | Mapped) -> tuple[Weights, NameMap]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReturnedWeights:
+    """Blocks of a version that a consumer holds, under the names under which it was published.
+
+    Attributes:
+        blocks: each is memory of the consumer's.
+    """
+
+    blocks: tuple[NamedBlock, ...]
+
+
+def plain(weights: Weights | Mapped | ReturnedWeights) -> tuple[Weights, NameMap]:
     """The weights, and their map, which is empty if there is none."""
+    if isinstance(weights, ReturnedWeights):
+        return {str(number): block.held.tensor for number, block in enumerate(weights.blocks)}, _PLAIN
     return (weights.weights, weights.names) if isinstance(weights, Mapped) else (weights, _PLAIN)
 
 
@@ -152,7 +165,7 @@ def view_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 # ---- a publisher ----------------------------------------------------------------------------------------------------
 
 
-def published_blocks(weights: Weights | Mapped) -> list[NamedBlock]:
+def published_blocks(weights: Weights | Mapped | ReturnedWeights) -> list[NamedBlock]:
     """What a publisher offers: its tensors, or what its rules make of them, block by block.
 
     Raises:
@@ -161,6 +174,8 @@ def published_blocks(weights: Weights | Mapped) -> list[NamedBlock]:
         DtypeMismatch: a tensor's parts have several dtypes, or a rule converts: a consumer says what it casts.
         ConfigurationError: as `keepstep.weights.memory.blocks.named_blocks`.
     """
+    if isinstance(weights, ReturnedWeights):
+        return list(weights.blocks)
     own, names = plain(weights)
     blocks = named_blocks(own)
     by_name = {name: block for block in blocks for name in block.names}
