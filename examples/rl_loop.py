@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch
@@ -49,6 +51,8 @@ PROMPTS, GROUP = 16, 16  # of each trainer in a step: so many prompts, each answ
 NUM_GENERATORS = 2
 DEADLINE_S = 60.0  # for the samples of one step, whatever is killed meanwhile
 POLL_S = 0.05
+KILLS = {1: "forward", 2: "barrier", 3: "optimizer"}  # of trainers, after so many fourths of the steps
+MAX_KILLED, ANSWERS = 8, 10  # generators, each time that both have given so many answers
 
 
 class Policy(nn.Module):
@@ -219,7 +223,7 @@ def train(folder: Path, num_steps: int) -> None:
     policy = Policy()
     dist.barrier()  # a spare waits here for its rank, with the model built
     fully_shard(policy)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     session.protect(model=policy, optimizer=optimizer, snapshot_every=2)
     state = session.state(rewards=[])
     session.publish_weights(folder / "weights", policy, every=1, at_start=True)
@@ -247,27 +251,33 @@ def train(folder: Path, num_steps: int) -> None:
 
 
 class Generators:
-    """The processes; one that ends is started again."""
+    """The processes, forked from this one, which has imported torch and computes nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.num_killed = folder, 0
         self.processes = [self._start(number) for number in range(NUM_GENERATORS)]
 
-    def _start(self, number: int) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, __file__, "generate", str(self.folder), str(number)])
+    def _start(self, number: int) -> ForkProcess:
+        process = multiprocessing.get_context("fork").Process(target=generate, args=(self.folder, number))
+        process.start()
+        return process
 
-    def kill(self, number: int) -> None:
-        """Kills one, as the kernel does when memory is short, and starts another one in its place."""
-        self.processes[number].kill()
-        self.processes[number].wait()
-        self.processes[number] = self._start(number)
-        self.num_killed += 1
+    def look_after(self, kills: bool) -> None:
+        """Starts one in the place of each that has ended. With kills, ends one where both have given answers."""
+        if kills and self.num_killed < MAX_KILLED and all(self._num_answers(each) >= ANSWERS for each in self.processes):
+            self.processes[self.num_killed % NUM_GENERATORS].kill()  # SIGKILL, wherever it stands
+            self.num_killed += 1
+        for number, process in enumerate(self.processes):
+            if select.select([process.sentinel], [], [], POLL_S)[0]:
+                self.processes[number] = self._start(number)
+
+    def _num_answers(self, process: ForkProcess) -> int:
+        return sum(path.read_text().count("\n") for path in self.folder.glob(f"samples-*-{process.pid}.jsonl"))
 
     def end(self) -> None:
         for process in self.processes:
             process.terminate()
-        for process in self.processes:
-            process.wait()
+            process.join()
 
 
 def orchestrate(folder: Path, num_steps: int, kills: bool) -> int:
@@ -280,19 +290,11 @@ def orchestrate(folder: Path, num_steps: int, kills: bool) -> int:
     try:
         job = subprocess.Popen([sys.executable, "-m", "keepstep.cli.main", *command, *flags, *script])
         while job.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.wait(KILL_EVERY_S)
-                break
-            if kills:
-                generators.kill(generators.num_killed % NUM_GENERATORS)
+            generators.look_after(kills)
     finally:
         generators.end()
     print(f"generators killed: {generators.num_killed}")
     return job.returncode
-
-
-KILLS = {1: "forward", 2: "barrier", 3: "optimizer"}  # of trainers, after so many fourths of the steps
-KILL_EVERY_S = 4.0
 
 
 def main() -> int:
