@@ -13,11 +13,11 @@ The same twice, under `keepstep drill`: the second time trainers are killed, and
     trainer 1 ─┴────────────────────────────────┴─► generator 1 ─┴── samples ──► trainers
 
 The trainers (FSDP2, so neither holds what the other does) ask the generators for the samples of a step over a Unix
-socket. A sample is a function of (version, prompt, seed): it is drawn inside `using(version=...)`, so with the one version
-that it names, and always in a batch of the same shape. So samples that are lost with a generator are drawn again by
-the other one, and training is the same bit for bit whoever is killed.
+socket. A sample is a function of (version, prompt, seed): it is drawn inside `using(version=...)`, so with the one
+version that it names, and always in a batch of the same shape. So samples that are lost with a generator are drawn
+again by the other one, and training is the same bit for bit whoever is killed.
 
-It needs nothing but torch and keepstep. Shapes: B samples, L digits of a row, D features.
+It needs nothing but torch and keepstep. Shapes: P prompts, G answers to each, B = P * G samples, L digits of a row.
 """
 
 import argparse
@@ -133,11 +133,10 @@ class Requests(socketserver.StreamRequestHandler):
 def generate(folder: Path, number: int) -> None:
     """One generator, until it is told to end."""
     torch.set_num_threads(1)
-    with Generator(folder, number) as server:
-        with server.subscriber:
-            server.subscriber.start()
-            signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
-            server.serve_forever(POLL_S)
+    with Generator(folder, number) as server, server.subscriber:
+        server.subscriber.start()
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+        server.serve_forever(POLL_S)
 
 
 # ---- the trainers --------------------------------------------------------------------------------------------------
@@ -207,13 +206,19 @@ def samples_of(asked: Asked) -> torch.Tensor:
             raise TimeoutError(f"no samples of version {asked.request['version']} within {DEADLINE_S:g} s")
 
 
-def loss_of(policy: nn.Module, prompt_BL: torch.Tensor, answer_BL: torch.Tensor, advantage_B: torch.Tensor):
-    """REINFORCE over all digits of all answers."""
-    B = len(prompt_BL)
+def advantages(reward_BL: torch.Tensor) -> torch.Tensor:
+    """How much better each digit is than those of its group, the answers to the same prompt (GRPO)."""
+    reward_PGL = reward_BL.view(PROMPTS, GROUP, LENGTH)
+    centred_PGL = reward_PGL - reward_PGL.mean(1, keepdim=True)
+    return (centred_PGL / (reward_PGL.std(1, keepdim=True) + 1e-4)).view(-1, LENGTH)
+
+
+def loss_of(policy: nn.Module, prompt_BL: torch.Tensor, answer_BL: torch.Tensor, advantage_BL: torch.Tensor):
+    """REINFORCE: the likelihood of each digit, weighted by its advantage."""
     prefixes = torch.cat([prefix(answer_BL, position) for position in range(LENGTH)])
     logits = policy(prompt_BL.repeat(LENGTH, 1), prefixes)
-    log_probability = -F.cross_entropy(logits, answer_BL.T.flatten(), reduction="none").view(LENGTH, B).sum(0)
-    return -(advantage_B * log_probability).mean()
+    surprise = F.cross_entropy(logits, answer_BL.T.flatten(), reduction="none").view(LENGTH, -1).T
+    return (advantage_BL * surprise).sum(1).mean()
 
 
 def train(folder: Path, num_steps: int) -> None:
@@ -235,14 +240,13 @@ def train(folder: Path, num_steps: int) -> None:
             request = {"version": step.index, "prompts": prompt_BL.tolist(), "seed": seed}
             with contextlib.closing(Asked(folder, rank, request)) as asked:
                 answer_BL = samples_of(asked)
-            reward_PG = (answer_BL == prompt_BL.flip(1)).float().mean(1).view(PROMPTS, GROUP)
-            reward = reward_PG.mean()
-            dist.all_reduce(reward)  # what the trainers print is the same on both
-            advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
+            reward_BL = (answer_BL == prompt_BL.flip(1)).float()
+            mean_reward = reward_BL.mean()
+            dist.all_reduce(mean_reward)  # a value of the script that both trainers keep is the same on both
             optimizer.zero_grad()
-            loss_of(policy, prompt_BL, answer_BL, advantage_PG.flatten()).backward()
+            loss_of(policy, prompt_BL, answer_BL, advantages(reward_BL)).backward()
             optimizer.step()
-            state.rewards = [*state.rewards[-19:], float(reward) / dist.get_world_size()]
+            state.rewards = [*state.rewards[-19:], float(mean_reward) / dist.get_world_size()]
         if session.rank == 0 and (step.index + 1) % 20 == 0:
             print(f"step {step.index + 1}: mean reward {sum(state.rewards) / 20:.2f}", flush=True)
 
@@ -264,7 +268,11 @@ class Generators:
 
     def look_after(self, kills: bool) -> None:
         """Starts one in the place of each that has ended. With kills, ends one where both have given answers."""
-        if kills and self.num_killed < MAX_KILLED and all(self._num_answers(each) >= ANSWERS for each in self.processes):
+        if (
+            kills
+            and self.num_killed < MAX_KILLED
+            and all(self._num_answers(each) >= ANSWERS for each in self.processes)
+        ):
             self.processes[self.num_killed % NUM_GENERATORS].kill()  # SIGKILL, wherever it stands
             self.num_killed += 1
         for number, process in enumerate(self.processes):
@@ -300,7 +308,7 @@ def orchestrate(folder: Path, num_steps: int, kills: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a policy on samples that other processes draw.")
     parser.add_argument("part", nargs="?", choices=["all", "generate", "train"], default="all")
-    parser.add_argument("folder", nargs="?", type=Path, help="where the parts find each other (default: a temporary one)")
+    parser.add_argument("folder", nargs="?", type=Path, help="where they find each other (default: a temporary one)")
     parser.add_argument("number", nargs="?", type=int, help="of this generator")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kill", action="store_true", help="a drill: trainers and generators are killed")

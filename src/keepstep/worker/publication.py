@@ -33,7 +33,12 @@ class StepPublication:
         self._under_way: Future[Published] | None = None
 
     def stand_ready(self, rank: int, world_size: int, generation: int, num_steps: int) -> None:
-        """This rank takes part in ``generation``: consumers find it from now on. The weights have seen ``num_steps``."""
+        """This rank takes part in ``generation``: consumers find it from now on.
+
+        Args:
+            rank, world_size, generation: those of the membership.
+            num_steps: that the weights have seen.
+        """
         begins = self._publisher is None or self._publisher.generation != generation
         if self._publisher is None:
             self._publisher = Publisher(
