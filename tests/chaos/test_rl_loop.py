@@ -1,4 +1,4 @@
-"""Trainers and generators of ``rl_loop.py`` are killed: every sample has one version, and all of them come out the same."""
+"""Trainers and generators of ``rl_loop.py`` are killed: each sample has one version, and all come out the same."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_samples_and_weights_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
-    """Against a run in which nothing is killed: each version has the same weights, and each request the same samples."""
+    """As where nothing is killed: each version has the same weights, and each request the same samples."""
     run_loop(tmp_path / "quiet")
     printed = run_loop(tmp_path / "killed", "--kill")
     assert "weights identical: yes" in printed
     killed = re.search(r"generators killed: (\d+)", printed)
-    assert killed is not None and int(killed[1]) >= 2, printed
+    assert killed is not None
+    assert int(killed[1]) >= 2, printed
 
     quiet, disturbed = samples(tmp_path / "quiet"), samples(tmp_path / "killed")
     assert len(quiet) == 2 * STEPS, "somebody drew twice although nothing was lost"
