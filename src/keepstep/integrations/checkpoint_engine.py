@@ -152,7 +152,7 @@ class CheckpointEngineSender:
             for content in itertools.chain([handle], _buckets(tensors, buffer), [None, None]):
                 for socket in sockets.values():
                     socket.tell(content)
-        except BaseException:
+        except BaseException:  # also where the caller is interrupted: no consumer is left waiting
             for socket in sockets.values():
                 socket.abort()
             raise

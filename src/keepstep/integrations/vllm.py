@@ -277,7 +277,7 @@ class KeepstepTrainerEngine(TrainerWeightTransferEngine[KeepstepTrainerInfo]):
             with self._info.draining():
                 self.client.update_weights({"version": self.version, "use": True})
                 self.client.finish_weight_update(str(self.version))
-        except BaseException:
+        except BaseException:  # also where the caller is interrupted: no session stays open
             with contextlib.suppress(Exception):  # the client's; workers whose session has ended refuse
                 self.client.finish_weight_update()
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,7 +10,8 @@ from typing import Self
 import torch
 
 from keepstep.errors import KeepstepError, WeightsNotReady
-from keepstep.weights.subscriber import DEFAULT_DEADLINE_S, RETRY_S, Subscriber
+from keepstep.weights.channels.listener import RETRY_S
+from keepstep.weights.subscriber import DEFAULT_DEADLINE_S, Subscriber
 
 POLL_S = 0.2
 """How soon `close` is seen while nothing is published."""
@@ -78,7 +78,7 @@ class VersionInbox:
             except KeepstepError:  # noted in last_error; the next version may come
                 self._coming = {}
                 if not self._subscriber.is_attached:
-                    time.sleep(RETRY_S)
+                    self._is_over.wait(RETRY_S)
                 continue
             with self._changed:
                 self._whole, self._coming = (version, self._coming), {}
