@@ -52,7 +52,7 @@ NUM_GENERATORS = 2
 DEADLINE_S = 60.0  # for the samples of one step, whatever is killed meanwhile
 POLL_S = 0.05
 KILLS = {1: "forward", 2: "barrier", 3: "optimizer"}  # of trainers, after so many fourths of the steps
-MAX_KILLED, ANSWERS = 8, 10  # generators, each time that both have given so many answers
+MAX_KILLED, ANSWERS = 20, 10  # generators at most; one each time that both have given so many answers
 
 
 class Policy(nn.Module):
