@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.jobs import SCRIPTS
 from tests.worker.ranks import DEADLINE_S
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines")
@@ -234,3 +235,12 @@ def test_a_version_that_another_one_has_overwritten_is_not_loaded(setting: Setti
     with pytest.raises(KeepstepError, match=r"version 2 did not come .* version 9 is there"):
         setting.trainer.send_weights()
     assert all(same(weights_of(model), old) for model in setting.models)
+
+
+def test_a_llama_of_vllm_takes_versions_as_from_a_checkpoint(tmp_path: Path) -> None:
+    """With the fused tensors of vLLM's own class, against what it loads from disk."""
+    command = [sys.executable, SCRIPTS / "vllm_llama.py", tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("version ")]
+    assert lines == [f"version {version}: 15 of 15 parameters, fused: True" for version in (1, 2)]
