@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-torchtitan durations soak fuzz bench bench-peers bench-weights gpu docs lint clean
+.PHONY: help demo demo-sharded test test-full test-nightly test-upstream test-torch test-torchtitan test-engines durations soak fuzz bench bench-peers bench-weights gpu docs lint clean
 
 help: ## show this list
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,15 @@ test-torchtitan: ## the drills of torchtitan, in an environment of its own: it n
 	$(TITAN_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
 		--editable '.[torchtitan]' torch==2.15.* "pytest>=8.4" "hypothesis>=6.120"
 	$(TITAN_VENV)/bin/python -m pytest -m "" tests/chaos/test_torchtitan.py
+
+ENGINES_VENV = .venv-engines
+test-engines: ## the backends of vLLM and checkpoint-engine against their own code, in an environment of its own
+	test -x $(ENGINES_VENV)/bin/pip || $(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
+		--requirement tests/integrations/engines.txt
+	$(ENGINES_VENV)/bin/python -m pytest -m "" -W default tests/integrations/test_vllm.py \
+		tests/integrations/test_checkpoint_engine.py
 
 durations: $(STAMP) ## write down how long the tests of make test take, slowest first, in tests/durations.txt
 	$(BIN)/python -m pytest -m quick --record-durations=tests/durations.txt

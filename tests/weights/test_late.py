@@ -56,6 +56,21 @@ def test_who_has_the_newest_version_is_not_served_again(tmp_path: Path) -> None:
         assert publisher.buffer_bytes == 4 * (1024 + 64), "nobody was served apart"
 
 
+def test_a_consumer_of_a_former_job_gets_what_the_new_one_published_last(tmp_path: Path) -> None:
+    """Its version is higher; it comes when version 0 has been published already."""
+    own = {"x": torch.zeros(4)}
+    with subscribe(tmp_path, into=own) as consumer:
+        with publish(tmp_path, {"x": torch.full((4,), 40.0)}, 0, 1, copies=True) as former:
+            consumer.attach(DEADLINE_S)
+            publish_to(former, consumer, 40)
+        with pytest.raises(PublisherLost):
+            consumer.receive(DEADLINE_S)
+        with publish(tmp_path, {"x": torch.full((4,), 7.0)}, 0, 1, copies=True) as publisher:
+            publisher.publish(0)
+            assert consumer.receive(DEADLINE_S) == 0
+            assert own["x"].tolist() == [7.0] * 4
+
+
 def publish_to(publisher: Any, consumer: Subscriber, version: int) -> None:
     """One version to a consumer in this process."""
     received: list[int] = []

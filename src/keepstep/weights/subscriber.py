@@ -144,28 +144,39 @@ class Subscriber:
         return self._connection is not None
 
     @contextlib.contextmanager
-    def using(self, timeout_s: float | None = None) -> Iterator[int]:
+    def using(self, timeout_s: float | None = None, *, version: int | None = None) -> Iterator[int]:
         """Holds the weights as they are, and says which version that is; a new one waits until they are let go.
 
         Args:
             timeout_s: how long to wait while a new version takes its place; by default the deadline.
+            version: waits for exactly this one, which may be lower than the present one where a job went back to it.
 
         Raises:
-            WeightsNotReady: no whole version is there, or one is being written over it.
+            WeightsNotReady: no whole version is there, or not the one that was asked for, or one is being written
+                over it.
             WeightsPartiallyUpdated: an update broke off half-way.
         """
         with self._changed:
             patience_s = self._deadline_s if timeout_s is None else timeout_s
-            if not self._changed.wait_for(lambda: not self._is_switching, patience_s):
+            if not self._changed.wait_for(lambda: not self._is_switching and self._has(version), patience_s):
+                if not self._has(version):
+                    raise WeightsNotReady(f"version {version} did not come within {patience_s:g} s: {self._presence}")
                 raise WeightsNotReady("a new version waits to take its place")
-            version = self._state.check_usable()
+            present = self._state.check_usable()
             self._num_users += 1
         try:
-            yield version
+            yield present
         finally:
             with self._changed:
                 self._num_users -= 1
                 self._changed.notify_all()
+
+    def _has(self, version: int | None) -> bool:
+        return version is None or self._state.version == version
+
+    @property
+    def _presence(self) -> str:
+        return "there is none yet" if self.version is None else f"version {self.version} is there"
 
     def wait_for(self, version: int, timeout_s: float) -> int:
         """Waits for this version or a later one, and returns it. For use with `start`.

@@ -18,18 +18,28 @@ class StepPublication:
     have seen. One that does not come about, because a rank was lost just then, is left out; the next one is complete.
     """
 
-    def __init__(self, folder: Path, weights: Weights, every: int, deadline_s: float) -> None:
-        """Raises:
-        ConfigurationError: ``every`` is below 1.
+    def __init__(self, folder: Path, weights: Weights, every: int, deadline_s: float, at_start: bool = False) -> None:
+        """Args:
+        folder, weights, every, deadline_s, at_start: see `Session.publish_weights`.
+
+        Raises:
+            ConfigurationError: ``every`` is below 1.
         """
         if every < 1:
             raise ConfigurationError(f"publish_weights(every={every}): allowed are 1 and more")
         self._folder, self._weights, self._every, self._deadline_s = folder, weights, every, deadline_s
+        self._at_start = at_start
         self._publisher: Publisher | None = None
         self._under_way: Future[Published] | None = None
 
-    def stand_ready(self, rank: int, world_size: int, generation: int) -> None:
-        """This rank takes part in ``generation``: consumers find it from now on."""
+    def stand_ready(self, rank: int, world_size: int, generation: int, num_steps: int) -> None:
+        """This rank takes part in ``generation``: consumers find it from now on.
+
+        Args:
+            rank, world_size, generation: those of the membership.
+            num_steps: that the weights have seen.
+        """
+        begins = self._publisher is None or self._publisher.generation != generation
         if self._publisher is None:
             self._publisher = Publisher(
                 self._folder,
@@ -43,6 +53,8 @@ class StepPublication:
         elif self._publisher.generation != generation:
             self.flush()
             self._publisher.generation = generation
+        if begins and self._at_start:
+            self._under_way = self._publisher.publish_in_background(num_steps)
 
     def after_step(self, num_steps: int) -> None:
         """So many steps are complete: publishes, where it is due."""

@@ -83,8 +83,9 @@ class Recovery:
             self._generation = self._machine.generation
             self._tell_of_replicas()
             self._state.layout.new_generation()
-        if self._publication is not None and self._machine.rank is not None:
-            self._publication.stand_ready(self._machine.rank, dist.get_world_size(), self._machine.generation)
+        rank, at = self._machine.rank, self._machine.steps.parameters_at
+        if self._publication is not None and rank is not None and at is not None:
+            self._publication.stand_ready(rank, dist.get_world_size(), self._machine.generation, at)
 
     def _tell_of_replicas(self) -> None:
         """Says once, on rank 0, that the loss of some ranks would end the job, or take it far back."""

@@ -400,6 +400,7 @@ class Session(Loops):
         weights: Weights,
         *,
         every: int = 10,
+        at_start: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         """Publishes the weights every so many steps, in the background, to every `keepstep.Subscriber` there.
@@ -411,6 +412,9 @@ class Session(Loops):
             folder: where consumers of this node find the ranks; a short name, for sockets are in it.
             weights: a module (without its DDP wrapper, for the names), or tensors by name.
             every: steps from one version to the next.
+            at_start: publish also the weights with which the first step begins, and after each recovery those with
+                which training goes on: for consumers that need the version of the very step, also where steps come
+                again.
             deadline_s: how long a consumer may show nothing before it is left out.
 
         Raises:
@@ -419,7 +423,7 @@ class Session(Loops):
         """
         if self._recovery is None:
             raise UsageError("publish_weights() before protect(): call session.protect(model=...) first")
-        self._recovery.publish(StepPublication(Path(folder), weights, every, deadline_s))
+        self._recovery.publish(StepPublication(Path(folder), weights, every, deadline_s, at_start))
 
     # ---- for the loops ----------------------------------------------------------------------------------------------
 

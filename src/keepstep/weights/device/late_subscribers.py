@@ -91,7 +91,7 @@ class LateSubscribers:
         with self._changed:
             if self._kept is None:
                 self._late.append((attached, version))
-            elif version is None or version < self._kept.version:
+            elif version != self._kept.version:  # it may have a higher one, where a job went back or began anew
                 self._num_running += 1
                 arguments = (device, attached, self._kept)
                 threading.Thread(target=self._bring, args=arguments, name="keepstep-catch-up", daemon=True).start()

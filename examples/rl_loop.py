@@ -1,0 +1,329 @@
+"""Reinforcement learning (GRPO) whose weights flow from two trainers to two generators at every step; lose any of them.
+
+The policy learns to write a row of digits backwards. One command starts the generators and the job, prints the mean
+reward as it grows, and ends everything:
+
+    python examples/rl_loop.py
+
+The same twice, under `keepstep drill`: the second time trainers are killed, and generators all the time:
+
+    python examples/rl_loop.py --kill
+
+    trainer 0 ─┐  weights of each step, whole   ┌─► generator 0 ─┐
+    trainer 1 ─┴────────────────────────────────┴─► generator 1 ─┴── samples ──► trainers
+
+The trainers (FSDP2, so neither holds what the other does) ask the generators for the samples of a step over a Unix
+socket. A sample is a function of (version, prompt, seed): it is drawn inside `using(version=...)`, so with the one
+version that it names, and always in a batch of the same shape. So samples that are lost with a generator are drawn
+again by the other one, and training is the same bit for bit whoever is killed.
+
+It needs nothing but torch and keepstep. Shapes: P prompts, G answers to each, B = P * G samples, L digits of a row.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import keepstep
+
+LENGTH, DIGITS, NOTHING = 4, 10, 10
+PROMPTS, GROUP = 16, 16  # of each trainer in a step: so many prompts, each answered so many times
+NUM_GENERATORS = 2
+DEADLINE_S = 60.0  # for the samples of one step, whatever is killed meanwhile
+POLL_S = 0.05
+KILLS = {1: "forward", 2: "barrier", 3: "optimizer"}  # of trainers, after so many fourths of the steps
+MAX_KILLED, ANSWERS = 20, 10  # generators at most; one each time that both have given so many answers
+
+
+class Policy(nn.Module):
+    """Given a prompt and the answer so far, how likely each next digit is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(DIGITS + 1, 16)
+        self.layers = nn.Sequential(nn.Linear(2 * LENGTH * 16, 128), nn.ReLU(), nn.Linear(128, DIGITS))
+
+    def forward(self, prompt_BL: torch.Tensor, answer_BL: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.embedding(torch.cat([prompt_BL, answer_BL], dim=1)).flatten(1))
+
+
+def prefix(answer_BL: torch.Tensor, position: int) -> torch.Tensor:
+    """The answer up to a position; what comes later is nothing yet."""
+    return torch.where(torch.arange(LENGTH) < position, answer_BL, NOTHING)
+
+
+# ---- the generators ------------------------------------------------------------------------------------------------
+
+
+def digest_of(policy: Policy) -> str:
+    """Of every bit of the weights."""
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in policy.parameters())).hexdigest()[:16]
+
+
+@torch.inference_mode()
+def draw(policy: Policy, prompt_BL: torch.Tensor, seed: int) -> torch.Tensor:
+    """Answers [B, L], digit by digit; the same for the same weights, prompts and seed."""
+    generator = torch.Generator().manual_seed(seed)
+    answer_BL = torch.full_like(prompt_BL, NOTHING)
+    for position in range(LENGTH):
+        logits = policy(prompt_BL, answer_BL)
+        answer_BL[:, position] = torch.multinomial(logits.softmax(dim=1), 1, generator=generator).squeeze(1)
+    return answer_BL
+
+
+class Generator(socketserver.ThreadingUnixStreamServer):
+    """Answers each line, a request in JSON, with a line."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.policy = Policy()
+        self.subscriber = keepstep.Subscriber(folder / "weights", into=self.policy, device=number)
+        self.log = (folder / f"samples-{number}-{os.getpid()}.jsonl").open("a")
+        path = folder / f"generator-{number}"
+        path.unlink(missing_ok=True)  # that of one that was killed
+        super().__init__(str(path), Requests)
+
+    def answer(self, request: dict) -> dict:
+        """Samples of exactly the version that is asked for."""
+        prompt_BL = torch.tensor(request["prompts"])
+        try:
+            with self.subscriber.using(1.0, version=request["version"]) as version:
+                before = digest_of(self.policy)
+                answer_BL = draw(self.policy, prompt_BL, request["seed"])
+                sample = {"version": version, "seed": request["seed"], "answers": answer_BL.tolist(), "digest": before}
+                assert digest_of(self.policy) == before, "the weights changed while samples were drawn"
+        except keepstep.WeightsNotReady as error:
+            return {"error": str(error)}
+        print(json.dumps(sample), file=self.log, flush=True)
+        return sample
+
+
+class Requests(socketserver.StreamRequestHandler):
+    """The requests of one trainer."""
+
+    server: Generator
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the trainer was killed, or asks another generator
+            for line in self.rfile:
+                self.wfile.write(json.dumps(self.server.answer(json.loads(line))).encode() + b"\n")
+
+
+def generate(folder: Path, number: int) -> None:
+    """One generator, until it is told to end."""
+    torch.set_num_threads(1)
+    with Generator(folder, number) as server, server.subscriber:
+        server.subscriber.start()
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+        server.serve_forever(POLL_S)
+
+
+# ---- the trainers --------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """The samples of one step, asked for: of the other generator where one is lost or does not have the version."""
+
+    def __init__(self, folder: Path, first: int, request: dict) -> None:
+        self.request = request
+        self._paths = [str(folder / f"generator-{(first + n) % NUM_GENERATORS}") for n in range(NUM_GENERATORS)]
+        self._line = json.dumps(request).encode() + b"\n"
+        self._socket: socket.socket | None = None
+        self._received = b""
+
+    def poll(self) -> dict | None:
+        """Looks for the answer for a moment; None: not yet."""
+        try:
+            if self._socket is None:
+                self._socket, self._received = socket.socket(socket.AF_UNIX), b""
+                self._socket.connect(self._paths[0])
+                self._socket.sendall(self._line)
+            if select.select([self._socket], [], [], POLL_S)[0]:
+                self._received += self._read()
+            if not self._received.endswith(b"\n"):
+                return None
+            answer = json.loads(self._received)
+            if "error" not in answer:
+                self.close()
+                return answer
+        except OSError:  # it was killed, or is not there yet
+            time.sleep(POLL_S)
+        self.close()
+        self._paths.append(self._paths.pop(0))
+        return None
+
+    def _read(self) -> bytes:
+        assert self._socket is not None
+        if received := self._socket.recv(1 << 20):
+            return received
+        raise ConnectionError("the generator is gone")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def samples_of(asked: Asked) -> torch.Tensor:
+    """Waits until all trainers have their samples; answers [B, L].
+
+    They tell each other all the time how many have them. These collectives are what keepstep sees of the wait: it is no
+    hang, and when a trainer is lost the wait ends. A collective that a failure cut off counts this rank alone.
+    """
+    sample, until_s = None, time.monotonic() + DEADLINE_S
+    while True:
+        sample = sample or asked.poll()
+        counts = torch.tensor([sample is not None, 1])
+        dist.all_reduce(counts)
+        num_ready, num_ranks = counts.tolist()
+        if num_ranks < dist.get_world_size():
+            raise ConnectionError("another trainer was lost while samples were drawn")  # the step comes again
+        if num_ready == num_ranks:
+            assert sample["version"] == asked.request["version"], sample
+            return torch.tensor(sample["answers"])
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"no samples of version {asked.request['version']} within {DEADLINE_S:g} s")
+
+
+def advantages(reward_BL: torch.Tensor) -> torch.Tensor:
+    """How much better each digit is than those of its group, the answers to the same prompt (GRPO)."""
+    reward_PGL = reward_BL.view(PROMPTS, GROUP, LENGTH)
+    centred_PGL = reward_PGL - reward_PGL.mean(1, keepdim=True)
+    return (centred_PGL / (reward_PGL.std(1, keepdim=True) + 1e-4)).view(-1, LENGTH)
+
+
+def loss_of(policy: nn.Module, prompt_BL: torch.Tensor, answer_BL: torch.Tensor, advantage_BL: torch.Tensor):
+    """REINFORCE: the likelihood of each digit, weighted by its advantage."""
+    prefixes = torch.cat([prefix(answer_BL, position) for position in range(LENGTH)])
+    logits = policy(prompt_BL.repeat(LENGTH, 1), prefixes)
+    surprise = F.cross_entropy(logits, answer_BL.T.flatten(), reduction="none").view(LENGTH, -1).T
+    return (advantage_BL * surprise).sum(1).mean()
+
+
+def train(folder: Path, num_steps: int) -> None:
+    """One trainer."""
+    session = keepstep.init(seed=0)
+    torch.manual_seed(0)
+    policy = Policy()
+    dist.barrier()  # a spare waits here for its rank, with the model built
+    fully_shard(policy)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    session.protect(model=policy, optimizer=optimizer, snapshot_every=2)
+    state = session.state(rewards=[])
+    session.publish_weights(folder / "weights", policy, every=1, at_start=True)
+    for step in session.steps(num_steps):
+        with step:
+            rank, seed = session.data_rank, step.index * session.data_world_size + session.data_rank
+            prompt_BL = torch.randint(DIGITS, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(seed))
+            prompt_BL = prompt_BL.repeat_interleave(GROUP, dim=0)
+            request = {"version": step.index, "prompts": prompt_BL.tolist(), "seed": seed}
+            with contextlib.closing(Asked(folder, rank, request)) as asked:
+                answer_BL = samples_of(asked)
+            reward_BL = (answer_BL == prompt_BL.flip(1)).float()
+            mean_reward = reward_BL.mean()
+            dist.all_reduce(mean_reward)  # a value of the script that both trainers keep is the same on both
+            optimizer.zero_grad()
+            loss_of(policy, prompt_BL, answer_BL, advantages(reward_BL)).backward()
+            optimizer.step()
+            state.rewards = [*state.rewards[-19:], float(mean_reward) / dist.get_world_size()]
+        if session.rank == 0 and (step.index + 1) % 20 == 0:
+            print(f"step {step.index + 1}: mean reward {sum(state.rewards) / 20:.2f}", flush=True)
+
+
+# ---- everything at once --------------------------------------------------------------------------------------------
+
+
+class Generators:
+    """The processes, forked from this one, which has imported torch and computes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.num_killed = folder, 0
+        self.processes = [self._start(number) for number in range(NUM_GENERATORS)]
+
+    def _start(self, number: int) -> ForkProcess:
+        process = multiprocessing.get_context("fork").Process(target=generate, args=(self.folder, number))
+        process.start()
+        return process
+
+    def look_after(self, kills: bool) -> None:
+        """Starts one in the place of each that has ended. With kills, ends one where both have given answers."""
+        if (
+            kills
+            and self.num_killed < MAX_KILLED
+            and all(self._num_answers(each) >= ANSWERS for each in self.processes)
+        ):
+            self.processes[self.num_killed % NUM_GENERATORS].kill()  # SIGKILL, wherever it stands
+            self.num_killed += 1
+        for number, process in enumerate(self.processes):
+            if select.select([process.sentinel], [], [], POLL_S)[0]:
+                self.processes[number] = self._start(number)
+
+    def _num_answers(self, process: ForkProcess) -> int:
+        return sum(path.read_text().count("\n") for path in self.folder.glob(f"samples-*-{process.pid}.jsonl"))
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.join()
+
+
+def orchestrate(folder: Path, num_steps: int, kills: bool) -> int:
+    """Runs generators and trainers to their end; the exit code of the job."""
+    faults = [f"kill@step={num_steps * n // 4 + n},phase={phase},rank={n % 2}" for n, phase in KILLS.items()]
+    command = ["drill", "--faults", ";".join(faults)] if kills else ["run"]
+    flags = ["--nproc-per-node", "2", "--spares", "1"]
+    script = [__file__, "train", str(folder), "--steps", str(num_steps)]
+    generators = Generators(folder)
+    try:
+        job = subprocess.Popen([sys.executable, "-m", "keepstep.cli.main", *command, *flags, *script])
+        while job.poll() is None:
+            generators.look_after(kills)
+    finally:
+        generators.end()
+    print(f"generators killed: {generators.num_killed}")
+    return job.returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train a policy on samples that other processes draw.")
+    parser.add_argument("part", nargs="?", choices=["all", "generate", "train"], default="all")
+    parser.add_argument("folder", nargs="?", type=Path, help="where they find each other (default: a temporary one)")
+    parser.add_argument("number", nargs="?", type=int, help="of this generator")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kill", action="store_true", help="a drill: trainers and generators are killed")
+    args = parser.parse_args()
+    match args.part:
+        case "generate":
+            generate(args.folder, args.number)
+        case "train":
+            train(args.folder, args.steps)
+        case _:
+            with contextlib.ExitStack() as stack:
+                folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-")))
+                return orchestrate(folder, args.steps, args.kill)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

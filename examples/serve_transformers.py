@@ -1,0 +1,126 @@
+"""A model of Hugging Face Transformers writes text while it is trained; each answer says which version made it.
+
+One command starts a job of two ranks, and asks the model what comes after a prompt while it trains:
+
+    python examples/serve_transformers.py
+
+Kill one of the ranks while it runs (`pgrep -f "serve_transformers.py train"` shows them): answers go on with the last
+version, and new versions come when the rank has been replaced. Or start the two parts by hand, in any order:
+
+    keepstep run --nproc-per-node 2 --spares 1 examples/serve_transformers.py train /tmp/llama
+    python examples/serve_transformers.py ask /tmp/llama
+
+The model is a small Llama that reads bytes, the text is the source of Python's standard library; nothing is
+downloaded. What keepstep adds to the training is `publish_weights`, and to the engine `GenerationEngine`, whose
+`generate` is that of the model.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import keepstep
+from keepstep.data import StepLoader
+from keepstep.integrations.generation import GenerationEngine
+
+CONTEXT, BATCH_SIZE, EVERY = 64, 8, 5
+PROMPT = "def "
+
+
+def build_model() -> LlamaForCausalLM:
+    """The same shape in the training and in the engine."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def text() -> torch.Tensor:
+    """Bytes of the standard library."""
+    files = sorted(Path(argparse.__file__).parent.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)[: 2**19]), dtype=torch.uint8)
+
+
+def train(folder: Path, num_steps: int) -> None:
+    """One rank."""
+    session = keepstep.init(seed=0)
+    model = DistributedDataParallel(build_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    session.protect(model=model, optimizer=optimizer)
+    session.publish_weights(folder, model.module, every=EVERY)
+    rows = text().unfold(0, CONTEXT, CONTEXT).long()
+    loader = StepLoader(rows, batch_size=BATCH_SIZE, world_size=session.world_size)
+    for step in session.steps(num_steps):
+        with step:
+            batch = loader.batch(step.index, session.rank)
+            loss = model(input_ids=batch, labels=batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def ask(folder: Path, num_steps: int, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Asks again whenever there is a newer version, until the last one has answered."""
+    torch.set_num_threads(1)  # the training needs cores, too
+    prompt = torch.tensor([list(PROMPT.encode())])
+    last = -1
+    with GenerationEngine(build_model(), folder, name="serve_transformers.py") as engine:
+        while last < num_steps and not (is_over() and engine.subscriber.version in (None, last)):
+            try:
+                engine.subscriber.wait_for(last + 1, timeout_s=1.0)
+                generated = engine.generate(prompt, max_new_tokens=32, do_sample=False, pad_token_id=0)
+            except keepstep.KeepstepError:
+                continue  # no version yet, or no newer one
+            last = generated.version
+            print(f"version {last:4}: {bytes(generated.output[0].tolist())!r}", flush=True)
+
+
+def orchestrate(num_steps: int) -> int:
+    """The job and the engine, to the end of the training."""
+    with tempfile.TemporaryDirectory(prefix="llama-") as folder:
+        part = ["train", folder, "--steps", str(num_steps)]
+        command = [sys.executable, "-m", "keepstep.cli.main", "run", "--nproc-per-node", "2", "--spares", "1"]
+        job = subprocess.Popen([*command, __file__, *part])
+        try:
+            ask(Path(folder), num_steps, lambda: job.poll() is not None)
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(60)
+            job.terminate()
+        return job.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train a small Llama, and have it write text meanwhile.")
+    parser.add_argument("part", nargs="?", choices=["all", "train", "ask"], default="all")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("/tmp/llama"), help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    match args.part:
+        case "train":
+            train(args.folder, args.steps)
+        case "ask":
+            ask(args.folder, args.steps)
+        case _:
+            return orchestrate(args.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
