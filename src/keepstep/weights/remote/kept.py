@@ -7,7 +7,7 @@ import threading
 
 from keepstep.errors import StateMismatch
 from keepstep.protocol.transfer.layout import Consumer, Layout, serve_one
-from keepstep.protocol.transfer.messages import SubscriberCalled, UpdateBegan
+from keepstep.protocol.transfer.messages import BucketUnchanged, SubscriberCalled, UpdateBegan
 from keepstep.protocol.transfer.plan import Bucket
 
 FIRST_UPDATE = 1 << 62
@@ -40,9 +40,13 @@ class Version:
     def reader_like(self, introduction: SubscriberCalled) -> int | None:
         """A reader that wanted what this consumer wants, and all of whose buckets are here; None: there is none."""
         try:
-            (wanted,) = serve_one(self.layout, 0, Consumer(introduction.name, introduction.wants)).readers
+            alone = serve_one(self.layout, 0, Consumer(introduction.name, introduction.wants))
         except StateMismatch:
             return None  # the device says why
+        (wanted,) = alone.readers
+        came, wants = self.layout.travelling, alone.travelling
+        if any(came[part.tensor] != wants[part.tensor] for part in wanted.parts):
+            return None  # cast at their source for others, or not for others and for this one
         for index, (reader, problem) in enumerate(zip(self.layout.readers, self.layout.problems, strict=True)):
             if problem is None and reader.parts == wanted.parts and self.buckets_of(index) is not None:
                 return index
@@ -78,6 +82,16 @@ class VersionKeeper:
         """A bucket has come."""
         if (coming := self._coming.get(update)) is not None:
             coming.contents[bucket] = bytes(content)
+
+    def stayed(self, unchanged: BucketUnchanged) -> None:
+        """A bucket does not come, since a consumer has it from the version before; which may be the one kept here."""
+        coming, kept = self._coming.get(unchanged.update), self.kept
+        bucket = None if coming is None else coming.buckets.get(unchanged.bucket)
+        if coming is None or kept is None or bucket is None or kept.layout.forms != coming.layout.forms:
+            return
+        for index, content in kept.contents.items():
+            if kept.buckets[index].pieces == bucket.pieces and content.endswith(unchanged.checksum):
+                coming.contents.setdefault(bucket.index, content)
 
     def commit(self, update: int) -> None:
         """The update counts."""

@@ -239,6 +239,8 @@ class Switch:
                     self._part(line, there)
                 case msg.UpdateAborted():
                     self._part(line, there)
+                case msg.BucketUnchanged() if self._keeper is not None:
+                    self._keeper.stayed(message)
                 case _:
                     pass
             there.below.tell(there.key, message, buffer)
@@ -301,7 +303,7 @@ class Switch:
             line.below.tell(line.key, msg.Welcomed(self._rank, self._generation, place), buffer)
             self._flows[update] = _Flow(kept.layout, kept.buckets, {number: reader})
             line.update, line.reader = update, reader
-            began = msg.UpdateBegan(update, kept.version, kept.generation, kept.layout, reader, None)
+            began = msg.UpdateBegan(update, kept.version, kept.generation, kept.layout, reader, lent=None, base=None)
             line.below.tell(line.key, began, None)
         for bucket in kept.buckets_of(reader) or []:
             content = kept.contents[bucket.index]
