@@ -282,6 +282,7 @@ OF_A_RUN = {
     "model/...",
     "optimizer/...",
     "optimizer/3/exp_avg",
+    "engine-1/NAME",
 }
 """What looks like a file of the repository, and lies in a run's folder, in a checkpoint or with a user."""
 
