@@ -60,7 +60,7 @@ def test_both_know_each_other_and_go_on(answering: Begin) -> None:
     other, greeting, _ = answered.result(5)
     assert accepted == msg.Accepted(b"session", None)
     assert (greeting.name, greeting.num_streams, greeting.address, greeting.avoid) == ("n1", 3, "n1:5", ("n2:5",))
-    said = msg.LineSaid(1, SlotFreed(2, 3))
+    said = msg.TunnelSaid(1, SlotFreed(2, 3))
     stream.send_message(said)
     assert other.receive_message() == said
     stream.close()

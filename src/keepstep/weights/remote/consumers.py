@@ -29,7 +29,7 @@ LOOK_S = 3600.0
 @dataclasses.dataclass(slots=True, eq=False)
 class _Consumer:
     connection: Connection
-    line: int = 0
+    tunnel: int = 0
     turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, message: AnyTransferMessage, descriptors: Sequence[int] = ()) -> None:
@@ -41,7 +41,7 @@ class _Consumer:
 
 
 class LocalConsumers:
-    """The bottom of their lines. See `keepstep.weights.remote.switch.Below`."""
+    """The bottom of their tunnels. See `keepstep.weights.remote.switch.Below`."""
 
     def __init__(self, folder: Path, node: str, switch: Switch) -> None:
         """Args:
@@ -101,14 +101,14 @@ class LocalConsumers:
         key = next(self._numbers)
         with self._lock:
             self._consumers[key] = consumer
-        consumer.line = self._switch.open(self, key, introduction, is_local=True)
+        consumer.tunnel = self._switch.open(self, key, introduction, is_local=True)
         self._changed.set()
 
     def _attend(self) -> None:
         while True:
             self._changed.clear()
             with self._lock:
-                present = {key: each for key, each in self._consumers.items() if each.line}
+                present = {key: each for key, each in self._consumers.items() if each.tunnel}
             awaited: list[Connection | CancelToken] = [self._changed, *(each.connection for each in present.values())]
             try:
                 ready = wait(awaited, time.monotonic() + LOOK_S, self._stop)
@@ -123,15 +123,15 @@ class LocalConsumers:
             while (message := consumer.connection.receive_now()) is not None:
                 match message:
                     case msg.SlotFreed():
-                        self._switch.free(consumer.line, message.update, message.slot)
+                        self._switch.free(consumer.tunnel, message.update, message.slot)
                     case msg.VersionLoaded() | msg.VersionTaken() | msg.LoadFailed():
-                        self._switch.say(consumer.line, message)
+                        self._switch.say(consumer.tunnel, message)
                     case other:
                         raise RemoteProtocolError(f"sent {other!r:.80}")
         except (PeerLost, RemoteProtocolError) as error:
             with self._lock:
                 del self._consumers[key]
-            self._switch.leave(consumer.line, what_of(error))
+            self._switch.leave(consumer.tunnel, what_of(error))
             with consumer.turn:
                 consumer.connection.close()
 

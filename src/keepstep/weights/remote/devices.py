@@ -1,4 +1,4 @@
-"""The publishers' node: lines end at a device of the node, and buckets come out of its buffer in shared memory."""
+"""The publishers' node: tunnels end at a device of the node, and buckets come out of its buffer in shared memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Attached:
     ipc: Buffer
     lent: Buffer | None = None
     update: int = 0
-    """The latest that began on this line."""
+    """The latest that began on this tunnel."""
     is_ready: bool = False
     """Whether the consumer has been told that it is attached; the device is heard from then on."""
     turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -64,8 +64,8 @@ class _Attached:
             self.lent = None
 
 
-class DeviceLines:
-    """The top of all lines. See `keepstep.weights.remote.switch.Above`."""
+class DeviceTunnels:
+    """The top of all tunnels. See `keepstep.weights.remote.switch.Above`."""
 
     def __init__(self, folder: Path, rank: int, switch: Switch) -> None:
         """Args:
@@ -81,31 +81,31 @@ class DeviceLines:
         self._brought: dict[int, set[int]] = {}
         self._changed = CancelToken()
         self._stop = CancelToken()
-        self._thread = threading.Thread(target=self._attend, name="keepstep-lines", daemon=True)
+        self._thread = threading.Thread(target=self._attend, name="keepstep-tunnels", daemon=True)
         self._thread.start()
 
     # ---- from below -------------------------------------------------------------------------------------------------
 
-    def open(self, line: int, introduction: msg.SubscriberCalled) -> None:
+    def open(self, tunnel: int, introduction: msg.SubscriberCalled) -> None:
         """See `Above`."""
         with self._lock:
-            self._dialling[line] = CancelToken()
-        arguments = (line, introduction, self._dialling[line])
+            self._dialling[tunnel] = CancelToken()
+        arguments = (tunnel, introduction, self._dialling[tunnel])
         threading.Thread(target=self._dial, args=arguments, name="keepstep-dial", daemon=True).start()
 
-    def say(self, line: int, message: AnyTransferMessage) -> None:
+    def say(self, tunnel: int, message: AnyTransferMessage) -> None:
         """See `Above`."""
         with self._lock:
-            there = self._attached.get(line)
+            there = self._attached.get(tunnel)
         if there is not None:
-            self._send(line, there, message)
+            self._send(tunnel, there, message)
 
-    def end(self, line: int, reason: str) -> None:
+    def end(self, tunnel: int, reason: str) -> None:
         """See `Above`."""
         with self._lock:
-            if (dialling := self._dialling.pop(line, None)) is not None:
+            if (dialling := self._dialling.pop(tunnel, None)) is not None:
                 dialling.set()
-            there = self._attached.pop(line, None)
+            there = self._attached.pop(tunnel, None)
         if there is not None:
             with contextlib.suppress(PeerLost):  # the device is gone, too
                 there.send(msg.PathLost(reason))
@@ -113,39 +113,39 @@ class DeviceLines:
                 self._gone.append(there)
             self._changed.set()
 
-    def _send(self, line: int, there: _Attached, message: AnyTransferMessage) -> None:
+    def _send(self, tunnel: int, there: _Attached, message: AnyTransferMessage) -> None:
         try:
             there.send(message)
         except PeerLost:
             there.connection.hang_up()  # the loop finds its end
 
-    def _dial(self, line: int, introduction: msg.SubscriberCalled, stop: CancelToken) -> None:
+    def _dial(self, tunnel: int, introduction: msg.SubscriberCalled, stop: CancelToken) -> None:
         who = f"rank {self._rank}"
         try:
             connection, welcomed = dial(self._path, introduction, who, time.monotonic() + FOREVER_S, stop)
         except Cancelled:
             return
         except (PeerLost, RemoteProtocolError) as error:
-            self._switch.hear(line, msg.Refused(str(error), isinstance(error, StaleGeneration)))
+            self._switch.hear(tunnel, msg.Refused(str(error), isinstance(error, StaleGeneration)))
             return
         if welcomed.buffer is not None and welcomed.buffer.gpu is None:
             try:
                 there = _Attached(connection, attach_buffer(welcomed.buffer, connection))
             except RemoteProtocolError as error:
                 connection.close()
-                self._switch.hear(line, msg.Refused(str(error), stale=False))
+                self._switch.hear(tunnel, msg.Refused(str(error), stale=False))
                 return
             with self._lock:
-                if self._dialling.pop(line, None) is None:
+                if self._dialling.pop(tunnel, None) is None:
                     there.close()
                     return
-                self._attached[line] = there
-            self._switch.hear(line, welcomed)
+                self._attached[tunnel] = there
+            self._switch.hear(tunnel, welcomed)
             there.is_ready = True
             self._changed.set()
         else:  # the switch refuses it
             connection.close()
-            self._switch.hear(line, welcomed)
+            self._switch.hear(tunnel, welcomed)
 
     # ---- from the device --------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class DeviceLines:
             self._changed.clear()
             with self._lock:
                 gone, self._gone = self._gone, []
-                attached = {line: each for line, each in self._attached.items() if each.is_ready}
+                attached = {tunnel: each for tunnel, each in self._attached.items() if each.is_ready}
             for each in gone:
                 each.close()
             awaited: list[Connection | CancelToken] = [self._changed, *(each.connection for each in attached.values())]
@@ -170,40 +170,40 @@ class DeviceLines:
         """Hears all that has come.
 
         A device tells all consumers of an update that it begins before it announces the first bucket to one of them.
-        So what announces a bucket waits until all lines have been heard once more.
+        So what announces a bucket waits until all tunnels have been heard once more.
         """
         announced = self._hear_all(attached)
         if announced:
             announced += self._hear_all(attached)
-        for line, ready in announced:
-            self._bring(line, attached[line], ready)
+        for tunnel, ready in announced:
+            self._bring(tunnel, attached[tunnel], ready)
 
     def _hear_all(self, attached: dict[int, _Attached]) -> list[tuple[int, msg.BucketReady]]:
         announced = []
-        for line, there in attached.items():
+        for tunnel, there in attached.items():
             try:
                 while (message := there.connection.receive_now()) is not None:
                     if isinstance(message, msg.BucketReady):
-                        announced.append((line, message))
+                        announced.append((tunnel, message))
                         continue
                     if isinstance(message, msg.UpdateBegan):
                         if all(each.update != message.update for each in attached.values()):
                             self._brought.pop(message.update, None)  # a new publisher counts from 1 again
                         there.update, lent = message.update, message.lent
                         there.lend(None if lent is None else attach_buffer(lent, there.connection))
-                    self._switch.hear(line, message)
+                    self._switch.hear(tunnel, message)
             except (PeerLost, RemoteProtocolError) as error:
-                self._lose(line, there, error)
+                self._lose(tunnel, there, error)
         return announced
 
-    def _lose(self, line: int, there: _Attached, error: Exception) -> None:
+    def _lose(self, tunnel: int, there: _Attached, error: Exception) -> None:
         with self._lock:
-            if self._attached.pop(line, None) is None:
+            if self._attached.pop(tunnel, None) is None:
                 return
             self._gone.append(there)
-        self._switch.ended(line, f"rank {self._rank} {what_of(error)}")
+        self._switch.ended(tunnel, f"rank {self._rank} {what_of(error)}")
 
-    def _bring(self, line: int, there: _Attached, ready: msg.BucketReady) -> None:
+    def _bring(self, tunnel: int, there: _Attached, ready: msg.BucketReady) -> None:
         """A bucket lies in the device's buffer: takes it out once, whoever announces it."""
         brought = self._brought.setdefault(ready.update, set())
         while len(self._brought) > NUM_REMEMBERED:
@@ -220,9 +220,9 @@ class DeviceLines:
                 )
                 brought.add(ready.bucket)
         except (PeerLost, RemoteProtocolError) as error:
-            self._lose(line, there, error)
+            self._lose(tunnel, there, error)
             return
-        self._send(line, there, msg.SlotFreed(ready.update, ready.slot))
+        self._send(tunnel, there, msg.SlotFreed(ready.update, ready.slot))
 
     def close(self) -> None:
         """Leaves the device."""

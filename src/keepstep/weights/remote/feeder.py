@@ -1,4 +1,4 @@
-"""Feeding other nodes: a TCP port where they come with their tokens, and the lines that they bring along."""
+"""Feeding other nodes: a TCP port where they come with their tokens, and the tunnels that they bring along."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAX_GREETINGS = 128
 """Callers at a time that have not shown yet who they are, or whose links are not whole; more are hung up on."""
 
 
-class FedLines:
-    """The lines of one node that this one feeds. See `keepstep.weights.remote.switch.Below`."""
+class FedTunnels:
+    """The tunnels of one node that this one feeds. See `keepstep.weights.remote.switch.Below`."""
 
     def __init__(self, link: TcpLink, name: str, switch: Switch) -> None:
         self._link, self._name, self._switch = link, name, switch
@@ -41,16 +41,16 @@ class FedLines:
             RemoteProtocolError: it has no meaning here.
         """
         match message:
-            case msg.LineOpened(line, introduction):
-                number = self._switch.open(self, line, introduction, is_local=False)
+            case msg.TunnelOpened(tunnel, introduction):
+                number = self._switch.open(self, tunnel, introduction, is_local=False)
                 with self._lock:
-                    self._numbers[line] = number
-            case msg.LineSaid(line, said):
-                if (found := self._number(line)) is not None:
+                    self._numbers[tunnel] = number
+            case msg.TunnelSaid(tunnel, said):
+                if (found := self._number(tunnel)) is not None:
                     self._switch.say(found, said)
-            case msg.LineEnded(line, reason):
+            case msg.TunnelEnded(tunnel, reason):
                 with self._lock:
-                    ended = self._numbers.pop(line, None)
+                    ended = self._numbers.pop(tunnel, None)
                 if ended is not None:
                     self._switch.leave(ended, reason)
             case other:
@@ -63,13 +63,13 @@ class FedLines:
         for number in numbers:
             self._switch.leave(number, f"node {self._name!r} at {self._link.who} {reason}")
 
-    def _number(self, line: int) -> int | None:
+    def _number(self, tunnel: int) -> int | None:
         with self._lock:
-            return self._numbers.get(line)
+            return self._numbers.get(tunnel)
 
     def tell(self, key: int, message: AnyTransferMessage, buffer: SlotBuffer | None) -> None:
         """See `Below`."""
-        self._link.send(msg.LineSaid(key, message))
+        self._link.send(msg.TunnelSaid(key, message))
 
     def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
         """See `Below`."""
@@ -79,7 +79,7 @@ class FedLines:
         """See `Below`."""
         with self._lock:
             self._numbers.pop(key, None)
-        self._link.send(msg.LineEnded(key, reason))
+        self._link.send(msg.TunnelEnded(key, reason))
 
 
 @dataclasses.dataclass(slots=True)
@@ -241,15 +241,15 @@ class Feeder:
 
     def _begin(self, number: bytes, session: _Session) -> None:
         assert session.link is not None
-        lines = FedLines(session.link, session.name, self._switch)
+        tunnels = FedTunnels(session.link, session.name, self._switch)
 
         def lost(reason: str) -> None:
-            lines.lose(reason)
+            tunnels.lose(reason)
             self._forget(number, session, reason)
 
         session.admission.came(session.link)
         self._note(f"node {session.name!r} at {session.link.who} has come")
-        session.link.start(lines.hear, lost, None)
+        session.link.start(tunnels.hear, lost, None)
 
     def _forget(self, number: bytes, session: _Session, reason: str) -> None:
         with self._lock:

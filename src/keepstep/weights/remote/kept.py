@@ -73,7 +73,7 @@ class VersionKeeper:
         self.kept: Version | None = None
 
     def begin(self, began: UpdateBegan, buckets: dict[int, Bucket]) -> None:
-        """An update begins on a line; what has come of other ones that never counted is dropped."""
+        """An update begins on a tunnel; what has come of other ones that never counted is dropped."""
         coming = Version(began.version, began.generation, began.layout, buckets)
         if (there := self._coming.get(began.update)) is None or not there.is_like(coming):
             self._coming = {began.update: coming}

@@ -1,9 +1,9 @@
 """What two nodes say to each other on a link, and how it is encoded.
 
-A *link* joins two nodes: the *feeder*, which is nearer to the publishers, and the *fed* one. It carries *lines*: each
+A *link* joins two nodes: the *feeder*, which is nearer to the publishers, and the *fed* one. It carries *tunnels*: each
 is the connection of one consumer to its device, as `keepstep.protocol.transfer.messages` defines it, with a number of
 the fed node's. Bucket contents travel beside the messages, on streams of their own; a bucket goes over a link once,
-whatever the number of lines that want it.
+whatever the number of tunnels that want it.
 """
 
 from __future__ import annotations
@@ -79,24 +79,24 @@ class Denied(LinkMessage, frozen=True):
 # ---- on an open link ------------------------------------------------------------------------------------------------
 
 
-class LineOpened(LinkMessage, frozen=True):
+class TunnelOpened(LinkMessage, frozen=True):
     """A consumer below wants to attach itself to the device."""
 
-    line: int
+    tunnel: int
     introduction: SubscriberCalled
 
 
-class LineSaid(LinkMessage, frozen=True):
+class TunnelSaid(LinkMessage, frozen=True):
     """A consumer says something to its device, or the device to it."""
 
-    line: int
+    tunnel: int
     message: AnyTransferMessage
 
 
-class LineEnded(LinkMessage, frozen=True):
-    """Nothing more comes on the line, and why."""
+class TunnelEnded(LinkMessage, frozen=True):
+    """Nothing more comes on the tunnel, and why."""
 
-    line: int
+    tunnel: int
     reason: str
 
 
@@ -108,7 +108,7 @@ class Alive(LinkMessage, frozen=True):
 
 
 AnyLinkMessage: TypeAlias = (
-    Greeting | Challenge | Proven | Accepted | Denied | LineOpened | LineSaid | LineEnded | Alive
+    Greeting | Challenge | Proven | Accepted | Denied | TunnelOpened | TunnelSaid | TunnelEnded | Alive
 )
 
 _encoder = msgspec.msgpack.Encoder()

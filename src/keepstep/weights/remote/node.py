@@ -15,7 +15,7 @@ from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Secret
 from keepstep.weights.remote import messages as msg
 from keepstep.weights.remote.consumers import LocalConsumers
-from keepstep.weights.remote.devices import DeviceLines
+from keepstep.weights.remote.devices import DeviceTunnels
 from keepstep.weights.remote.feeder import Admission, Feeder
 from keepstep.weights.remote.handshake import MAX_STREAMS, Joining, call, tls_of_fed, tls_of_feeder
 from keepstep.weights.remote.link import TcpLink
@@ -104,7 +104,7 @@ class WeightServer:
         self.switch = Switch(links.deadline_s)
         tls = tls_of_feeder(secret) if links.is_encrypted else None
         self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note)
-        self._devices = DeviceLines(folder, rank, self.switch)
+        self._devices = DeviceTunnels(folder, rank, self.switch)
         self.switch.rise(self._devices)
 
     @property
@@ -169,17 +169,17 @@ class _LinkAbove:
     def __init__(self, link: TcpLink, switch: Switch) -> None:
         self._link, self._switch = link, switch
 
-    def open(self, line: int, introduction: SubscriberCalled) -> None:
+    def open(self, tunnel: int, introduction: SubscriberCalled) -> None:
         """See `Above`."""
-        self._link.send(msg.LineOpened(line, introduction))
+        self._link.send(msg.TunnelOpened(tunnel, introduction))
 
-    def say(self, line: int, message: AnyTransferMessage) -> None:
+    def say(self, tunnel: int, message: AnyTransferMessage) -> None:
         """See `Above`."""
-        self._link.send(msg.LineSaid(line, message))
+        self._link.send(msg.TunnelSaid(tunnel, message))
 
-    def end(self, line: int, reason: str) -> None:
+    def end(self, tunnel: int, reason: str) -> None:
         """See `Above`."""
-        self._link.send(msg.LineEnded(line, reason))
+        self._link.send(msg.TunnelEnded(tunnel, reason))
 
     def hear(self, message: msg.AnyLinkMessage) -> None:
         """The feeder says something.
@@ -188,10 +188,10 @@ class _LinkAbove:
             RemoteProtocolError: it has no meaning here.
         """
         match message:
-            case msg.LineSaid(line, said):
-                self._switch.hear(line, said)
-            case msg.LineEnded(line, reason):
-                self._switch.ended(line, reason)
+            case msg.TunnelSaid(tunnel, said):
+                self._switch.hear(tunnel, said)
+            case msg.TunnelEnded(tunnel, reason):
+                self._switch.ended(tunnel, reason)
             case other:
                 raise RemoteProtocolError(f"sent {other!r:.80}")
 

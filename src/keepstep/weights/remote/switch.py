@@ -1,8 +1,8 @@
 """What a node does with what comes from above, where the publishers are, and from below, where the consumers are.
 
-It is the same on the publishers' node and on each node below: every consumer has a *line* to its device. Messages pass
-along the lines. Buckets do not: a bucket comes once, into a slot of this node's buffer, from where the consumers of
-this node copy it and links take it to other nodes. The slot is free again when all of them have let it go.
+It is the same on the publishers' node and on each node below: every consumer has a *tunnel* to its device, through
+which their messages pass. Buckets do not: a bucket comes once, into a slot of this node's buffer, from where the
+consumers of this node copy it and links take it to other nodes. The slot is free again when all have let it go.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keepstep.weights.remote.kept import Serving, Version, VersionKeeper
 
 CONSUMER_SHARE = 0.7
 """Of the deadline, for a consumer of this node that holds a slot which the next bucket waits for. Below the deadline,
-so that the node that sees the culprit acts before the device, which sees only that nothing moves on any line."""
+so that the node that sees the culprit acts before the device, which sees only that nothing moves on any tunnel."""
 NUM_SLOTS = 8
 """Of a node's buffer: some are filled by the streams of a link while others are read."""
 MAX_SLOT_BYTES = 1 << 30
@@ -57,21 +57,21 @@ class BucketInSlot:
 class Above(Protocol):
     """The way to the devices. No call blocks."""
 
-    def open(self, line: int, introduction: msg.SubscriberCalled) -> None:
+    def open(self, tunnel: int, introduction: msg.SubscriberCalled) -> None:
         """A consumer wants to attach itself."""
         ...
 
-    def say(self, line: int, message: AnyTransferMessage) -> None:
+    def say(self, tunnel: int, message: AnyTransferMessage) -> None:
         """A consumer says something to its device."""
         ...
 
-    def end(self, line: int, reason: str) -> None:
+    def end(self, tunnel: int, reason: str) -> None:
         """A consumer is gone."""
         ...
 
 
 class Below(Protocol):
-    """Where lines lead to: the consumers of this node, or a link to another one. No call blocks for long."""
+    """Where tunnels lead to: the consumers of this node, or a link to another one. No call blocks for long."""
 
     def tell(self, key: int, message: AnyTransferMessage, buffer: SlotBuffer | None) -> None:
         """The device says something to a consumer; a `Welcomed` comes with this node's buffer."""
@@ -82,12 +82,12 @@ class Below(Protocol):
         ...
 
     def end(self, key: int, reason: str) -> None:
-        """Nothing more comes on a line."""
+        """Nothing more comes on a tunnel."""
         ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Line:
+class _Tunnel:
     """The connection of one consumer, as this node sees it."""
 
     below: Below
@@ -109,7 +109,7 @@ class _Flow:
     layout: Layout
     buckets: dict[int, Bucket]
     members: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Line -> reader."""
+    """Tunnel -> reader."""
 
 
 class Switch:
@@ -125,16 +125,16 @@ class Switch:
         self._keeper = VersionKeeper() if keeps else None
         self._generation, self._rank = 0, 0
         self._changed = threading.Condition(threading.RLock())
-        self._lines: dict[int, _Line] = {}
+        self._tunnels: dict[int, _Tunnel] = {}
         self._flows: dict[int, _Flow] = {}
-        self._last_line = 0
+        self._last_tunnel = 0
         self._above: Above | None = None
         self._buffer: SlotBuffer | None = None
         self._holders: list[set[object]] = []
         """Of each slot; while it is filled, an object of its own."""
         self._last_layout: tuple[Layout, dict[int, Bucket]] | None = None
         self.version: int | None = None
-        """The last one that was committed on a line here."""
+        """The last one that was committed on a tunnel here."""
         self.version_bytes = 0
         """Of the last version's buckets together."""
         self.num_bytes = 0
@@ -143,38 +143,38 @@ class Switch:
     # ---- from below -------------------------------------------------------------------------------------------------
 
     def open(self, below: Below, key: int, introduction: msg.SubscriberCalled, *, is_local: bool) -> int:
-        """A consumer wants to attach itself; it waits while there is no way up. Returns the number of its line."""
+        """A consumer wants to attach itself; it waits while there is no way up. Returns the number of its tunnel."""
         with self._changed:
-            self._last_line += 1
-            line = self._last_line
-            there = self._lines[line] = _Line(below, key, introduction, is_local=is_local)
+            self._last_tunnel += 1
+            tunnel = self._last_tunnel
+            there = self._tunnels[tunnel] = _Tunnel(below, key, introduction, is_local=is_local)
             kept = None if self._keeper is None or self._buffer is None else self._keeper.serve(introduction)
             if kept is not None:
                 version, reader, there.serving = kept
-                arguments = (line, there, version, reader, there.serving)
+                arguments = (tunnel, there, version, reader, there.serving)
                 threading.Thread(target=self._serve, args=arguments, name="keepstep-kept", daemon=True).start()
             elif self._above is not None:
-                self._above.open(line, introduction)
-            return line
+                self._above.open(tunnel, introduction)
+            return tunnel
 
-    def say(self, line: int, message: AnyTransferMessage) -> None:
+    def say(self, tunnel: int, message: AnyTransferMessage) -> None:
         """A consumer says something to its device."""
         with self._changed:
-            if (there := self._lines.get(line)) is None:
+            if (there := self._tunnels.get(tunnel)) is None:
                 return
             if isinstance(message, msg.LoadFailed):
-                self._part(line, there)  # it takes no more of this update
+                self._part(tunnel, there)  # it takes no more of this update
             if there.serving is not None:
                 self._hear_served(there.serving, message)
             elif self._above is not None:
-                self._above.say(line, message)
+                self._above.say(tunnel, message)
 
-    def leave(self, line: int, reason: str) -> None:
+    def leave(self, tunnel: int, reason: str) -> None:
         """A consumer is gone."""
         with self._changed:
-            there = self._drop(line)
+            there = self._drop(tunnel)
             if there is not None and there.serving is None and self._above is not None:
-                self._above.end(line, reason)
+                self._above.end(tunnel, reason)
 
     @property
     def slot_bytes(self) -> int:
@@ -183,10 +183,10 @@ class Switch:
             return 0 if self._buffer is None else self._buffer.slot_bytes
 
     @property
-    def num_lines(self) -> int:
+    def num_tunnels(self) -> int:
         """Of consumers that are attached through this node, or wait for it."""
         with self._changed:
-            return len(self._lines)
+            return len(self._tunnels)
 
     # ---- from above -------------------------------------------------------------------------------------------------
 
@@ -194,22 +194,22 @@ class Switch:
         """There is a way up now: those who wait are led there."""
         with self._changed:
             self._above = above
-            for number, line in self._lines.items():
-                if line.serving is None:
-                    above.open(number, line.introduction)
+            for number, tunnel in self._tunnels.items():
+                if tunnel.serving is None:
+                    above.open(number, tunnel.introduction)
 
     def fall(self, culprit: str, reason: str) -> None:
-        """The way up is lost: every line ends. Consumers keep what they have, and dial again."""
+        """The way up is lost: every tunnel ends. Consumers keep what they have, and dial again."""
         with self._changed:
             self._above = None
-            for number, line in list(self._lines.items()):
-                if line.serving is None:
+            for number, tunnel in list(self._tunnels.items()):
+                if tunnel.serving is None:
                     self._end_below(number, culprit, reason)
 
-    def hear(self, line: int, message: AnyTransferMessage) -> None:
+    def hear(self, tunnel: int, message: AnyTransferMessage) -> None:
         """The device says something to a consumer."""
         with self._changed:
-            if (there := self._lines.get(line)) is None:
+            if (there := self._tunnels.get(tunnel)) is None:
                 return
             buffer = None
             match message:
@@ -219,38 +219,38 @@ class Switch:
                     try:
                         buffer = self._buffer_for(place)
                     except (BufferUnavailable, RemoteProtocolError) as error:
-                        self._refuse(line, str(error))
+                        self._refuse(tunnel, str(error))
                         return
                     if there.is_welcomed and buffer is former:
                         return
                     if there.is_welcomed:
-                        self._refuse(line, "the publisher's buckets have another size now")
+                        self._refuse(tunnel, "the publisher's buckets have another size now")
                         return
                     there.is_welcomed = True
                     place = msg.BufferPlace(buffer.num_slots, buffer.slot_bytes, None)
                     message = msg.Welcomed(message.rank, message.generation, place)
                 case msg.UpdateBegan():
-                    self._join(line, there, message)
+                    self._join(tunnel, there, message)
                     message = msgspec.structs.replace(message, lent=None)
                 case msg.VersionCommitted():
                     self.version = message.version
                     if self._keeper is not None:
                         self._keeper.commit(message.update)
-                    self._part(line, there)
+                    self._part(tunnel, there)
                 case msg.UpdateAborted():
-                    self._part(line, there)
+                    self._part(tunnel, there)
                 case msg.BucketUnchanged() if self._keeper is not None:
                     self._keeper.stayed(message)
                 case _:
                     pass
             there.below.tell(there.key, message, buffer)
             if isinstance(message, msg.Refused):
-                self._end_below(line, "the device", message.reason, is_told=True)
+                self._end_below(tunnel, "the device", message.reason, is_told=True)
 
-    def ended(self, line: int, reason: str) -> None:
-        """Nothing more comes on a line."""
+    def ended(self, tunnel: int, reason: str) -> None:
+        """Nothing more comes on a tunnel."""
         with self._changed:
-            self._end_below(line, "the device", reason)
+            self._end_below(tunnel, "the device", reason)
 
     def bring(self, update: int, bucket: int, num_bytes: int, fill: Callable[[memoryview], None]) -> None:
         """A bucket comes: waits for its slot, has it filled, and gives it to all who want it.
@@ -281,8 +281,12 @@ class Switch:
                 if self._keeper is not None:
                     self._keeper.came(update, bucket, content)
                 gifts = [
-                    (below, [line.key for line in lines.values()], self._gift(update, bucket, slot, content, lines))
-                    for below, lines in self._wanting(update, bucket)
+                    (
+                        below,
+                        [tunnel.key for tunnel in tunnels.values()],
+                        self._gift(update, bucket, slot, content, tunnels),
+                    )
+                    for below, tunnels in self._wanting(update, bucket)
                 ]
             for below, keys, gift in gifts:
                 below.give(keys, gift)
@@ -291,40 +295,40 @@ class Switch:
 
     # ---- what is kept -----------------------------------------------------------------------------------------------
 
-    def _serve(self, number: int, line: _Line, kept: Version, reader: int, serving: Serving) -> None:
+    def _serve(self, number: int, tunnel: _Tunnel, kept: Version, reader: int, serving: Serving) -> None:
         """Gives a consumer what is kept, as its device would, and leads it to the device then. A thread of its own."""
         update = serving.update
         with self._changed:
-            if number not in self._lines or self._buffer is None:
+            if number not in self._tunnels or self._buffer is None:
                 return
             buffer = self._buffer
             place = msg.BufferPlace(buffer.num_slots, buffer.slot_bytes, None)
-            line.is_welcomed = True
-            line.below.tell(line.key, msg.Welcomed(self._rank, self._generation, place), buffer)
+            tunnel.is_welcomed = True
+            tunnel.below.tell(tunnel.key, msg.Welcomed(self._rank, self._generation, place), buffer)
             self._flows[update] = _Flow(kept.layout, kept.buckets, {number: reader})
-            line.update, line.reader = update, reader
+            tunnel.update, tunnel.reader = update, reader
             began = msg.UpdateBegan(update, kept.version, kept.generation, kept.layout, reader, lent=None, base=None)
-            line.below.tell(line.key, began, None)
+            tunnel.below.tell(tunnel.key, began, None)
         for bucket in kept.buckets_of(reader) or []:
             content = kept.contents[bucket.index]
             self.bring(update, bucket.index, len(content), functools.partial(_fill_with, content))
         is_loaded = serving.loaded.wait(self._deadline_s) and not serving.has_failed
         with self._changed:
-            if number in self._lines and is_loaded:
-                line.below.tell(line.key, msg.VersionCommitted(update, kept.version), None)
+            if number in self._tunnels and is_loaded:
+                tunnel.below.tell(tunnel.key, msg.VersionCommitted(update, kept.version), None)
         is_taken = is_loaded and serving.taken.wait(self._deadline_s)
         with self._changed:
-            if number not in self._lines:
+            if number not in self._tunnels:
                 return
-            self._part(number, line)
-            line.serving = None
+            self._part(number, tunnel)
+            tunnel.serving = None
             if not is_taken and not serving.has_failed:
                 self._end_below(number, "this node", "the consumer has not taken what is kept here")
                 return
-            version = kept.version if is_taken else line.introduction.version
-            line.introduction = msgspec.structs.replace(line.introduction, version=version)
+            version = kept.version if is_taken else tunnel.introduction.version
+            tunnel.introduction = msgspec.structs.replace(tunnel.introduction, version=version)
             if self._above is not None:
-                self._above.open(number, line.introduction)
+                self._above.open(number, tunnel.introduction)
 
     @staticmethod
     def _hear_served(serving: Serving, message: AnyTransferMessage) -> None:
@@ -364,46 +368,48 @@ class Switch:
     def _let_go_of_the_slow(self, holders: set[object]) -> None:
         patience_s = CONSUMER_SHARE * self._deadline_s
         for holder in list(holders):
-            line = self._lines.get(holder) if isinstance(holder, int) else None
-            if line is not None and time.monotonic() >= line.moved_s + patience_s:
+            tunnel = self._tunnels.get(holder) if isinstance(holder, int) else None
+            if tunnel is not None and time.monotonic() >= tunnel.moved_s + patience_s:
                 assert isinstance(holder, int)
                 reason = f"has shown nothing for {patience_s:g} s"
                 self.leave(holder, reason)
-                line.below.end(line.key, reason)
+                tunnel.below.end(tunnel.key, reason)
 
-    def _wanting(self, update: int, bucket: int) -> list[tuple[Below, dict[int, _Line]]]:
-        """Who wants a bucket: lines by number, by where they lead."""
+    def _wanting(self, update: int, bucket: int) -> list[tuple[Below, dict[int, _Tunnel]]]:
+        """Who wants a bucket: tunnels by number, by where they lead."""
         flow = self._flows.get(update)
         if flow is None or bucket not in flow.buckets:
             return []
         readers = set(flow.buckets[bucket].readers)
-        found: dict[int, tuple[Below, dict[int, _Line]]] = {}
+        found: dict[int, tuple[Below, dict[int, _Tunnel]]] = {}
         for number, reader in flow.members.items():
             if reader in readers:
-                line = self._lines[number]
-                found.setdefault(id(line.below), (line.below, {}))[1][number] = line
+                tunnel = self._tunnels[number]
+                found.setdefault(id(tunnel.below), (tunnel.below, {}))[1][number] = tunnel
         return list(found.values())
 
-    def _gift(self, update: int, bucket: int, slot: int, content: memoryview, lines: dict[int, _Line]) -> BucketInSlot:
-        """Makes those who want a bucket its holders. A consumer of this node holds by its line, a link as a whole."""
+    def _gift(
+        self, update: int, bucket: int, slot: int, content: memoryview, tunnels: dict[int, _Tunnel]
+    ) -> BucketInSlot:
+        """Makes those who want a bucket its holders. A consumer of this node holds by its tunnel, a link as a whole."""
         holders = self._holders[slot]
-        if any(line.is_local for line in lines.values()):
+        if any(tunnel.is_local for tunnel in tunnels.values()):
             now_s = time.monotonic()
-            for number, line in lines.items():
+            for number, tunnel in tunnels.items():
                 if not any(number in each for each in self._holders):
-                    line.moved_s = now_s
-            holders |= set(lines)
+                    tunnel.moved_s = now_s
+            holders |= set(tunnels)
             return BucketInSlot(update, bucket, slot, content, lambda: None)
         token = object()
         holders.add(token)
         return BucketInSlot(update, bucket, slot, content, lambda: self._release(holders, token))
 
-    def free(self, line: int, update: int, slot: int) -> None:
+    def free(self, tunnel: int, update: int, slot: int) -> None:
         """A consumer of this node has taken what it needs from a slot."""
         with self._changed:
-            if line in self._lines and self._lines[line].update == update and 0 <= slot < len(self._holders):
-                self._lines[line].moved_s = time.monotonic()
-                self._release(self._holders[slot], line)
+            if tunnel in self._tunnels and self._tunnels[tunnel].update == update and 0 <= slot < len(self._holders):
+                self._tunnels[tunnel].moved_s = time.monotonic()
+                self._release(self._holders[slot], tunnel)
 
     def _release(self, holders: set[object], holder: object) -> None:
         with self._changed:
@@ -423,10 +429,10 @@ class Switch:
             self._buffer, self._holders = fresh, [set() for _ in range(NUM_SLOTS)]
         return self._buffer
 
-    # ---- updates and lines ------------------------------------------------------------------------------------------
+    # ---- updates and tunnels ----------------------------------------------------------------------------------------
 
-    def _join(self, number: int, line: _Line, began: msg.UpdateBegan) -> None:
-        self._part(number, line)
+    def _join(self, number: int, tunnel: _Tunnel, began: msg.UpdateBegan) -> None:
+        self._part(number, tunnel)
         flow = self._flows.get(began.update)
         if flow is None or flow.layout != began.layout:
             if self._last_layout is None or self._last_layout[0] != began.layout:
@@ -436,18 +442,18 @@ class Switch:
             if self._keeper is not None:
                 self._keeper.begin(began, flow.buckets)
         flow.members[number] = began.reader
-        line.update, line.reader = began.update, began.reader
+        tunnel.update, tunnel.reader = began.update, began.reader
 
-    def _part(self, number: int, line: _Line) -> None:
-        """The line takes no part in its update any more, and reads in no slot."""
+    def _part(self, number: int, tunnel: _Tunnel) -> None:
+        """The tunnel takes no part in its update any more, and reads in no slot."""
         for holders in self._holders:
             holders.discard(number)
-        flow = self._flows.get(line.update)
+        flow = self._flows.get(tunnel.update)
         if flow is not None:
             flow.members.pop(number, None)
             if not flow.members:
-                del self._flows[line.update]
-        line.update = 0
+                del self._flows[tunnel.update]
+        tunnel.update = 0
         self._changed.notify_all()
 
     def bucket_bytes(self, update: int, bucket: int) -> int | None:
@@ -458,32 +464,32 @@ class Switch:
                 flow.buckets[bucket].num_bytes + CHECKSUM_BYTES
             )  # fmt: skip
 
-    def _drop(self, number: int) -> _Line | None:
-        line = self._lines.pop(number, None)
-        if line is not None:
-            self._part(number, line)
-        return line
+    def _drop(self, number: int) -> _Tunnel | None:
+        tunnel = self._tunnels.pop(number, None)
+        if tunnel is not None:
+            self._part(number, tunnel)
+        return tunnel
 
     def _end_below(self, number: int, culprit: str, reason: str, *, is_told: bool = False) -> None:
-        if (line := self._drop(number)) is None:
+        if (tunnel := self._drop(number)) is None:
             return
-        if line.serving is not None:
-            line.serving.loaded.set()
-            line.serving.taken.set()
+        if tunnel.serving is not None:
+            tunnel.serving.loaded.set()
+            tunnel.serving.taken.set()
         if not is_told:
-            line.below.tell(line.key, msg.UpdateAborted(0, TransferFault.LOST, culprit, reason), None)
-        line.below.end(line.key, reason)
+            tunnel.below.tell(tunnel.key, msg.UpdateAborted(0, TransferFault.LOST, culprit, reason), None)
+        tunnel.below.end(tunnel.key, reason)
 
     def _refuse(self, number: int, reason: str) -> None:
         """What came from above cannot be had here."""
-        line = self._lines[number]
-        line.below.tell(line.key, msg.Refused(reason, stale=False), None)
+        tunnel = self._tunnels[number]
+        tunnel.below.tell(tunnel.key, msg.Refused(reason, stale=False), None)
         if self._above is not None:
             self._above.end(number, reason)
         self._end_below(number, "this node", reason, is_told=True)
 
     def close(self) -> None:
-        """Ends every line, and gives the buffer back; nothing may be filled or read there any more."""
+        """Ends every tunnel, and gives the buffer back; nothing may be filled or read there any more."""
         self.fall("this node", "it is shut down")
         with self._changed:
             if self._buffer is not None:
