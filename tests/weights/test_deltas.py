@@ -13,7 +13,7 @@ import torch
 from tests.weights.cast import bits, publish, subscribe
 from tests.worker.ranks import DEADLINE_S, meet, run_ranks
 
-from keepstep.errors import BaseMismatch, ChecksumMismatch, ConfigurationError, LoadError
+from keepstep.errors import BaseMismatch, ChecksumMismatch, ConfigurationError, LoadError, PublisherLost
 from keepstep.protocol.transfer.consumer import Condition
 from keepstep.protocol.transfer.names import NameMap, NameRule, Quantize
 from keepstep.weights import subscriber as subscriber_module
@@ -23,7 +23,7 @@ from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import Published, Publisher
 from keepstep.weights.subscriber import Subscriber
 
-BUCKET_BYTES = 1024
+BUCKET_BYTES, SOON_S = 1024, 0.2
 
 
 class Adapted(torch.nn.Module):
@@ -155,7 +155,7 @@ def test_plans_may_change_between_versions(pair: Pair, seed: int) -> None:
     weights = tensors_of(model)
     publisher, consumer = pair.publisher(model), pair.subscriber(own, name="engine")
     unchanged = 0
-    for version in range(60):
+    for version in range(40):
         for name in weights:
             weights[name][5, 0] = rng.randrange(2)  # so that a set may have had it before
         if rng.random() < 0.5:
@@ -218,6 +218,38 @@ def test_after_a_version_that_failed_the_next_one_is_full(
             parameter.sub_(1)  # version 2 is version 0 again
     published, received = pair.publish(publisher, 2, consumer)
     assert (received, published.unchanged_bytes) == ([2], 0)
+    assert bits(tensors_of(own)) == bits(tensors_of(model))
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_after_an_update_that_broke_off_the_next_one_is_full(
+    atomic: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source counts from the version before, which this consumer, in place, has no more."""
+    model, own = Adapted(), Adapted()
+    publisher, consumer = pair.publisher(model), pair.subscriber(own, atomic=atomic)
+    pair.publish(publisher, 0, consumer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+    def fail_third(slot: torch.Tensor, bucket: Any, checksum: bytes) -> None:
+        if bucket.index == 2:
+            raise RuntimeError("no more")
+        seal(slot, bucket, checksum)
+
+    seal = stages.seal
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "seal", fail_third)
+        with pytest.raises(RuntimeError, match="no more"):
+            pair.publish(publisher, 1, consumer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(1)  # version 2 is version 0 again
+    with pytest.raises(PublisherLost):
+        consumer.receive(SOON_S)
+    published, received = pair.publish(publisher, 2, consumer)
+    assert (received, published.failures, published.unchanged_bytes) == ([2], (), 0)
     assert bits(tensors_of(own)) == bits(tensors_of(model))
 
 
