@@ -76,11 +76,11 @@ class SnapshotWatch:
         shards = self._nodes_of(members, lambda each: each.node.is_up)
         common = set.intersection(*map(set, shards.values()))
         nodes = {None, *(each.node.name for each in members)}
-        found = {lost for lost in nodes if any(all(at[step] - {lost} for at in shards.values()) for step in common)}
         live: dict[str, set[str | None]] = {}
         for each in members:
             live.setdefault(self._world.shard_of(each.machine.rank), set()).add(each.node.name)
-        return found | {lost for lost in nodes - {None} if all(there - {lost} for there in live.values())}
+        found = nodes - {None} - _alone(live.values())
+        return found.union(*(nodes - _alone(at[step] for at in shards.values()) for step in common))
 
     def survives_any_node(self, worker: SimulatedProcess, step: int) -> None:
         """A process leaves the gradient barrier: whichever node is lost next, all ranks can go on.
@@ -139,3 +139,8 @@ class SnapshotWatch:
                 if is_whole and (is_on_node if whose == rank else worker.is_alive):
                     shards[self._world.shard_of(whose)].setdefault(step, set()).add(worker.node.name)
         return shards
+
+
+def _alone(places: Iterable[set[str | None]]) -> set[str | None]:
+    """Those that are some place's only one."""
+    return set().union(*(there for there in places if len(there) == 1))
