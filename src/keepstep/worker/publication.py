@@ -8,6 +8,7 @@ from pathlib import Path
 
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.weights.memory.blocks import Weights
+from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import Published, Publisher
 
 
@@ -18,7 +19,9 @@ class StepPublication:
     have seen. One that does not come about, because a rank was lost just then, is left out; the next one is complete.
     """
 
-    def __init__(self, folder: Path, weights: Weights, every: int, deadline_s: float, at_start: bool = False) -> None:
+    def __init__(
+        self, folder: Path, weights: Weights | Mapped, every: int, deadline_s: float, at_start: bool = False
+    ) -> None:
         """Args:
         folder, weights, every, deadline_s, at_start: see `Session.publish_weights`.
 

@@ -23,6 +23,7 @@ from keepstep.shared import lifeline, tagpage
 from keepstep.shared.snapshotfile import SnapshotFile
 from keepstep.weights.channels.group import Carrier
 from keepstep.weights.memory.blocks import Weights
+from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import DEFAULT_DEADLINE_S
 from keepstep.worker.alone import LinkAlone
 from keepstep.worker.backends.by_device import nccl_version
@@ -397,7 +398,7 @@ class Session(Loops):
     def publish_weights(
         self,
         folder: str | os.PathLike[str],
-        weights: Weights,
+        weights: Weights | Mapped,
         *,
         every: int = 10,
         at_start: bool = False,
@@ -410,7 +411,8 @@ class Session(Loops):
 
         Args:
             folder: where consumers of this node find the ranks; a short name, for sockets are in it.
-            weights: a module (without its DDP wrapper, for the names), or tensors by name.
+            weights: a module (without its DDP wrapper, for the names), or tensors by name; with a name map, what is
+                published is made of them.
             every: steps from one version to the next.
             at_start: publish also the weights with which the first step begins, and after each recovery those with
                 which training goes on: for consumers that need the version of the very step, also where steps come
