@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> int:
     console.print(table)
     for place, why in status["quarantine"].items():
         console.print(f"in quarantine: {place} {why}", highlight=False)
+    for place, why in status["closed_devices"].items():
+        console.print(f"closed: {place}: {why}", highlight=False)
     if status["standstill"] is not None:
         console.print(status["standstill"], highlight=False, markup=False)
     return 0

@@ -121,6 +121,8 @@ def test_the_weights_are_those_of_a_run_in_which_no_device_fails(tmp_path: Path,
     assert (second["cause"], second["failed_ranks"]) == ("rank moved", [0])
     assert second["detail"] == f"rank 0 lost: its device is sick: GPU 0 ({uuids[0]}): Xid 74: NVLINK Error"
     assert max(each["steps_recomputed"] for each in (first, second)) <= 1
+    assert [place.partition(" of ")[0] for place in result["closed_devices"]] == ["device 0", "device 1"]
+    assert all("Xid" in reason for reason in result["closed_devices"].values())
 
 
 def test_without_a_device_for_the_rank_the_job_ends_with_the_reason(

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from keepstep.protocol.recovery import RecoveryMachine
+from keepstep.protocol.recovery.placement.quarantine import Place
 from keepstep.protocol.recovery.records import Origin, RecoveryRecord
 
 PARTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
@@ -23,6 +24,11 @@ def describe(machine: RecoveryMachine, status: list[dict[str, object]] | None = 
         "spares": machine.roster.num_warm_spares,
         "steps": machine.progress.trained_to,
         "quarantine": {str(place): why for place, why in machine.quarantine.held.items()},
+        "closed_devices": {
+            str(Place(node.name, device)): reason
+            for node in machine.roster.nodes.values()
+            for device, reason in sorted(node.closed.items())
+        },
         "standstill": machine.standstill.text,
         "digests": {str(rank): digest for rank, digest in sorted(machine.digests.items())},
         "shards": _shards(machine),
