@@ -185,11 +185,14 @@ class Feeder:
 
     def _greet(self, sock: socket.socket, caller: str) -> None:
         try:
-            self._introduce(sock, caller)
+            introduced = self._introduce(sock, caller)
         finally:
             self._greetings.release()
+        if introduced is not None:
+            self._put_together(*introduced)
 
-    def _introduce(self, sock: socket.socket, caller: str) -> None:
+    def _introduce(self, sock: socket.socket, caller: str) -> tuple[bytes, _Session, ByteStream, bool] | None:
+        """Has a caller prove who it is; None if it does not. The last of what it returns: whether it begins a link."""
         chosen: list[tuple[bytes, _Session]] = []
 
         def admit(greeting: msg.Greeting) -> msg.Accepted | msg.Denied:
@@ -211,16 +214,18 @@ class Feeder:
             chosen.append((number, session))
             return msg.Accepted(number, admission.feeder)
 
-        is_first = True
         try:
             stream, greeting, _accepted = answer(sock, caller, self._secret, self._tls, admit)
-            is_first = not greeting.session
         except (PeerLost, KeepstepError) as error:
             self._note(f"refused: {error}")
             for number, session in chosen:
                 self._forget(number, session, str(error))
-            return
+            return None
         ((number, session),) = chosen
+        return number, session, stream, not greeting.session
+
+    def _put_together(self, number: bytes, session: _Session, stream: ByteStream, is_first: bool) -> None:
+        """A connection of a link stands; with the last one the link does."""
         with self._lock:
             if is_first:
                 session.control = stream

@@ -19,7 +19,7 @@ from keepstep.weights.remote.devices import DeviceTunnels
 from keepstep.weights.remote.feeder import Admission, Feeder
 from keepstep.weights.remote.handshake import MAX_STREAMS, Joining, call, tls_of_fed, tls_of_feeder
 from keepstep.weights.remote.link import TcpLink
-from keepstep.weights.remote.stream import split_address
+from keepstep.weights.remote.stream import ByteStream, split_address
 from keepstep.weights.remote.switch import Switch
 
 RETRY_S = 0.2
@@ -297,10 +297,14 @@ class WeightReceiver:
                     raise _FeederAway(address, error) from None
                 session = accepted.session
             joining = Joining(self._num_streams, session=session)
+            streams: list[ByteStream] = []
             try:
-                streams = [call(address, self._credentials, joining, self._tls)[0] for _ in range(self._num_streams)]
-            except BaseException:  # of any kind: the connection has no other owner
-                stream.close()
+                streams.extend(
+                    call(address, self._credentials, joining, self._tls)[0] for _ in range(self._num_streams)
+                )
+            except BaseException:  # of any kind: the connections have no other owner
+                for opened in (stream, *streams):
+                    opened.close()
                 raise
             link = TcpLink(stream, streams, self._deadline_s)
             links.append(link)

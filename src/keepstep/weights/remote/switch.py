@@ -459,10 +459,8 @@ class Switch:
     def bucket_bytes(self, update: int, bucket: int) -> int | None:
         """Of a bucket and its checksum; None if there is no such update here."""
         with self._changed:
-            flow = self._flows.get(update)
-            return None if flow is None or bucket not in flow.buckets else (
-                flow.buckets[bucket].num_bytes + CHECKSUM_BYTES
-            )  # fmt: skip
+            found = self._flows[update].buckets.get(bucket) if update in self._flows else None
+            return None if found is None else found.num_bytes + CHECKSUM_BYTES
 
     def _drop(self, number: int) -> _Tunnel | None:
         tunnel = self._tunnels.pop(number, None)
