@@ -342,6 +342,16 @@ def test_a_reader_whose_line_was_closed_on_this_side_is_lost_like_any_other(make
     assert isinstance(stand.lost[1], PeerLost)
 
 
+def test_a_reader_whose_connection_was_closed_on_this_side_is_lost_when_it_is_told_of_a_bucket(make: Make) -> None:
+    """As by a device that could not tell it that the update begins."""
+    stand = make(2, 1)
+    stand.connections[0].close()
+    stand.outlet.announce(7, 0, [0, 1])
+    assert isinstance(stand.lost.pop(0), ConnectionEnded)
+    assert (stand.lost, stand.outlet.readers) == ({}, {1})
+    assert stand.readers[1].receive(later()) == BucketReady(UPDATE, 7, 0)
+
+
 def test_a_reader_that_reads_nothing_is_lost_when_it_is_told(make: Make) -> None:
     stand = make(2, deadline_s=SOON_S)
     for bucket in range(100_000):

@@ -166,7 +166,9 @@ class Connection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the other end is closed; messages that came before that may still be there."""
+        """Whether one of the ends is closed; messages that came before the other end was may still be there."""
+        if self.is_closed:
+            return True
         return any(event & (select.POLLHUP | select.POLLERR) for event in _poll([(self, 0)], 0.0).values())
 
     def hang_up(self) -> None:

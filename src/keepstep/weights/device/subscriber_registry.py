@@ -93,7 +93,7 @@ class SubscriberRegistry:
             each.connection.close()
         self._replaced.clear()
         for name, each in list(self._present.items()):
-            if each.connection.is_closed or each.connection.has_ended:
+            if each.connection.has_ended:
                 del self._present[name]
                 each.connection.close()
         return list(self._present.values())
