@@ -43,7 +43,7 @@ NOT_RUN = {
     "make demo": "the drill of the README's own script is run below; the demo itself takes twenty seconds",
     "make test": "it is what runs this test",
     "python examples/serve_transformers.py": "tests/chaos/test_generation.py runs it",
-    "python examples/rl_loop.py": "tests/chaos/test_rl_loop.py runs it",
+    "python examples/rl_loop.py --kill": "tests/chaos/test_rl_loop.py runs it",
     "keepstep simulate --exhaustive 2": "tests/sim/test_exhaustive.py does the same",
     ".venv/bin/python -m benchmarks.studies.scale --devices 512": "tests/benchmarks/studies runs it with fewer devices",
     ".venv/bin/python -m benchmarks.studies.goodput": "tests/test_docs_facts.py compares what it prints",
