@@ -81,7 +81,7 @@ def restores(kind: str, turns: int, folder: Path, num_bytes: int) -> dict[str, A
 
 
 def restored(rank: int, size: int, path: Path, kind: str, turns: int, num_bytes: int) -> dict[str, Any]:
-    """Each way in turns; floors are measured by the receiver while nobody else does anything."""
+    """Each way in turns; the receiver measures the floors while no other process moves anything."""
     device = device_of(kind, rank)
     state = state_on(device, num_bytes, rank // 2)
     landing, source, stop = Landing(device), Source(), CancelToken()

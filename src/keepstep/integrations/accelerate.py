@@ -92,8 +92,7 @@ class KeepstepAccelerator(Accelerator):
         without indices may have a part of its own for each rank.
         """
         is_shared_out_later = self.torch_device_mesh is None and not isinstance(data_loader.dataset, IterableDataset)
-        session = self.session
-        with session.pretending() if session.is_waiting_spare and is_shared_out_later else contextlib.nullcontext():
+        with self.session.pretending() if is_shared_out_later else contextlib.nullcontext():
             return super().prepare_data_loader(data_loader, *arguments, **keywords)
 
     def _note(self, thing: Any) -> None:

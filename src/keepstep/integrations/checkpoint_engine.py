@@ -1,8 +1,8 @@
 """Consumers of checkpoint-engine take versions from keepstep: the sender is another one, the engines stay as they are.
 
 It speaks the side of checkpoint-engine's parameter server to ``checkpoint_engine.worker.update_weights_from_ipc``,
-which vLLM's worker extension and SGLang's ``/update_weights_from_ipc`` call. That protocol is pickle over ZeroMQ:
-whoever can reach a consumer's socket runs code in it. So it has to be asked for by name, its sockets are files in a
+which vLLM's worker extension and SGLang's ``/update_weights_from_ipc`` call. That protocol is pickle over ZeroMQ: any
+process that reaches a consumer's socket runs code in it. So it has to be asked for by name, its sockets are files in a
 folder of this user alone, and nothing is unpickled here. A version has arrived whole before a consumer hears of it. The
 protocol itself has no second copy: a consumer that fails half-way holds parts of two versions.
 

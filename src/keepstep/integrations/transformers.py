@@ -16,7 +16,6 @@ what it continues from is the protected state and not a file. What a Trainer kee
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -74,7 +73,7 @@ class KeepstepMixin(_Base):
         warn_of_release("Transformers", transformers.__version__, TESTED)
         self.keepstep_options: dict[str, Any] = {}
         self.session = session
-        with session.pretending() if session.is_waiting_spare else contextlib.nullcontext():
+        with session.pretending():
             super().__init__(*arguments, **keywords)
         _refuse(self)
         self._progress = _Progress(self)

@@ -21,7 +21,7 @@ class VersionInbox:
     """Receives all that is published, in a thread, while earlier versions are being handed on.
 
     It keeps one whole version, and takes memory for another one while that arrives. A newer one overtakes those that
-    nobody has taken out.
+    were not taken out.
     """
 
     def __init__(

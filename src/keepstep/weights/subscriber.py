@@ -85,7 +85,7 @@ class Subscriber:
             first when they are whole. Without, they overwrite what is there, which cannot be used meanwhile.
         device: rank of the publisher to attach to.
         name: for messages; by default the process's number. A newer consumer of the same name takes its place.
-        delta: what has not changed since the last version need not come again. Nobody else may write to ``into``.
+        delta: what has not changed since the last version need not come again. No other code may write to ``into``.
         deadline_s: how long the device may show nothing during an update; best that of the publishers.
 
         Raises:

@@ -183,8 +183,9 @@ class Session(Loops):
     @contextlib.contextmanager
     def pretending(self) -> Iterator[None]:
         """Inside, a spare takes itself for rank 0, and does not wait: for code that asks for the rank and needs it
-        only later, when it is to be told anew."""
-        before, self._coordination.is_warming_up = self._coordination.is_warming_up, True
+        only later, when it is to be told anew. Where this process is no spare that waits, nothing changes."""
+        before = self._coordination.is_warming_up
+        self._coordination.is_warming_up = before or self.is_waiting_spare
         try:
             yield
         finally:

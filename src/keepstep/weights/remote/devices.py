@@ -204,7 +204,7 @@ class DeviceTunnels:
         self._switch.ended(tunnel, f"rank {self._rank} {what_of(error)}")
 
     def _bring(self, tunnel: int, there: _Attached, ready: msg.BucketReady) -> None:
-        """A bucket lies in the device's buffer: takes it out once, whoever announces it."""
+        """A bucket lies in the device's buffer: takes it out once, on whichever tunnel it is announced."""
         brought = self._brought.setdefault(ready.update, set())
         while len(self._brought) > NUM_REMEMBERED:
             del self._brought[next(iter(self._brought))]

@@ -219,7 +219,7 @@ class WeightReceiver:
         root: address of the `WeightServer`.
         credentials: this node's; no other node may have the same name.
         secret: of the job; with ``listen``.
-        listen: where other nodes can reach this one, ``HOST:PORT``, so that it can feed them; None: it feeds nobody.
+        listen: where other nodes can reach this one, ``HOST:PORT``, so that it can feed them; None: it feeds none.
         links: what they are like.
         keeps: keep the last version in host memory, and feed from there consumers that come late on this node or
             behind it. It takes as much memory as the weights, and twice as much while the next version comes.

@@ -44,7 +44,7 @@ class BucketInSlot:
         bucket: its index in the plan.
         slot: of the buffer.
         content: the bucket and its checksum, readable until ``release``.
-        release: called when nobody reads there any more. Any thread, any number of times.
+        release: called when no consumer reads there any more. Any thread, any number of times.
     """
 
     update: int
@@ -260,7 +260,7 @@ class Switch:
         Args:
             update, bucket: which.
             num_bytes: of the bucket and its checksum.
-            fill: writes so many bytes; called once, also for a bucket that nobody wants any more.
+            fill: writes so many bytes; called once, also for a bucket that no consumer wants any more.
 
         Raises:
             PeerLost: from ``fill``, or because no slot came free.
@@ -347,7 +347,7 @@ class Switch:
     # ---- slots ------------------------------------------------------------------------------------------------------
 
     def _claim(self, update: int, bucket: int, num_bytes: int, claim: object) -> int | None:
-        """Waits for the slot of a bucket; None if nobody wants it."""
+        """Waits for the slot of a bucket; None if no consumer wants it."""
         until_s = time.monotonic() + 2 * self._deadline_s
         with self._changed:
             while True:
