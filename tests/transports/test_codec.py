@@ -130,6 +130,12 @@ def test_text_that_is_not_unicode_can_still_be_told() -> None:
     assert back.error.startswith("no such file: caf")
 
 
+@each_type
+def test_no_field_of_a_message_has_a_default(kind: type[Message]) -> None:
+    """A default would let a message through that was cut short."""
+    assert kind.__struct_defaults__ == ()
+
+
 # ---- What does not --------------------------------------------------------------------------------------------------
 
 

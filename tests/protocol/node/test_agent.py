@@ -101,7 +101,7 @@ def test_what_concerns_all_ranks_goes_to_those_that_hold_one() -> None:
     stop = msg.Stop(2, "rank 0 lost", None)
     assert node.order(stop) == [HandOver((0, 1), stop)]
     assign, recover = (
-        msg.Assign(2, 2, 0, 0, 3),
+        msg.Assign(2, 2, 0, 0, 3, None),
         msg.Recover(2, 3, (), msg.Membership.of([msg.Member(0, "n", "0")]), (), None),
     )
     assert node.order(assign, recover) == [HandOver((2,), assign), HandOver((0, 1, 2), recover)]
@@ -114,7 +114,7 @@ def test_a_node_of_spares_hands_nothing_over() -> None:
 def test_an_order_for_a_worker_that_is_gone_is_dropped() -> None:
     node = Node(spares=1)
     node.exit(0)
-    assert node.order(msg.Assign(0, 2, 0, 0, 3)) == []
+    assert node.order(msg.Assign(0, 2, 0, 0, 3, None)) == []
 
 
 def test_the_job_ends() -> None:
@@ -548,7 +548,7 @@ def test_a_worker_whose_script_is_through_leaves_nothing() -> None:
 
 def test_snapshots_are_passed_on_in_front_of_the_rank_and_let_go() -> None:
     node = Node(spares=1)
-    assign = msg.Assign(0, 2, 1, 0, 3)
+    assign = msg.Assign(0, 2, 1, 0, 3, None)
     orders = node.order(msg.PassSnapshots(0, 1, (7, 9)), assign)
     assert orders == [PassMemory(0, 1, (7, 9)), HandOver((0,), assign)]
     assert node.order(msg.ReleaseSnapshots((7, 9))) == [ReleaseMemory((7, 9))]

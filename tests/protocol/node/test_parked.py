@@ -54,7 +54,7 @@ class Node:
         self.agent.take()
 
     def assign(self, worker: int, rank: int) -> int | None:
-        [effect] = [each for each in self.order(msg.Assign(worker, 2, rank, rank, NUM_GPUS)) if each]
+        [effect] = [each for each in self.order(msg.Assign(worker, 2, rank, rank, NUM_GPUS, None)) if each]
         assert isinstance(effect, HandOver)
         assert isinstance(effect.order, msg.Assign)
         return effect.order.device

@@ -40,7 +40,7 @@ class Assign(Message, frozen=True):
     rank: int
     local_rank: int
     local_world_size: int
-    device: int | None = None
+    device: int | None
 
 
 class PassSnapshots(Message, frozen=True):

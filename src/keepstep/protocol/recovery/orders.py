@@ -43,7 +43,7 @@ class Orders:
         assert worker.rank is not None
         assert worker.local_rank is not None
         local = (worker.local_rank, worker.local_world_size)
-        self.send(worker.node, Assign(worker.worker, generation, worker.rank, *local), reason)
+        self.send(worker.node, Assign(worker.worker, generation, worker.rank, *local, None), reason)
 
     def fence(self, worker: Worker, reason: str) -> None:
         """Has the worker's process killed."""
