@@ -211,9 +211,9 @@ class SimulatedProcess(ABC):
         """A step is handed out: its snapshot begins, if one is due."""
         assert self.machine.rank is not None
         snapshot = Snapshot(self.machine.rank, step, self.shard, self.parameters, self.local.rows)
-        before = self.world.oracle.snapshots.survivable(self)
+        before = self.memory.whole
         if (copy := self.snapshots.hand_out(snapshot)) is not None:
-            self.world.oracle.snapshots.written_over(before, self)
+            self.world.oracle.snapshots.written_over(self, before)
             self._after(self.world.draw(self._durations.snapshot_s), "copied", copy)
         elif (held := self.memory.find(snapshot.rank, step)) is not None:
             self.world.second_copies.send(self, held)

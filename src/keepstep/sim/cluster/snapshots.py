@@ -33,6 +33,11 @@ class SimulatedMemory:
         """It has gone with its node, or its agent has let go of it because the node was given up."""
 
     @property
+    def whole(self) -> list[Snapshot]:
+        """The whole snapshots."""
+        return [each for each in self._slots.values() if each is not None]
+
+    @property
     def held(self) -> dict[int, tuple[int, int]]:
         """The rank and step of the whole snapshot in each slot that has one."""
         return {slot: (each.rank, each.step) for slot, each in self._slots.items() if each is not None}

@@ -104,9 +104,9 @@ class SimulatedSecondCopies:
         if receiver.memory.find(snapshot.rank, snapshot.step) is not None:
             sender.second_copy_there(snapshot)
             return
-        before = self._world.oracle.snapshots.survivable(receiver)
+        before = receiver.memory.whole
         slot = receiver.memory.open(snapshot.rank, sender.snapshots.kept_step)
-        self._world.oracle.snapshots.written_over(before, receiver)
+        self._world.oracle.snapshots.written_over(receiver, before)
         key = (sender.process, receiver.process, sender.machine.generation, slot)
         delay_s = self._world.draw(self._world.layout.durations.second_copy_s)
         self._world.schedule.after(delay_s, Event("second_copies", "arrive", (*key, snapshot)))

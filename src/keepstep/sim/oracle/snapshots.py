@@ -23,6 +23,8 @@ class SnapshotWatch:
         self._whole_s: dict[tuple[int, int, int], float] = {}
         """Process, rank and step -> since when that process has, or had, all of a snapshot of no later past than all
         ranks'."""
+        self._last_left: tuple[int | None, int] | None = None
+        """The cohort and the step whose gradient barrier a process left last."""
 
     def taken(self, worker: SimulatedProcess, snapshot: Snapshot) -> None:
         """A process has a snapshot more; its memory holds the one before, too."""
@@ -59,13 +61,44 @@ class SnapshotWatch:
                 Check.SNAPSHOT, f"{worker} leaves the barrier of step {step}, of which shards {shards} have no snapshot"
             )
 
-    def survivable(self, worker: SimulatedProcess) -> set[str | None]:
+    def survives_any_node(self, worker: SimulatedProcess, step: int) -> None:
+        """A process leaves the gradient barrier, the first of all: whichever node is lost next, all ranks can go on.
+
+        So it is where the job is on several nodes, and nothing is lost already. What is written over later has a check
+        of its own.
+        """
+        if not self._world.layout.snapshot_every or self._last_left == (worker.cohort, step):
+            return
+        self._last_left = (worker.cohort, step)
+        survivable, nodes = self._survivable(worker), self._nodes()
+        if survivable and len(nodes) > 1 and (vital := nodes - survivable):
+            raise ViolationError(Check.SNAPSHOT, f"the loss of {vital} in step {step} would leave no snapshot")
+
+    def written_over(self, worker: SimulatedProcess, before: list[Snapshot]) -> None:
+        """A process may have begun to write over a snapshot. What could be survived before it still can be.
+
+        Args:
+            worker: in whose memory.
+            before: the whole snapshots there before.
+        """
+        gone = [each for each in before if not any(each is other for other in worker.memory.whole)]
+        if not gone or (after := self._survivable(worker)) == {None, *self._nodes()}:
+            return
+        if vital := self._survivable(worker, gone) - after:
+            raise ViolationError(Check.SNAPSHOT, f"{worker} writes over a snapshot that the loss of {vital} would need")
+
+    def _nodes(self) -> set[str]:
+        """Those of the ranks."""
+        return {each.node.name for each in self._world.oracle.cohorts[-1].members.values()}
+
+    def _survivable(self, worker: SimulatedProcess, besides: list[Snapshot] | None = None) -> set[str | None]:
         """The nodes without which all ranks could go on, from what is alive or from some snapshot of all.
 
         None is among them if they could go back to a snapshot without any loss.
 
         Args:
             worker: one that trains. Of a process that the others train without there is nothing to say: none.
+            besides: more snapshots, as if they were in its memory.
         """
         cohorts = self._world.oracle.cohorts
         if not self._world.layout.snapshot_every or worker.cohort != len(cohorts):
@@ -74,33 +107,15 @@ class SnapshotWatch:
         if not all(each.is_alive and each.node.is_up for each in members):
             return set()
         shards = self._nodes_of(members, lambda each: each.node.is_up)
+        for gone in besides or ():
+            shards[self._world.shard_of(gone.rank)].setdefault(gone.step, set()).add(worker.node.name)
         common = set.intersection(*map(set, shards.values()))
-        nodes = {None, *(each.node.name for each in members)}
+        nodes = {None, *self._nodes()}
         live: dict[str, set[str | None]] = {}
         for each in members:
             live.setdefault(self._world.shard_of(each.machine.rank), set()).add(each.node.name)
         found = nodes - {None} - _alone(live.values())
         return found.union(*(nodes - _alone(at[step] for at in shards.values()) for step in common))
-
-    def survives_any_node(self, worker: SimulatedProcess, step: int) -> None:
-        """A process leaves the gradient barrier: whichever node is lost next, all ranks can go on.
-
-        So it is where the job is on several nodes, and nothing is lost already.
-        """
-        survivable = self.survivable(worker)
-        nodes = {each.node.name for each in self._world.oracle.cohorts[-1].members.values()}
-        if survivable and len(nodes) > 1 and (vital := nodes - survivable):
-            raise ViolationError(Check.SNAPSHOT, f"the loss of {vital} in step {step} would leave no snapshot")
-
-    def written_over(self, before: set[str | None], worker: SimulatedProcess) -> None:
-        """A process has begun to write a snapshot over an older one. What could be survived before it still can be.
-
-        Args:
-            before: `survivable` of that moment.
-            worker: in whose memory.
-        """
-        if before and (vital := before - self.survivable(worker)):
-            raise ViolationError(Check.SNAPSHOT, f"{worker} writes over a snapshot that the loss of {vital} would need")
 
     def resumes(self, step: int) -> None:
         """All ranks go on from a step: what lies behind it is no past of theirs. They start anew where it is -1."""
@@ -128,16 +143,22 @@ class SnapshotWatch:
         A rank's own snapshot counts on the node of the rank's holder, a second copy where its keeper is alive.
         """
         shards: dict[str, dict[int, set[str | None]]] = {shard: {} for shard in self._world.layout.shards}
-        by_rank = {worker.machine.rank: worker for worker in holders}
-        for worker in self._world.workers.values():
-            rank = worker.machine.rank
+        node_of = {worker.machine.rank: worker.node for worker in holders}
+        for worker in self._world.workers.values():  # the oracle's innermost loop: as flat as it can be
+            rank, node = worker.machine.rank, worker.node
             if rank is None or worker.memory.is_lost or not is_there(worker):
                 continue
-            is_on_node = worker.node is by_rank.get(rank, worker).node
-            for whose, step in worker.memory.held.values():
-                is_whole = self._whole_s.get((worker.process, whose, step), math.inf) <= before_s
-                if is_whole and (is_on_node if whose == rank else worker.is_alive):
-                    shards[self._world.shard_of(whose)].setdefault(step, set()).add(worker.node.name)
+            is_on_node, is_alive = node is node_of.get(rank, node), worker.is_alive
+            for each in worker.memory.whole:
+                if not (is_on_node if each.rank == rank else is_alive):
+                    continue
+                if self._whole_s.get((worker.process, each.rank, each.step), math.inf) > before_s:
+                    continue
+                at = shards[self._world.shard_of(each.rank)]
+                if each.step in at:
+                    at[each.step].add(node.name)
+                else:
+                    at[each.step] = {node.name}
         return shards
 
 
