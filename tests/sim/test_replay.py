@@ -85,6 +85,11 @@ def test_a_batch_says_what_it_did(capsys: pytest.CaptureFixture[str], tmp_path) 
     assert '"num_seeds": 5' in (tmp_path / "out").read_text()
 
 
+def test_one_seed_is_one_on_any_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--seeds", "1", "--jobs", "2"]) == 0
+    assert "\n1 seeds, " in capsys.readouterr().out
+
+
 def test_a_page_without_a_table_is_refused(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Nothing\n")

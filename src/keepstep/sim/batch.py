@@ -77,7 +77,7 @@ def _count(tally: Tally, seed: int) -> None:
 
 
 def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | None) -> Iterator[Tally]:
-    """The same on ``jobs`` processes; the tallies of all of them as they come.
+    """The same on ``jobs`` processes, on fewer where there are fewer seeds; the tallies of all as they come.
 
     Raises:
         PeerLost: one of the processes ended before its seeds did.
@@ -85,7 +85,7 @@ def run_on_all_cores(first: int, end: int | None, jobs: int, seconds: float | No
     decoder = msgspec.json.Decoder(Tally)
     with ExitStack() as stack:
         children = []
-        for job in range(jobs):
+        for job in range(jobs if end is None else min(jobs, end - first)):
             command = [
                 sys.executable,
                 "-m",
