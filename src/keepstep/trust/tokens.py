@@ -29,6 +29,8 @@ class Role(enum.StrEnum):
     """Speak for one node."""
     RECEIVER = "receiver"
     """Receive published weights on one node."""
+    PUBLISHER = "publisher"
+    """Stand in for the publishers of one node, in front of those of other nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
