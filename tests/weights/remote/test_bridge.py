@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 from tests.weights.remote.nodes import (
     PATIENCE_S,
     SECRET,
@@ -23,9 +22,12 @@ from tests.weights.remote.nodes import (
 )
 
 import keepstep
-from keepstep.errors import KeepstepError, PublisherLost
+from keepstep.errors import KeepstepError, PublisherLost, RemoteProtocolError, TokenRefused
+from keepstep.protocol.transfer.messages import BucketReady, BufferPlace, GpuMemory
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.publisher import Published
+from keepstep.weights.remote.bridge.mirrors import Mirror
+from keepstep.weights.remote.handshake import Joining, call
 from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
 
 NUM_RANKS = 4
@@ -147,3 +149,139 @@ def test_consumers_of_all_nodes_get_whole_versions(tmp_path: Path, is_encrypted:
                 with each.using() as used:
                     assert used == version
                     assert equal(into, held)
+
+
+def test_a_bucket_crosses_a_link_once(tmp_path: Path) -> None:
+    """Though consumers on two devices of a node want it; and each node sends its own shards alone."""
+    held = weights()
+    with trainers(tmp_path, held) as made, ExitStack() as stack:
+        engines = [zeros(held) for _ in range(2)]
+        for rank, into in zip((2, 3), engines, strict=True):
+            subscriber = keepstep.Subscriber(tmp_path / "t1", into=into, device=rank, name=f"c{rank}")
+            stack.enter_context(subscriber).start()
+        wait_for(lambda: all(made.publishers[rank].consumers for rank in (2, 3)))
+        made.publish_well(1)
+        assert all(equal(into, held) for into in engines)
+        from_t0 = sum(block.tensor.nbytes for rank in (0, 1) for block in shard(held, rank).values())
+        came = [server.num_bytes_from_peers for server in made.servers]
+        assert came[0] == 0
+        assert from_t0 <= came[1] < from_t0 + 1024
+
+
+def test_a_late_consumer_gets_what_was_published_last_from_all_nodes(tmp_path: Path) -> None:
+    held = weights()
+    with trainers(tmp_path, held) as made:
+        made.publish_well(7)
+        for node in ("t0", "t1", "t0"):
+            into = zeros(held)
+            with consumer(tmp_path / node, into, "late") as late:
+                assert late.wait_for(7, PATIENCE_S) == 7
+                assert equal(into, held)
+
+
+def test_what_has_not_changed_does_not_cross_a_link(tmp_path: Path) -> None:
+    held = weights()
+    into = zeros(held)
+    with trainers(tmp_path, held) as made, keepstep.Subscriber(tmp_path / "t1", into=into, delta=True) as subscriber:
+        subscriber.start()
+        wait_for(lambda: sum(len(each.consumers) for each in made.publishers.values()) == 1)
+        made.publish_well(1)
+        before = made.servers[1].num_bytes_from_peers
+        held["b"].add_(1)
+        made.publish_well(2)
+        assert subscriber.wait_for(2, PATIENCE_S) == 2
+        assert equal(into, held)
+        assert made.servers[1].num_bytes_from_peers - before < before / 4  # "b" shares its bucket with ends of others
+
+
+def test_a_rank_that_is_lost_is_named_and_may_come_back_on_another_node(tmp_path: Path) -> None:
+    held = weights()
+    into = zeros(held)
+    with trainers(tmp_path, held, deadline_s=2.0) as made, consumer(tmp_path / "t0", into, "c") as subscriber:
+        wait_for(lambda: sum(len(each.consumers) for each in made.publishers.values()) == 1)
+        made.publish_well(1)
+        made.publishers.pop(3).close()
+        for error in made.publish(2).values():
+            assert isinstance(error, PublisherLost)
+            assert "rank 3" in str(error)
+        assert subscriber.version == 1
+        made.start(3, node=0)
+        held["a"].add_(1)
+        made.publish_well(3)
+        assert subscriber.wait_for(3, PATIENCE_S) == 3
+        assert equal(into, held)
+
+
+def test_a_node_that_is_lost_is_named_and_a_server_may_come_back(tmp_path: Path) -> None:
+    """Its ranks are there, but no one reaches them."""
+    held = weights()
+    into = zeros(held)
+    with trainers(tmp_path, held, deadline_s=2.0) as made, consumer(tmp_path / "t0", into, "c") as subscriber:
+        wait_for(lambda: sum(len(each.consumers) for each in made.publishers.values()) == 1)
+        made.publish_well(1)
+        address = made.servers[1].address
+        made.servers[1].close()
+        found = made.publish(2)
+        assert {rank: type(each) for rank, each in found.items()} == dict.fromkeys(range(NUM_RANKS), PublisherLost)
+        assert "rank" in str(found[0])
+        assert subscriber.version == 1
+        made.servers[1] = made.serve(1, address)
+        made.servers[1].reach([made.servers[0].address])
+        wait_for(lambda: all(each.linked for each in made.servers))
+        held["a"].add_(1)
+        made.publish_well(3)
+        assert subscriber.wait_for(3, PATIENCE_S) == 3
+        assert equal(into, held)
+
+
+def test_a_node_of_engines_cannot_speak_for_devices(tmp_path: Path) -> None:
+    """Its token is good for receiving alone."""
+    with trainers(tmp_path, weights()) as made:
+        with pytest.raises(TokenRefused):
+            call(made.servers[0].address, credentials("e"), Joining(1, publishes=True), None)
+        wait_for(lambda: any("has no token of this job" in note for note in made.notes))
+
+
+def test_a_mirror_takes_nothing_that_was_shipped_before_what_it_has() -> None:
+    """Two streams of a link: what an update that broke off has left comes last."""
+    mirror = Mirror(BufferPlace(2, 64, None))
+    taken = []
+
+    def fill(value: int) -> Callable[[memoryview], None]:
+        def write(view: memoryview) -> None:
+            taken.append(value)
+            view[:] = bytes([value]) * len(view)
+
+        return write
+
+    mirror.expect(3, BucketReady(1, 5, 1, 8))
+    mirror.expect(4, BucketReady(2, 0, 1, 8))
+    mirror.expect(4, BucketReady(2, 0, 1, 8))  # for another reader
+    assert not mirror.has(4, 1)
+    mirror.take(4, 8, fill(4))
+    mirror.take(3, 8, fill(3))
+    mirror.take(2, 8, fill(2))  # announced to nobody who is still there
+    assert taken == [4, 3, 2]
+    assert mirror.buffer.view(1)[:9].tolist() == [4] * 8 + [0]
+    assert mirror.has(3, 1)
+    assert mirror.has(4, 1)
+    assert not mirror.has(3, 0)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        BufferPlace(2, 64, GpuMemory("gpu", b"", 0, 0, b"", 0, b"", False)),
+        BufferPlace(0, 64, None),
+        BufferPlace(2, 1 << 40, None),
+    ],
+)
+def test_a_buffer_that_has_no_mirror(place: BufferPlace) -> None:
+    with pytest.raises(RemoteProtocolError):
+        Mirror(place)
+
+
+@pytest.mark.parametrize("ready", [BucketReady(1, 0, 2, 8), BucketReady(1, 0, -1, 8), BucketReady(1, 0, 0, 65)])
+def test_a_bucket_that_does_not_fit_a_mirror(ready: BucketReady) -> None:
+    with pytest.raises(RemoteProtocolError):
+        Mirror(BufferPlace(2, 64, None)).expect(1, ready)

@@ -135,6 +135,11 @@ class WeightServer:
         """Addresses of the other nodes with publishers from which there is a link."""
         return self._bridge.linked
 
+    @property
+    def num_bytes_from_peers(self) -> int:
+        """Of buckets that have come from other nodes with publishers."""
+        return self._bridge.num_bytes
+
     def reach(self, peers: Collection[str]) -> None:
         """Joins the devices of this node to those of other nodes.
 

@@ -71,6 +71,11 @@ class Bridge:
         with self._lock:
             return frozenset(address for address, peer in self._peers.items() if peer.is_linked)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of buckets that have come from other nodes."""
+        return self._far_devices.num_bytes
+
     def end_of(self, link: TcpLink, name: str) -> LocalDevices:
         """What a link that another node has opened gives it."""
         return LocalDevices(self._folder, link, name)

@@ -103,6 +103,8 @@ class FarDevices:
         self._callers: dict[int, _Caller] = {}
         self._nodes: list[FarNode] = []
         self._numbers = itertools.count(1)
+        self.num_bytes = 0
+        """Of buckets that have come from other nodes."""
         self._changed = CancelToken()
         self._stop = CancelToken()
         make_private(folder)
@@ -161,6 +163,7 @@ class FarDevices:
         with self._lock:
             there = node.mirrors.get(mirror)
             waiting = [each for each in self._callers.values() if each.node is node and each.mirror == mirror]
+            self.num_bytes += num_bytes
         if there is None:  # all its readers here have left
             fill(memoryview(bytearray(num_bytes)))
             return
