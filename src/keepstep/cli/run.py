@@ -42,6 +42,8 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
         from keepstep.cli.cluster.agent import run_one_of_several  # here, for a job on one node does without gRPC
 
         return run_one_of_several(chosen)
+    if chosen.weights is not None:
+        raise ConfigurationError("--weights is for several nodes; on one start 'keepstep weights serve' beside the job")
     exporting = _otel() if chosen.otel else None
     options = job_options(chosen)
     with contextlib.ExitStack() as stack:

@@ -33,6 +33,8 @@ HOP_S = 0.002
 """What a bucket takes to be passed on besides its time on the link: a guess of some thread switches and a network's
 latency, which decides only where an update takes a few times as long."""
 Note = Callable[[str], None]
+FindRoot = Callable[[str | None], str | None]
+"""Given the address that did not answer, says which is to be tried next; None: none is known yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class WeightReceiver:
     def __init__(
         self,
         folder: Path,
-        root: str,
+        root: str | FindRoot,
         credentials: Credentials,
         *,
         secret: Secret | None = None,
@@ -250,7 +252,7 @@ class WeightReceiver:
     ) -> None:
         """Args:
         folder: where consumers of this node look for a publisher; made if it is not there, for this user alone.
-        root: address of the `WeightServer`.
+        root: address of the `WeightServer`; or a function that says it.
         credentials: this node's; no other node may have the same name.
         secret: of the job; with ``listen``.
         listen: where other nodes can reach this one, ``HOST:PORT``, so that it can feed them; None: it feeds none.
@@ -264,10 +266,12 @@ class WeightReceiver:
         """
         if listen is not None and secret is None:
             raise ConfigurationError("a node that feeds others needs the job's secret, to know them")
-        split_address(root)
+        if isinstance(root, str):
+            split_address(root)
         if links.is_encrypted and credentials.authority is None:
             raise ConfigurationError("for TLS the credentials must hold the certificate of the job's authority")
-        self._root, self._credentials, self._num_streams = root, credentials, links.num_streams
+        self._find_root: FindRoot = root if not isinstance(root, str) else lambda _former: root
+        self._credentials, self._num_streams = credentials, links.num_streams
         self._deadline_s, self._note = links.deadline_s, note
         self._tls: ssl.SSLContext | None = None
         if links.is_encrypted and credentials.authority is not None:
@@ -291,11 +295,14 @@ class WeightReceiver:
             TokenRefused: this node and the root are not of the same job.
         """
         avoid: tuple[str, ...] = ()
+        former: str | None = None
         while not self._stop.is_set():
-            feeder = self._root
+            root = self._find_root(former)
+            former = None
             try:
-                feeder = self._be_fed(avoid)
-                avoid = () if feeder == self._root else (feeder,)
+                if root is not None:
+                    feeder = self._be_fed(root, avoid)
+                    avoid = () if feeder == root else (feeder,)
             except _FeederAway as error:
                 self._note(str(error))
                 avoid = (*avoid, error.address)[-MAX_AVOIDED:]
@@ -303,10 +310,10 @@ class WeightReceiver:
                 raise
             except (PeerLost, RemoteProtocolError) as error:
                 self._note(str(error))
-                avoid = ()
+                avoid, former = (), root
             self._stop.wait(RETRY_S)
 
-    def _be_fed(self, avoid: tuple[str, ...]) -> str:
+    def _be_fed(self, root: str, avoid: tuple[str, ...]) -> str:
         """Finds a feeder, and stays until the way up is lost. Returns the feeder's address."""
         self._ended.clear()
         lost: list[tuple[str, str]] = []
@@ -317,13 +324,13 @@ class WeightReceiver:
 
         links: list[TcpLink] = []
         own = None if self._feeder is None else self._feeder.address
-        stream, accepted = call(self._root, self._credentials, Joining(self._num_streams, own, avoid), self._tls)
-        address = accepted.feeder or self._root
+        stream, accepted = call(root, self._credentials, Joining(self._num_streams, own, avoid), self._tls)
+        address = accepted.feeder or root
         session = accepted.session
         try:
             if accepted.feeder is not None:
                 presence = TcpLink(stream, [], self._deadline_s)
-                presence.start(lambda message: None, lambda reason: lose(f"node at {self._root}", reason), None)
+                presence.start(lambda message: None, lambda reason: lose(f"node at {root}", reason), None)
                 links.append(presence)
                 try:
                     stream, accepted = call(address, self._credentials, Joining(self._num_streams), self._tls)
