@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -203,7 +204,7 @@ def test_a_rank_that_is_lost_is_named_and_may_come_back_on_another_node(tmp_path
         made.publishers.pop(3).close()
         for error in made.publish(2).values():
             assert isinstance(error, PublisherLost)
-            assert "rank 3" in str(error)
+            assert re.search(r"ranks? (3|\[.*3\])", str(error))  # a slow machine gives up several
         assert subscriber.version == 1
         made.start(3, node=0)
         held["a"].add_(1)

@@ -111,12 +111,19 @@ def _note(text: str) -> None:
 
 def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
     from keepstep.weights.remote.node import Links, WeightServer
+    from keepstep.weights.remote.stream import split_address
 
     if secret is None:
         raise ConfigurationError(f"other nodes need a secret that they share with this one: {HOW_TO_SHARE}")
     if chosen.job is not None and chosen.peer:
         raise ConfigurationError(
             "--peer: the job's controller knows the other nodes; leave one of --peer and --job out"
+        )
+    for peer in chosen.peer:
+        split_address(peer)
+    if chosen.job is not None and split_address(chosen.listen)[0] in ("0.0.0.0", "::"):
+        raise ConfigurationError(
+            f"--listen {chosen.listen}: with --job, name the address by which others reach this node"
         )
     links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(

@@ -106,6 +106,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "--weights-listen", metavar="HOST:PORT",
         help="where they reach this node for that (default: its own address, and any free port)",
     )  # fmt: skip
+    own.add_argument("--weights-tls", action="store_true", help="encrypt these links; then on all nodes")
     own.add_argument(
         "--weights-deadline", type=float, default=30.0, metavar="SECONDS",
         help="the deadline_s of publish_weights (default: %(default)s)",

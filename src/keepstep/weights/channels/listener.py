@@ -35,6 +35,7 @@ POLL_INTERVAL_S = 0.25
 """Between two looks whether a listener that does not answer has been replaced: its process may be stopped."""
 MAX_PATH_BYTES = 96
 """Of a socket's name. Linux' struct sockaddr_un has 107, of which a new listener needs some for its first name."""
+NO_BRIDGE = "if it is on another node, each node needs 'keepstep run --weights' or 'keepstep weights serve'"
 RETRY_S = 0.02
 """Between two attempts to dial a listener that is not there yet: no event tells of a socket that begins to listen."""
 
@@ -45,24 +46,17 @@ def listener_path(folder: Path, rank: int) -> Path:
     Raises:
         ConfigurationError: the folder's name is too long for a socket.
     """
-    return _checked(folder / f"{rank}.sock")
-
-
-def far_path(folder: Path) -> Path:
-    """Where the process listens that stands in for the devices of other nodes.
-
-    Raises:
-        ConfigurationError: the folder's name is too long for a socket.
-    """
-    return _checked(folder / "far.sock")
-
-
-def _checked(path: Path) -> Path:
+    path = folder / f"{rank}.sock"
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigurationError(
             f"{path} is too long for a socket's name ({MAX_PATH_BYTES} bytes): use a shorter folder"
         )
     return path
+
+
+def far_path(folder: Path) -> Path:
+    """Where the process listens that stands in for the devices of other nodes. Hardly longer than `listener_path`."""
+    return folder / "far.sock"
 
 
 def make_private(folder: Path) -> None:
@@ -188,8 +182,10 @@ def _dial_first(
         for way in ways():
             try:
                 return _dial(way, who, until_s, stop)
-            except (FileNotFoundError, ConnectionError, BlockingIOError, PeerLost) as error:
-                problem = what_of(error) if way.unless is None or not isinstance(error, FileNotFoundError) else problem
+            except FileNotFoundError as error:
+                problem = str(error) if way.unless is None else f"{problem}; {NO_BRIDGE}"
+            except (ConnectionError, BlockingIOError, PeerLost) as error:
+                problem = what_of(error)
         if time.monotonic() + RETRY_S >= until_s:
             raise ConnectionStalled(who, f"does not answer at {where} ({problem})")
         wait([], time.monotonic() + RETRY_S, stop)
