@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
 
@@ -54,9 +54,9 @@ async def find(by: DirectoryCaller, own_address: str | None = None) -> tuple[Pub
         return await asyncio.to_thread(by.find, own_address)
 
 
-def run(test: Callable[[], object]) -> None:
+def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
     """A coroutine function, to its end."""
-    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 def test_publishers_announce_themselves_and_others_hear_of_them() -> None:
