@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from tests.weights.remote.nodes import (
     PATIENCE_S,
     SECRET,
@@ -233,6 +234,42 @@ def test_a_node_that_is_lost_is_named_and_a_server_may_come_back(tmp_path: Path)
         made.publish_well(3)
         assert subscriber.wait_for(3, PATIENCE_S) == 3
         assert equal(into, held)
+
+
+def test_a_link_that_breaks_in_the_middle_of_a_version(tmp_path: Path) -> None:
+    """Nothing is torn, nobody waits for longer than the deadline, and the next version comes over a new link."""
+    held = weights()
+    whole, gate, loading = zeros(held), threading.Event(), threading.Event()
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        loading.set()
+        gate.wait(PATIENCE_S)
+
+    def cut() -> None:
+        assert loading.wait(PATIENCE_S)
+        for server in made.servers:
+            server._feeder.drop_all("was cut")
+        gate.set()
+
+    with trainers(tmp_path, held, deadline_s=4.0) as made, consumer(tmp_path / "t0", whole, "whole") as steady:
+        wait_for(lambda: sum(len(each.consumers) for each in made.publishers.values()) == 1)
+        made.publish_well(1)
+        before = {name: tensor.clone() for name, tensor in whole.items()}
+        with keepstep.Subscriber(tmp_path / "t1", load=load, name="gate", deadline_s=4.0) as gated:
+            gated.start()
+            wait_for(lambda: sum(len(each.consumers) for each in made.publishers.values()) == 2)
+            cutting = threading.Thread(target=cut)
+            cutting.start()
+            for tensor in held.values():
+                tensor.add_(1)
+            found = made.publish(2)
+            cutting.join()
+            assert any(isinstance(each, PublisherLost) and "rank" in str(each) for each in found.values())
+            assert equal(whole, before if steady.version == 1 else held)
+            wait_for(lambda: all(each.linked for each in made.servers))
+            made.publish_well(3)
+            assert steady.wait_for(3, PATIENCE_S) == gated.wait_for(3, PATIENCE_S) == 3
+            assert equal(whole, held)
 
 
 def test_a_node_of_engines_cannot_speak_for_devices(tmp_path: Path) -> None:
