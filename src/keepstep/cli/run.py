@@ -32,6 +32,10 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
     )
     chosen = parse_flags(parser, arguments)
     is_on_ray = chosen.engine == RAY
+    if is_on_ray and chosen.weights is not None:
+        raise ConfigurationError(
+            "--weights: not supported with --engine ray; start 'keepstep weights serve' on each node"
+        )
     if is_on_ray or is_one_of_several(chosen):
         if chosen.otel:
             raise ConfigurationError("--otel: not supported on several nodes yet; leave it out")
@@ -42,6 +46,8 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
         from keepstep.cli.cluster.agent import run_one_of_several  # here, for a job on one node does without gRPC
 
         return run_one_of_several(chosen)
+    if chosen.weights is not None:
+        raise ConfigurationError("--weights: for several nodes; on one, start 'keepstep weights serve' beside the job")
     exporting = _otel() if chosen.otel else None
     options = job_options(chosen)
     with contextlib.ExitStack() as stack:

@@ -29,6 +29,8 @@ class Role(enum.StrEnum):
     """Speak for one node."""
     RECEIVER = "receiver"
     """Receive published weights on one node."""
+    PUBLISHER = "publisher"
+    """Stand in for the publishers of one node, in front of those of other nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +85,13 @@ def mint(secret: Secret, claim: Claim) -> str:
     return f"{body}.{_armour(_seal(secret, body))}"
 
 
-def check(secret: Secret, token: str, role: Role = Role.AGENT) -> Claim:
+def check(secret: Secret, token: str, *roles: Role) -> Claim:
     """Who the bearer of a token is.
+
+    Args:
+        secret: of the job.
+        token: of any length.
+        roles: for which it may be; by default that of an agent.
 
     Raises:
         TokenRefused: it was not made with this job's secret, or for another role.
@@ -99,8 +106,10 @@ def check(secret: Secret, token: str, role: Role = Role.AGENT) -> Claim:
         raise TokenRefused("no token, or not one of keepstep's") from None
     if prefix != _PREFIX or not hmac.compare_digest(sealed, _seal(secret, body)):
         raise TokenRefused(f"the token of {claim.role} {claim.name!r} was not made with this job's secret")
-    if claim.role is not role:
-        raise TokenRefused(f"the token of {claim.role} {claim.name!r} is not good for the role of {role}")
+    allowed = roles or (Role.AGENT,)
+    if claim.role not in allowed:
+        wanted = " or ".join(allowed)
+        raise TokenRefused(f"the token of {claim.role} {claim.name!r} is not good for the role of {wanted}")
     return claim
 
 

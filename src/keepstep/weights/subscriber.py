@@ -32,7 +32,7 @@ from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.channels.connection import Connection, ConnectionEnded, wait
 from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import attach_buffer
-from keepstep.weights.channels.listener import RETRY_S, dial, listener_path
+from keepstep.weights.channels.listener import RETRY_S, dial, dial_any, listener_path
 from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.buffers import Buffer
@@ -71,7 +71,7 @@ class Subscriber:
         into: Weights | Mapped | None = None,
         load: Load | None = None,
         atomic: bool = True,
-        device: int = 0,
+        device: int | None = None,
         name: str | None = None,
         delta: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
@@ -83,7 +83,7 @@ class Subscriber:
         load: a function that is given each name and whole tensor instead; it keeps nothing of the tensor.
         atomic: with ``into``: new versions are put together in a second set of tensors, and change places with the
             first when they are whole. Without, they overwrite what is there, which cannot be used meanwhile.
-        device: rank of the publisher to attach to.
+        device: rank of the publisher to attach to; None: the lowest one on this node that is there.
         name: for messages; by default the process's number. A newer consumer of the same name takes its place.
         delta: what has not changed since the last version need not come again. No other code may write to ``into``.
         deadline_s: how long the device may show nothing during an update; best that of the publishers.
@@ -110,8 +110,10 @@ class Subscriber:
         """Why the latest update did not come; None since a version has come."""
         self.only_version: int | None = None
         """The one version that is taken; None: any."""
-        self._path = listener_path(Path(folder), device)
-        self._device, self._deadline_s, self._delta = device, deadline_s, delta
+        self._folder = Path(folder)
+        path = listener_path(self._folder, device or 0)
+        self._path = None if device is None else path
+        self._device, self._deadline_s, self._delta = device or 0, deadline_s, delta
         self._state = ConsumerState(atomic and into is not None)
         self._changed = threading.Condition()  # reentrant
         """Guards what those who use the weights look at."""
@@ -278,7 +280,11 @@ class Subscriber:
             introduction = msg.SubscriberCalled(
                 self.name, self._target.wants, self._generation, self.version, self._delta
             )
-            connection, welcomed = dial(self._path, introduction, f"rank {self._device}", until_s, self._stop)
+            if self._path is None:
+                connection, welcomed = dial_any(self._folder, introduction, until_s, self._stop)
+                self._device = welcomed.rank
+            else:
+                connection, welcomed = dial(self._path, introduction, f"rank {self._device}", until_s, self._stop)
             self._ipc = attach_buffer(welcomed.buffer, connection)
             self._connection, self._generation = connection, max(self._generation, welcomed.generation)
         return self._connection

@@ -25,10 +25,11 @@ from keepstep.protocol.transfer.messages import (
     VersionLoaded,
 )
 from keepstep.weights.channels import flow
-from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, wait
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, wait, what_of
 from keepstep.weights.channels.flow import Outlet, Stalled, next_bucket
 
 UPDATE = 5
+NUM_BYTES = 100
 SOON_S = 0.05
 """A deadline that is to pass."""
 
@@ -47,7 +48,9 @@ class Stand:
         self.stop = CancelToken()
         self.lost: dict[int, Exception] = {}
         self.others: list[tuple[int, AnyTransferMessage]] = []
-        self.outlet = Outlet(UPDATE, num_slots, self.connections, deadline_s, self.stop, self.lose, self.hear)
+        self.outlet = Outlet(
+            UPDATE, num_slots, self.connections, deadline_s, self.stop, self.lose, self.hear, lambda _bucket: NUM_BYTES
+        )
 
     def lose(self, key: int, error: Exception) -> None:
         assert key not in self.lost, "lost twice"
@@ -125,7 +128,7 @@ def test_a_slot_that_no_reader_was_told_of_is_free(make: Make) -> None:
 def test_only_the_readers_of_a_bucket_are_told_of_it(make: Make) -> None:
     stand = make(3)
     stand.outlet.announce(7, 1, [0, 2])
-    assert stand.heard(0) == stand.heard(2) == [BucketReady(UPDATE, 7, 1)]
+    assert stand.heard(0) == stand.heard(2) == [BucketReady(UPDATE, 7, 1, NUM_BYTES)]
     assert stand.heard(1) == []
 
 
@@ -162,7 +165,7 @@ def test_a_slot_can_be_announced_again_and_has_to_be_freed_again(make: Make) -> 
         assert not is_free(stand, 0)
         stand.say(0, freed(0))
         stand.outlet.wait_until_free(0)
-    assert stand.heard(0) == [BucketReady(UPDATE, bucket, 0) for bucket in range(3)]
+    assert stand.heard(0) == [BucketReady(UPDATE, bucket, 0, NUM_BYTES) for bucket in range(3)]
 
 
 @pytest.mark.parametrize("credit", [freed(1, UPDATE - 1), freed(1, UPDATE + 1), freed(-1), freed(-2), freed(2)])
@@ -349,7 +352,7 @@ def test_a_reader_whose_connection_was_closed_on_this_side_is_lost_when_it_is_to
     stand.outlet.announce(7, 0, [0, 1])
     assert isinstance(stand.lost.pop(0), ConnectionEnded)
     assert (stand.lost, stand.outlet.readers) == ({}, {1})
-    assert stand.readers[1].receive(later()) == BucketReady(UPDATE, 7, 0)
+    assert stand.readers[1].receive(later()) == BucketReady(UPDATE, 7, 0, NUM_BYTES)
 
 
 def test_a_reader_that_reads_nothing_is_lost_when_it_is_told(make: Make) -> None:
@@ -435,9 +438,9 @@ def test_buckets_come_with_their_slots(make: Make) -> None:
 
 def test_what_an_earlier_update_left_on_the_line_is_dropped(make: Make) -> None:
     stand = make(1)
-    stand.connections[0].send(BucketReady(UPDATE - 1, 3, 1), later())
+    stand.connections[0].send(BucketReady(UPDATE - 1, 3, 1, NUM_BYTES), later())
     stand.connections[0].send(UpdateAborted(UPDATE - 1, TransferFault.LOST, "rank 2", "it is gone"), later())
-    stand.connections[0].send(BucketReady(UPDATE - 2, 3, 1), later())
+    stand.connections[0].send(BucketReady(UPDATE - 2, 3, 1, NUM_BYTES), later())
     stand.outlet.announce(3, 0, [0])
     assert next_of(stand, 3) == 0
 
@@ -445,10 +448,10 @@ def test_what_an_earlier_update_left_on_the_line_is_dropped(make: Make) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        BucketReady(UPDATE, 4, 0),
-        BucketReady(UPDATE, 2, 0),
+        BucketReady(UPDATE, 4, 0, NUM_BYTES),
+        BucketReady(UPDATE, 2, 0, NUM_BYTES),
         BucketUnchanged(UPDATE, 4, b""),
-        BucketReady(UPDATE + 1, 3, 0),
+        BucketReady(UPDATE + 1, 3, 0, NUM_BYTES),
         VersionCommitted(UPDATE, 1),
         SlotFreed(UPDATE, 0),
     ],
@@ -494,7 +497,7 @@ def test_old_messages_do_not_count_as_movement(make: Make) -> None:
     """They were sent long ago; a writer that is stopped has sent nothing of this update."""
     stand = make(1)
     for _ in range(5):
-        stand.connections[0].send(BucketReady(UPDATE - 1, 3, 1), later())
+        stand.connections[0].send(BucketReady(UPDATE - 1, 3, 1, NUM_BYTES), later())
     with pytest.raises(Stalled):
         next_of(stand, 3, SOON_S)
 
@@ -518,8 +521,8 @@ def test_the_flag_ends_waiting_for_a_bucket(make: Make) -> None:
 def test_what_a_reader_said_last_is_heard_when_it_cannot_be_told_of_a_bucket(make: Make) -> None:
     """It says why it goes, and is gone before the writer has looked."""
     stand = make(num_readers=1, num_slots=2, deadline_s=DEADLINE_S)
-    stand.say(0, PathLost("its node is gone"))
+    stand.say(0, LoadFailed(UPDATE, "it is full"), PathLost("its node is gone"))
     stand.readers[0].close()
     stand.outlet.announce(bucket=0, slot=0, readers=[0])
-    assert stand.others == [(0, PathLost("its node is gone"))]
-    assert isinstance(stand.lost[0], ConnectionEnded)
+    assert stand.others == [(0, LoadFailed(UPDATE, "it is full"))]
+    assert what_of(stand.lost[0]) == "its node is gone"

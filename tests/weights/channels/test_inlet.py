@@ -40,7 +40,7 @@ class Ends:
         self.inlet = Inlet(UPDATE, self._theirs, self.buffer, deadline_s, self.stop)
 
     def say(self, index: int, slot: int, update: int = UPDATE) -> None:
-        self.connection.send(BucketReady(update, index, slot), later())
+        self.connection.send(BucketReady(update, index, slot, SLOT_BYTES), later())
 
     def close(self) -> None:
         for each in (self.buffer, self.connection, self._theirs, self.stop):
@@ -111,7 +111,9 @@ def no_error(_key: int, error: Exception) -> None:
 
 def test_no_bucket_is_overwritten_while_it_is_read(ends: Ends) -> None:
     """Two threads, one slot after the other: what a reader has stays as it is until it lets go."""
-    outlet = Outlet(UPDATE, NUM_SLOTS, {0: ends.connection}, DEADLINE_S, ends.stop, no_error, no_error)
+    outlet = Outlet(
+        UPDATE, NUM_SLOTS, {0: ends.connection}, DEADLINE_S, ends.stop, no_error, no_error, lambda _bucket: SLOT_BYTES
+    )
 
     def write() -> None:
         for index in range(NUM_BUCKETS):

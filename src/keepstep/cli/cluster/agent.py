@@ -8,12 +8,14 @@ import signal
 import sys
 from pathlib import Path
 
+from keepstep.agent.settings import NodePlace
 from keepstep.cli.dashboard import showing
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.flags import NO_ENGINE, Shape, endpoint_of, grace_of, owns, place_of, shape_of
 from keepstep.launcher.cluster.hosting import HostedController
 from keepstep.launcher.cluster.node import NodeOptions, run_node
 from keepstep.launcher.cluster.trust import credentials_of, secret_of
+from keepstep.launcher.cluster.weights import HostedWeights
 from keepstep.launcher.flags import LOOPBACK, MASTER_PORT, agent_settings, make_parser, parse_flags, ranks_per_node
 from keepstep.launcher.job import clear_up_folder
 from keepstep.parent_death import end_with_parent
@@ -61,8 +63,9 @@ def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may
     place = place_of(arguments, shape, endpoint)
     credentials, host_name = credentials_of(arguments, place.node)
     settings = agent_settings(arguments, place)
+    weights = None if arguments.weights is None else hosted_weights(arguments, place, endpoints)
     options = NodeOptions(
-        settings, endpoints, credentials, host_name, arguments.controller_timeout, grace_of(arguments)
+        settings, endpoints, credentials, host_name, arguments.controller_timeout, grace_of(arguments), weights
     )
     hosted = None
     if may_host and place.position == 0 and owns(endpoint):
@@ -77,6 +80,19 @@ def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may
     if ended.exit_code != 0 and hosted is None:
         print(f"keepstep: {ended.reason}", file=sys.stderr, flush=True)
     return ended.exit_code
+
+
+def hosted_weights(arguments: argparse.Namespace, place: NodePlace, endpoints: tuple[str, ...]) -> HostedWeights:
+    """``keepstep weights serve`` for this node's publishers, as a child of this process which is yet to be run."""
+    secret = secret_of(arguments)
+    if secret is None:
+        raise ConfigurationError("--weights needs the job's secret, not only a token: other nodes are known by it")
+    host = f"[{place.address}]" if ":" in place.address else place.address
+    command = [sys.executable, "-m", "keepstep.cli.main", "weights", "serve", arguments.weights]
+    command += ["--parent", str(os.getpid()), "--node", place.node, "--listen", arguments.weights_listen or f"{host}:0"]
+    command += ["--job", ",".join(endpoints), "--job-tls", arguments.tls, "--deadline", str(arguments.weights_deadline)]
+    command += ["--tls"] if arguments.weights_tls else []
+    return HostedWeights(tuple(command), secret.text())
 
 
 def hosted_controller(

@@ -8,13 +8,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepstep.errors import ConfigurationError, KeepstepError
-from keepstep.launcher.cluster.flags import add_secret_flag
-from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of
+from keepstep.launcher.cluster.flags import add_secret_flag, endpoint_of
+from keepstep.launcher.cluster.trust import HOW_TO_SHARE, believing, secret_of
+from keepstep.parent_death import end_with_parent
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, read_private
+
+if TYPE_CHECKING:
+    from keepstep.launcher.cluster.weights import Publishers
 
 DEFAULT_STREAMS = 2
 DEFAULT_DEADLINE_S = 30.0
@@ -25,6 +31,8 @@ def main(arguments: list[str]) -> int:
     """Runs ``keepstep weights serve`` or ``receive`` until a signal comes, and returns the exit code."""
     parser, _commands = _parsers()
     chosen = parser.parse_args(arguments)
+    if getattr(chosen, "parent", None) is not None:
+        end_with_parent(chosen.parent, signal.SIGTERM)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda _number, _frame: stop.set())
@@ -41,17 +49,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
     serve = commands.add_parser("serve", help="on the publishers' node: lead other nodes to them")
     serve.add_argument("folder", help="that of the publishers")
     serve.add_argument("--listen", required=True, metavar="HOST:PORT", help="where other nodes reach this one")
-    serve.add_argument("--rank", type=int, default=0, help="of a publisher on this node (default: %(default)s)")
+    serve.add_argument(
+        "--peer", action="append", default=[], metavar="HOST:PORT",
+        help="where 'serve' listens on another node with publishers; may come several times",
+    )  # fmt: skip
+    serve.add_argument(
+        "--rank", type=int, help="of a publisher on this node to which consumers are led (default: the lowest there)"
+    )
     serve.add_argument(
         "--fanout", type=int, metavar="N",
         help="how many nodes each node feeds; 1 is a chain (default: what is fastest by the measured bandwidth)",
     )  # fmt: skip
     receive = commands.add_parser("receive", help="on a node with consumers: stand in for the publishers")
     receive.add_argument("folder", help="where consumers of this node look for publishers")
-    receive.add_argument("--from", required=True, dest="root", metavar="HOST:PORT", help="where 'serve' listens")
-    receive.add_argument(
-        "--node", default=socket.gethostname(), help="what no other node is called (default: %(default)s)"
-    )
+    receive.add_argument("--from", dest="root", metavar="HOST:PORT", help="where 'serve' listens")
     receive.add_argument(
         "--listen", metavar="HOST:PORT", help="where other nodes reach this one, so that it can feed them"
     )
@@ -66,8 +77,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
         "--keep", action="store_true", help="keep the last version in memory, for consumers that come late"
     )
     receive.add_argument("--token-file", help="this node's token, as 'keepstep token --receiver' prints it")
+    serve.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     for each in (serve, receive):
         add_secret_flag(each)
+        each.add_argument(
+            "--node", default=socket.gethostname(), help="what no other node is called (default: %(default)s)"
+        )
+        each.add_argument(
+            "--job", metavar="HOST:PORT[,HOST:PORT]",
+            help="where the job's controller listens, which knows the nodes with publishers",
+        )  # fmt: skip
+        each.add_argument(
+            "--job-tls", default="auto", metavar="auto|off|FILES",
+            help="the --tls of the job's nodes (default: %(default)s)",
+        )  # fmt: skip
         each.add_argument("--tls", action="store_true", help="encrypt; give it on all nodes or on none")
         each.add_argument(
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
@@ -88,15 +111,35 @@ def _note(text: str) -> None:
 
 def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
     from keepstep.weights.remote.node import Links, WeightServer
+    from keepstep.weights.remote.stream import split_address
 
     if secret is None:
         raise ConfigurationError(f"other nodes need a secret that they share with this one: {HOW_TO_SHARE}")
+    if chosen.job is not None and chosen.peer:
+        raise ConfigurationError(
+            "--peer: the job's controller knows the other nodes; leave one of --peer and --job out"
+        )
+    for peer in chosen.peer:
+        split_address(peer)
+    if chosen.job is not None and split_address(chosen.listen)[0] in ("0.0.0.0", "::"):
+        raise ConfigurationError(
+            f"--listen {chosen.listen}: with --job, name the address by which others reach this node"
+        )
     links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
-        Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout, links=links, note=_note
-    )
+        Path(chosen.folder), chosen.listen, secret, node=chosen.node, rank=chosen.rank, fanout=chosen.fanout,
+        links=links, note=_note,
+    )  # fmt: skip
     _note(f"listening at {server.address}")
+    publishers = None
+    if chosen.job is not None:
+        credentials = Credentials.of(secret, Claim(Role.PUBLISHER, chosen.node))
+        publishers = _publishers(chosen, credentials, server.address, server.reach)
+    else:
+        server.reach(chosen.peer)
     _wait(stop)
+    if publishers is not None:
+        publishers.close()
     server.close()
     return 0
 
@@ -104,9 +147,15 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
 def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
     from keepstep.weights.remote.node import Links, WeightReceiver
 
+    if (chosen.root is None) == (chosen.job is None):
+        raise ConfigurationError("one of --from and --job says where the publishers are found")
+    credentials = _credentials(chosen, secret)
+    publishers = None
+    if chosen.job is not None:
+        publishers = _publishers(chosen, credentials, None, lambda addresses: None)
     receiver = WeightReceiver(
-        Path(chosen.folder), chosen.root, _credentials(chosen, secret), secret=secret, listen=chosen.listen,
-        links=Links(chosen.streams, chosen.tls, chosen.deadline), keeps=chosen.keep, note=_note,
+        Path(chosen.folder), chosen.root if publishers is None else publishers.after, credentials, secret=secret,
+        listen=chosen.listen, links=Links(chosen.streams, chosen.tls, chosen.deadline), keeps=chosen.keep, note=_note,
     )  # fmt: skip
     errors: list[KeepstepError] = []
 
@@ -119,12 +168,28 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     thread = threading.Thread(target=run, name="keepstep-receive")
     thread.start()
-    _wait(stop)
+    while not (stop.wait(LOOK_S) or (publishers is not None and publishers.error is not None)):
+        pass
     receiver.close()
     thread.join()
+    if publishers is not None:
+        publishers.close()
+        if publishers.error is not None:
+            raise publishers.error
     if errors:
         raise errors[0]
     return 0
+
+
+def _publishers(
+    chosen: argparse.Namespace, credentials: Credentials, own_address: str | None, heard: Callable[[list[str]], None]
+) -> Publishers:
+    from keepstep.launcher.cluster.weights import Publishers  # here, for without --job it goes without gRPC
+    from keepstep.transports.rpc.directory import DirectoryCaller
+
+    endpoints = tuple(endpoint_of("--job", each) for each in chosen.job.split(","))
+    caller = DirectoryCaller(endpoints, *believing(credentials, chosen.job_tls))
+    return Publishers(caller, own_address, heard, _note)
 
 
 def _credentials(chosen: argparse.Namespace, secret: Secret | None) -> Credentials:

@@ -99,6 +99,19 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--token-file", help="this node's credentials, as 'keepstep token' prints them")
     add_controller_flags(own)
     own.add_argument(
+        "--weights", metavar="FOLDER",
+        help="join the publishers in this folder to those of the other nodes, and lead nodes with engines to them",
+    )  # fmt: skip
+    own.add_argument(
+        "--weights-listen", metavar="HOST:PORT",
+        help="where they reach this node for that (default: its own address, and any free port)",
+    )  # fmt: skip
+    own.add_argument("--weights-tls", action="store_true", help="encrypt these links; then on all nodes")
+    own.add_argument(
+        "--weights-deadline", type=float, default=30.0, metavar="SECONDS",
+        help="the deadline_s of publish_weights (default: %(default)s)",
+    )  # fmt: skip
+    own.add_argument(
         "--engine", choices=(NO_ENGINE, RAY), default=NO_ENGINE,
         help="ray: this command starts the whole job, on the nodes of a Ray cluster (default: %(default)s)",
     )  # fmt: skip

@@ -81,14 +81,14 @@ class HostedController:
         process.send_signal(signal.SIGHUP)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_DEADLINE_S):
-                await _ended(process)
+                await ended(process)
         if process.poll() is None:
             process.kill()
             process.wait()
 
     async def _once(self, again: tuple[str, ...]) -> int:
         self._process = subprocess.Popen([*self._command, *again], env=self._environment)  # noqa: ASYNC220 - exec alone
-        return await _ended(self._process)
+        return await ended(self._process)
 
     def _has_ended(self) -> bool:
         try:
@@ -97,7 +97,7 @@ class HostedController:
             return False
 
 
-async def _ended(process: subprocess.Popen[bytes]) -> int:
+async def ended(process: subprocess.Popen[bytes]) -> int:
     """Waits for the end of a process, without a thread."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()

@@ -15,6 +15,7 @@ from keepstep.agent.agent import Agent
 from keepstep.agent.settings import AgentSettings
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.cluster.hosting import HostedController
+from keepstep.launcher.cluster.weights import HostedWeights
 from keepstep.launcher.signals import EndSignals, end_signals, ended_by
 from keepstep.protocol.messages import EndJob
 from keepstep.protocol.recovery import EXIT_FAILED
@@ -43,6 +44,8 @@ class NodeOptions:
     """How long the node waits for a controller that it cannot reach."""
     grace_s: float
     """From a SIGTERM until the node leaves the job, if its ranks have not moved to other nodes by then."""
+    weights: HostedWeights | None = None
+    """What joins this node's publishers to those of others."""
 
 
 def run_node(options: NodeOptions, hosted: HostedController | None = None) -> EndJob:
@@ -84,7 +87,7 @@ async def _run(options: NodeOptions, hosted: HostedController | None) -> EndJob:
     connection = RpcControllerConnection(options.endpoints, options.credentials, options.host_name, options.patience_s)
     agent = Agent(options.agent, connection)
     connection.on_trouble = lambda trouble: _tell_trouble(trouble) if agent.left is None else None
-    part = _Part(agent, connection, hosted, options.grace_s)
+    part = _Part(agent, connection, hosted, options)
     with end_signals() as signals:
         try:
             return await part.run(signals)
@@ -96,17 +99,20 @@ class _Part:
     """What runs on this node: an agent, its connection to the controller, and perhaps the controller."""
 
     def __init__(
-        self, agent: Agent, connection: RpcControllerConnection, hosted: HostedController | None, grace_s: float
+        self, agent: Agent, connection: RpcControllerConnection, hosted: HostedController | None, options: NodeOptions
     ) -> None:
         self._agent = agent
         self._connection = connection
         self._hosted = hosted
-        self._grace_s = grace_s
+        self._weights = options.weights
+        self._grace_s = options.grace_s
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def run(self, signals: EndSignals) -> EndJob:
         """Runs until the job has ended, this node's part of it has, or a signal has ended it."""
         hosting = self._begin(self._hosted.run()) if self._hosted is not None else None
+        if self._weights is not None:
+            self._begin(self._weights.run())
         starting = self._begin(self._agent.start())
         await _first_of(starting, signals.stop, signals.drain)
         if not starting.done() and (end := signals.ended()) is not None:
@@ -184,6 +190,8 @@ class _Part:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._weights is not None:
+            await self._weights.end()
 
     def _begin(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(coroutine)

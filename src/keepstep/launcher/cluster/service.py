@@ -37,9 +37,10 @@ from keepstep.trace.record.jobclock import JobClock
 from keepstep.trace.record.recorder import Recorder
 from keepstep.trace.timeline.describe import describe
 from keepstep.transports.relay.connections import RelayedNodeConnections
+from keepstep.transports.rpc.directory import WeightsDirectory
 from keepstep.transports.rpc.server import RpcNodeConnections
 from keepstep.trust.certificates import ServerFiles
-from keepstep.trust.tokens import Secret, check
+from keepstep.trust.tokens import Role, Secret, check
 
 REFUSALS_S = 10.0
 MAX_REFUSALS = 20
@@ -199,7 +200,9 @@ def _connections(options: ControllerOptions, term: int) -> RpcNodeConnections | 
     """The agents' connections: the controller's own, or its relays'."""
     if options.num_relays:
         return RelayedNodeConnections(options.num_relays, options.secret, Refusals().tell, term)
-    return RpcNodeConnections(lambda token: check(options.secret, token).name, Refusals().tell, term)
+    refused = Refusals().tell
+    directory = WeightsDirectory(lambda token: check(options.secret, token, Role.PUBLISHER, Role.RECEIVER), refused)
+    return RpcNodeConnections(lambda token: check(options.secret, token).name, refused, term, directory)
 
 
 def _confirmed(entries: list[JournalEntry], lease: RunLease) -> Iterator[JournalEntry]:

@@ -47,13 +47,22 @@ def credentials_of(arguments: argparse.Namespace, node: str) -> tuple[Credential
         raise ConfigurationError(f"several nodes need a secret that they share: {HOW_TO_SHARE}")
     if found.name != node:
         raise ConfigurationError(f"the credentials are those of node {found.name!r}, and this is {node!r}")
-    if arguments.tls == "off":
+    return believing(found, arguments.tls)
+
+
+def believing(found: Credentials, tls: str) -> tuple[Credentials, str | None]:
+    """Credentials with the authority that ``--tls`` says, and the name that the controller's certificate must bear.
+
+    Raises:
+        ConfigurationError: there is no such authority.
+    """
+    if tls == "off":
         return dataclasses.replace(found, authority=None), None
-    if arguments.tls == "auto":
+    if tls == "auto":
         if found.authority is None:
             raise ConfigurationError("--tls auto: the credentials hold no certificate of the job's authority")
         return found, certificates.CONTROLLER_NAME
-    return dataclasses.replace(found, authority=_read(arguments.tls.split(",")[-1])), None
+    return dataclasses.replace(found, authority=_read(tls.split(",")[-1])), None
 
 
 def server_files_of(tls: str, secret: Secret) -> certificates.ServerFiles | None:

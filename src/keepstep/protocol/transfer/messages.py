@@ -80,6 +80,13 @@ class CatchUpCalled(TransferMessage, frozen=True):
     layout: Layout
 
 
+class FarCalled(TransferMessage, frozen=True):
+    """A device wants to reach a rank that is on another node; said to the process that stands in for it on this one."""
+
+    rank: int
+    introduction: DeviceCalled | UpdateOffered | CatchUpCalled
+
+
 class SubscriberCalled(TransferMessage, frozen=True):
     """A consumer attaches itself to a device."""
 
@@ -196,6 +203,8 @@ class BucketReady(TransferMessage, frozen=True):
     update: int
     bucket: int
     slot: int
+    num_bytes: int
+    """Of the bucket and its checksum, from the beginning of the slot."""
 
 
 class BucketUnchanged(TransferMessage, frozen=True):
@@ -252,7 +261,7 @@ class LoadFailed(TransferMessage, frozen=True):
 
 
 class PathLost(TransferMessage, frozen=True):
-    """The consumer on another node cannot be reached any more, and why. The last message on its line."""
+    """The process at the other end is on another node and cannot be reached any more, and why. The last message."""
 
     reason: str
 
@@ -260,6 +269,7 @@ class PathLost(TransferMessage, frozen=True):
 AnyTransferMessage: TypeAlias = (
     DeviceCalled
     | CatchUpCalled
+    | FarCalled
     | SubscriberCalled
     | Welcomed
     | Refused

@@ -9,7 +9,6 @@ are served; its results stand in ``benchmarks/results``. gRPC tells no address o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
 import socket
 import urllib.parse
@@ -24,7 +23,9 @@ from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.codec import encode
 from keepstep.transports.framing import framed
 from keepstep.transports.interface import Arrival, Connected
-from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, METHOD, OPEN, SERVICE, SETTINGS, Outbox, messages_in
+from keepstep.transports.rpc.directory import METHOD as DIRECTORY_METHOD
+from keepstep.transports.rpc.directory import WeightsDirectory
+from keepstep.transports.rpc.wire import METHOD, OPEN, SERVICE, SETTINGS, Outbox, bearer_in, messages_in
 from keepstep.trust.certificates import ServerFiles
 
 MAX_UNREAD_BYTES = 64 << 20
@@ -65,12 +66,16 @@ class _Visit:
 class RpcNodeConnections:
     """Implements `keepstep.transports.interface.NodeConnections`."""
 
-    def __init__(self, admit: Admit, on_refused: OnRefused, term: int = 0) -> None:
+    def __init__(
+        self, admit: Admit, on_refused: OnRefused, term: int = 0, directory: WeightsDirectory | None = None
+    ) -> None:
         """Args:
         admit: says who may speak.
         on_refused: told of each refused connection.
         term: of this controller's lease.
+        directory: what is asked for the nodes that publish weights; None: nothing is.
         """
+        self._directory = directory
         self._admit = admit
         self._term = term
         self._on_refused = on_refused
@@ -95,7 +100,8 @@ class RpcNodeConnections:
             free_address(host, port).close()  # gRPC tells no reason
         server = grpc.aio.server(options=[*_settings(), ("grpc.so_reuseport", int(is_shared))])
         method: Any = grpc.stream_stream_rpc_method_handler(self._converse)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
+        methods = {METHOD: method} | ({} if self._directory is None else {DIRECTORY_METHOD: self._directory.handler})
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         try:
             if tls is None:
                 bound = server.add_insecure_port(address)
@@ -146,7 +152,7 @@ class RpcNodeConnections:
     async def _converse(self, _requests: AsyncIterable[bytes], context: Context) -> None:
         address = urllib.parse.unquote(context.peer().partition(":")[2])  # ipv4:10.0.0.1:5000, ipv6:%5B::1%5D:5000
         try:
-            node = self._admit(_bearer(context))
+            node = self._admit(bearer_in(context.invocation_metadata()))
         except TokenRefused as error:
             self._on_refused(address, str(error))
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
@@ -241,17 +247,3 @@ async def _write(visit: _Visit, context: Context) -> None:
         visit.has_news.clear()
         while data := visit.outbox.take():
             await context.write(data)
-
-
-def _bearer(context: Context) -> str:
-    """The token that came with the call.
-
-    Raises:
-        TokenRefused: none came.
-    """
-    with contextlib.suppress(UnicodeDecodeError):
-        for name, value in context.invocation_metadata() or ():
-            text = value if isinstance(value, str) else value.decode()
-            if name == AUTHORIZATION and text.startswith(BEARER):
-                return text.removeprefix(BEARER)
-    raise TokenRefused("no token")

@@ -6,9 +6,11 @@ at the same moment travels as one: gRPC costs a hundred microseconds a message, 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterable
 
-from keepstep.errors import RemoteProtocolError
+from keepstep.errors import RemoteProtocolError, TokenRefused
 from keepstep.protocol.messages import AnyMessage
 from keepstep.transports.codec import MAX_MESSAGE_BYTES
 from keepstep.transports.framing import FrameDecoder
@@ -37,6 +39,20 @@ SETTINGS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
     ("grpc.http2.bdp_probe", 0),  # it answers every message with a ping, for windows that this traffic never fills
 )
+
+
+def bearer_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The token that came with a call.
+
+    Raises:
+        TokenRefused: none came.
+    """
+    with contextlib.suppress(UnicodeDecodeError):
+        for name, value in metadata or ():
+            text = value if isinstance(value, str) else value.decode()
+            if name == AUTHORIZATION and text.startswith(BEARER):
+                return text.removeprefix(BEARER)
+    raise TokenRefused("no token")
 
 
 def messages_in(data: bytes) -> list[AnyMessage]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import BufferUnavailable, PeerLost, RemoteProtocolError
-from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessage, decode, encode
+from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessage, PathLost, decode, encode
 
 INLINE_BYTES = 1 << 15
 """Longer messages travel in a file. Well below the 208 KiB that Linux lets a socket hold."""
@@ -128,6 +128,8 @@ class Connection:
             _close_all(descriptors)
             raise
         self._descriptors += descriptors
+        if isinstance(message, PathLost):  # said by the process that stands in for the other end
+            raise ConnectionEnded(self.who, message.reason)
         return message
 
     def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:

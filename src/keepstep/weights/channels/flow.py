@@ -46,6 +46,7 @@ class Outlet:
         stop: CancelToken,
         lose: Lose,
         other: Other,
+        size_of: Callable[[int], int],
     ) -> None:
         """Args:
         update: its number, for every message.
@@ -55,9 +56,10 @@ class Outlet:
         stop: ends all waits.
         lose: told of a reader that is gone or stands; it is waited for no more.
         other: given every message that is no credit.
+        size_of: how many bytes of a slot a bucket and its checksum take, by its index.
         """
         self._update, self._deadline_s, self._stop = update, deadline_s, stop
-        self._lose, self._other = lose, other
+        self._lose, self._other, self._size_of = lose, other, size_of
         self._connections = dict(connections)
         self._held: list[set[int]] = [set() for _ in range(num_slots)]
         self._moved_s = dict.fromkeys(connections, time.monotonic())
@@ -69,7 +71,7 @@ class Outlet:
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
         """Tells the readers that are still there of a bucket."""
-        message = BucketReady(self._update, bucket, slot)
+        message = BucketReady(self._update, bucket, slot, self._size_of(bucket))
         for key in readers:
             if key not in self._connections:
                 continue

@@ -5,18 +5,28 @@ A process that dials must run as the same user, and say at once what the connect
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from keepstep.cancel import CancelToken
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError, StaleGeneration
-from keepstep.protocol.transfer.messages import AnyTransferMessage, Refused, Welcomed
+from keepstep.protocol.transfer.messages import (
+    AnyTransferMessage,
+    CatchUpCalled,
+    DeviceCalled,
+    FarCalled,
+    Refused,
+    SubscriberCalled,
+    UpdateOffered,
+    Welcomed,
+)
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, same_user, wait, what_of
 
 INTRODUCTION_S = 2.0
@@ -25,6 +35,7 @@ POLL_INTERVAL_S = 0.25
 """Between two looks whether a listener that does not answer has been replaced: its process may be stopped."""
 MAX_PATH_BYTES = 96
 """Of a socket's name. Linux' struct sockaddr_un has 107, of which a new listener needs some for its first name."""
+NO_BRIDGE = "if it is on another node, each node needs 'keepstep run --weights' or 'keepstep weights serve'"
 RETRY_S = 0.02
 """Between two attempts to dial a listener that is not there yet: no event tells of a socket that begins to listen."""
 
@@ -41,6 +52,11 @@ def listener_path(folder: Path, rank: int) -> Path:
             f"{path} is too long for a socket's name ({MAX_PATH_BYTES} bytes): use a shorter folder"
         )
     return path
+
+
+def far_path(folder: Path) -> Path:
+    """Where the process listens that stands in for the devices of other nodes. Hardly longer than `listener_path`."""
+    return folder / "far.sock"
 
 
 def make_private(folder: Path) -> None:
@@ -118,21 +134,69 @@ def dial(
         StaleGeneration: this process's generation is over.
         RemoteProtocolError: refused for another reason.
     """
-    while True:
-        try:
-            return _dial(path, introduction, who, until_s, stop)
-        except (FileNotFoundError, ConnectionError, BlockingIOError, PeerLost) as error:
-            if time.monotonic() + RETRY_S >= until_s:
-                raise ConnectionStalled(who, f"does not answer at {path} ({what_of(error)})") from None
-            wait([], time.monotonic() + RETRY_S, stop)
+    return _dial_first(lambda: [_Way(path, introduction)], who, path, until_s, stop)
 
 
-def _dial(
-    path: Path, introduction: AnyTransferMessage, who: str, until_s: float, stop: CancelToken | None
+def dial_rank(
+    folder: Path,
+    rank: int,
+    introduction: DeviceCalled | UpdateOffered | CatchUpCalled,
+    until_s: float,
+    stop: CancelToken | None = None,
 ) -> tuple[Connection, Welcomed]:
+    """As `dial`, to a device that is on this node or on another one whose bridge has a link to that of this node."""
+    here = listener_path(folder, rank)
+    ways = [_Way(here, introduction), _Way(far_path(folder), FarCalled(rank, introduction), unless=here)]
+    return _dial_first(lambda: ways, f"rank {rank}", here, until_s, stop)
+
+
+def dial_any(
+    folder: Path, introduction: SubscriberCalled, until_s: float, stop: CancelToken | None = None
+) -> tuple[Connection, Welcomed]:
+    """As `dial`, to the device of the lowest rank on this node that answers."""
+
+    def ways() -> list[_Way]:
+        ranks = sorted(int(path.stem) for path in folder.glob("*.sock") if path.stem.isdecimal())
+        return [_Way(listener_path(folder, rank), introduction) for rank in ranks]
+
+    connection, welcomed = _dial_first(ways, "a publisher", folder, until_s, stop)
+    connection.who = f"rank {welcomed.rank}"
+    return connection, welcomed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Way:
+    """Where to dial, and what to say there; ``unless`` another listener begins, which is nearer."""
+
+    path: Path
+    introduction: AnyTransferMessage
+    unless: Path | None = None
+
+
+def _dial_first(
+    ways: Callable[[], Sequence[_Way]], who: str, where: Path, until_s: float, stop: CancelToken | None
+) -> tuple[Connection, Welcomed]:
+    """Tries one way after the other, until one of them leads to a listener that answers."""
+    while True:
+        problem = "nobody listens"
+        for way in ways():
+            try:
+                return _dial(way, who, until_s, stop)
+            except FileNotFoundError as error:
+                problem = str(error) if way.unless is None else f"{problem}; {NO_BRIDGE}"
+            except (ConnectionError, BlockingIOError, PeerLost) as error:
+                problem = what_of(error)
+        if time.monotonic() + RETRY_S >= until_s:
+            raise ConnectionStalled(who, f"does not answer at {where} ({problem})")
+        wait([], time.monotonic() + RETRY_S, stop)
+
+
+def _dial(way: _Way, who: str, until_s: float, stop: CancelToken | None) -> tuple[Connection, Welcomed]:
+    path = way.path
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection = Connection(sock, who)
     try:
+        nearer = _inode_of(way.unless)
         listener = path.stat().st_ino
         try:
             sock.connect(os.fspath(path))
@@ -140,10 +204,11 @@ def _dial(
             raise RemoteProtocolError(f"{path} may not be opened by this user") from None
         if not same_user(sock):
             raise RemoteProtocolError(f"{path} belongs to another user's process")
-        connection.send(introduction, until_s)
+        connection.send(way.introduction, until_s)
         while not wait([connection], min(until_s, time.monotonic() + POLL_INTERVAL_S), stop):
-            if time.monotonic() >= until_s or path.stat().st_ino != listener:
-                raise ConnectionStalled(who, "does not answer")  # or another one has taken its place
+            is_replaced = path.stat().st_ino != listener or _inode_of(way.unless) != nearer
+            if time.monotonic() >= until_s or is_replaced:
+                raise ConnectionStalled(who, "does not answer")
         match connection.receive(until_s):
             case Welcomed() as welcomed:
                 return connection, welcomed
@@ -154,3 +219,9 @@ def _dial(
     except BaseException:  # the connection has no owner yet
         connection.close()
         raise
+
+
+def _inode_of(path: Path | None) -> int | None:
+    with suppress(FileNotFoundError):
+        return None if path is None else path.stat().st_ino
+    return None

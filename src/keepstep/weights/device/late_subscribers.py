@@ -18,7 +18,7 @@ from keepstep.protocol.transfer.layout import Layout, Problem, serve_one
 from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import attach_buffer
-from keepstep.weights.channels.listener import dial, listener_path
+from keepstep.weights.channels.listener import dial_rank
 from keepstep.weights.device.device import Device, Settings
 from keepstep.weights.device.stages import CannotGoOn, RankPlan, ReceiveStage, SendStage, device_outlet
 from keepstep.weights.device.subscriber_registry import Attached
@@ -138,9 +138,7 @@ class LateSubscribers:
     def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Connection, Buffer]:
         until_s = time.monotonic() + self._settings.deadline_s
         try:
-            connection, welcomed = dial(
-                listener_path(self._settings.folder, source), called, f"rank {source}", until_s, self._stop
-            )
+            connection, welcomed = dial_rank(self._settings.folder, source, called, until_s, self._stop)
             return connection, attach_buffer(welcomed.buffer, connection)
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn.because_of(source, error) from None
@@ -177,7 +175,7 @@ class LateSubscribers:
         plan = RankPlan(called.layout, self._settings.rank)
         plan.prepare([block.held for block in kept.blocks])
         device.welcome_to(h2d, connection, time.monotonic() + deadline_s)
-        outlet = device_outlet(called.update, h2d, {called.rank: connection}, deadline_s, self._stop)
+        outlet = device_outlet(called.update, plan, h2d, {called.rank: connection}, deadline_s, self._stop)
         SendStage(plan, h2d, outlet, Spans()).run()
 
     def _buffer(self, which: str) -> Buffer:

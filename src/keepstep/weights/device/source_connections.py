@@ -11,7 +11,7 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.transfer.messages import DeviceCalled
 from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import attach_buffer
-from keepstep.weights.channels.listener import dial, listener_path
+from keepstep.weights.channels.listener import dial_rank
 from keepstep.weights.memory.buffers import Buffer
 
 
@@ -39,7 +39,7 @@ class SourceConnections:
 
     def _open(self, rank: int, generation: int, until_s: float, stop: CancelToken) -> tuple[Connection, Buffer]:
         introduction = DeviceCalled(self._rank, generation)
-        connection, welcomed = dial(listener_path(self._folder, rank), introduction, f"rank {rank}", until_s, stop)
+        connection, welcomed = dial_rank(self._folder, rank, introduction, until_s, stop)
         buffer = attach_buffer(welcomed.buffer, connection)
         kind = buffer.view(0).device.type
         if kind != self._buffers_on.type:  # the checksums are not the same

@@ -22,7 +22,6 @@ from keepstep.protocol.transfer.messages import (
     AnyTransferMessage,
     BucketUnchanged,
     LoadFailed,
-    PathLost,
     TransferFault,
     UpdateAborted,
     VersionCommitted,
@@ -30,7 +29,7 @@ from keepstep.protocol.transfer.messages import (
     VersionTaken,
 )
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, what_of
+from keepstep.weights.channels.connection import Connection, ConnectionStalled, what_of
 from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
 from keepstep.weights.device.subscriber_registry import Attached
@@ -72,8 +71,13 @@ class RankPlan:
         plan = layout.plan()
         self.own, self.coming = plan.sent_by(rank), plan.sent_to(rank)
         self.readers = tuple(index for index, reader in enumerate(layout.readers) if reader.device == rank)
+        self._sizes = {bucket.index: bucket.num_bytes + CHECKSUM_BYTES for bucket in plan.buckets}
         self._tensors: dict[int, list[Held]] = {}
         self._gathers: dict[int, Copy] = {}
+
+    def size_of(self, bucket: int) -> int:
+        """How many bytes of a slot a bucket and its checksum take."""
+        return self._sizes[bucket]
 
     def prepare(self, held: Sequence[Held]) -> None:
         """Says what is gathered.
@@ -155,11 +159,11 @@ class SendStage:
 
 
 def device_outlet(
-    update: int, h2d: Buffer, readers: Mapping[int, Connection], deadline_s: float, stop: CancelToken
+    update: int, plan: RankPlan, h2d: Buffer, readers: Mapping[int, Connection], deadline_s: float, stop: CancelToken
 ) -> Outlet:
     """To the devices that read in this one's H2D buffer; one that is lost ends the update."""
     patience_s = deadline_s + DEVICE_PATIENCE_S
-    return Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else)
+    return Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else, plan.size_of)
 
 
 def _blame_device(rank: int, error: Exception) -> None:
@@ -206,7 +210,8 @@ class ReceiveStage:
         }
         self._consumers = consumers
         connections = {reader: consumer.connection for reader, consumer in consumers.items()}
-        self._outlet = Outlet(update, ipc.num_slots, connections, deadline_s, stop, self._lose, self._hear)
+        size_of = plan.size_of
+        self._outlet = Outlet(update, ipc.num_slots, connections, deadline_s, stop, self._lose, self._hear, size_of)
         self._loaded: set[int] = set()
         self._taken: set[int] = set()
         self._checksums: dict[int, bytes] = {}
@@ -239,7 +244,8 @@ class ReceiveStage:
         connections = {reader: self._consumers[reader].connection for reader in self._loaded & self._outlet.readers}
         for reader in connections:
             self._consumers[reader].tell(VersionCommitted(self._update, version))
-        self._outlet = Outlet(self._update, 0, connections, patience_s, stop, self._lose, self._hear)
+        size_of = self._plan.size_of
+        self._outlet = Outlet(self._update, 0, connections, patience_s, stop, self._lose, self._hear, size_of)
         with contextlib.suppress(Cancelled):
             self._outlet.wait_while(lambda: self._outlet.readers - self._taken)
 
@@ -274,8 +280,6 @@ class ReceiveStage:
             case LoadFailed(update=update, reason=reason) if update == self._update:
                 self.failures.append(LoadError(f"{self._consumers[reader].name}: {reason}"))
                 self._outlet.leave_out(reader)
-            case PathLost(reason=reason):
-                self._outlet.leave_out(reader, ConnectionEnded(self._consumers[reader].name, reason))
             case VersionLoaded() | VersionTaken() | LoadFailed():
                 pass  # of an earlier update
             case other:

@@ -14,7 +14,7 @@ from keepstep.protocol.transfer.messages import TransferFault
 from keepstep.protocol.transfer.update import Terms
 from keepstep.weights.channels.connection import Connection, wait
 from keepstep.weights.channels.deltas import DeltaOutlet
-from keepstep.weights.channels.listener import dial, listener_path
+from keepstep.weights.channels.listener import dial_rank
 from keepstep.weights.device.coordinator import Coordinator
 from keepstep.weights.device.device import Device
 from keepstep.weights.device.stages import CannotGoOn, RankPlan, ReceiveStage, SendStage, Stages, device_outlet
@@ -74,8 +74,7 @@ class WeightUpdate:
             offer = msg.UpdateOffered(
                 settings.rank, device.generation, self._version, device.last_update, held, consumers, holds
             )
-            listener = listener_path(settings.folder, COORDINATOR)
-            connection, _welcomed = dial(listener, offer, f"rank {COORDINATOR}", until_s, self._stop)
+            connection, _welcomed = dial_rank(settings.folder, COORDINATOR, offer, until_s, self._stop)
         except StaleGeneration as error:
             raise UpdateFailed(TransferFault.STALE, own, str(error)) from None
         except (PeerLost, RemoteProtocolError) as error:
@@ -144,7 +143,8 @@ class WeightUpdate:
             plan.prepare([block.held for block in self._blocks])
         consumers = self._begin(agreed, plan)
         stop = CancelToken()
-        to_devices = device_outlet(agreed.update, device.h2d, device.readers.connections(), settings.deadline_s, stop)
+        readers = device.readers.connections()
+        to_devices = device_outlet(agreed.update, plan, device.h2d, readers, settings.deadline_s, stop)
         outlet = DeltaOutlet(to_devices, device.h2d, plan.own, agreed.layout, agreed.holds, device.sent)
         sending = SendStage(plan, device.h2d, outlet, self.spans)
         receiving = ReceiveStage(

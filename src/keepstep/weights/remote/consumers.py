@@ -79,7 +79,7 @@ class LocalConsumers:
     def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
         """See `Below`."""
         for key in keys:
-            self.tell(key, msg.BucketReady(bucket.update, bucket.bucket, bucket.slot), None)
+            self.tell(key, msg.BucketReady(bucket.update, bucket.bucket, bucket.slot, len(bucket.content)), None)
 
     def end(self, key: int, reason: str) -> None:
         """See `Below`."""

@@ -14,7 +14,7 @@ from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.weights.channels.connection import Connection, wait, what_of
 from keepstep.weights.channels.flow import attach_buffer
-from keepstep.weights.channels.listener import dial, listener_path
+from keepstep.weights.channels.listener import dial, dial_any, listener_path
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.bytes_of import address_of, copy_bytes
 from keepstep.weights.remote.switch import Switch
@@ -67,13 +67,15 @@ class _Attached:
 class DeviceTunnels:
     """The top of all tunnels. See `keepstep.weights.remote.switch.Above`."""
 
-    def __init__(self, folder: Path, rank: int, switch: Switch) -> None:
+    def __init__(self, folder: Path, rank: int | None, switch: Switch) -> None:
         """Args:
         folder: that of the publishers.
-        rank: of the device whose consumers they become.
+        rank: of the device whose consumers they become; None: the lowest one on this node that is there.
         switch: of this node.
         """
-        self._path, self._rank, self._switch = listener_path(folder, rank), rank, switch
+        path = listener_path(folder, rank or 0)
+        self._path = None if rank is None else path
+        self._folder, self._who, self._switch = folder, "a publisher" if rank is None else f"rank {rank}", switch
         self._lock = threading.Lock()
         self._dialling: dict[int, CancelToken] = {}
         self._attached: dict[int, _Attached] = {}
@@ -120,9 +122,12 @@ class DeviceTunnels:
             there.connection.hang_up()  # the loop finds its end
 
     def _dial(self, tunnel: int, introduction: msg.SubscriberCalled, stop: CancelToken) -> None:
-        who = f"rank {self._rank}"
+        until_s = time.monotonic() + FOREVER_S
         try:
-            connection, welcomed = dial(self._path, introduction, who, time.monotonic() + FOREVER_S, stop)
+            if self._path is None:
+                connection, welcomed = dial_any(self._folder, introduction, until_s, stop)
+            else:
+                connection, welcomed = dial(self._path, introduction, self._who, until_s, stop)
         except Cancelled:
             return
         except (PeerLost, RemoteProtocolError) as error:
@@ -201,23 +206,23 @@ class DeviceTunnels:
             if self._attached.pop(tunnel, None) is None:
                 return
             self._gone.append(there)
-        self._switch.ended(tunnel, f"rank {self._rank} {what_of(error)}")
+        self._switch.ended(tunnel, f"{there.connection.who} {what_of(error)}")
 
     def _bring(self, tunnel: int, there: _Attached, ready: msg.BucketReady) -> None:
         """A bucket lies in the device's buffer: takes it out once, on whichever tunnel it is announced."""
         brought = self._brought.setdefault(ready.update, set())
         while len(self._brought) > NUM_REMEMBERED:
             del self._brought[next(iter(self._brought))]
-        num_bytes = self._switch.bucket_bytes(ready.update, ready.bucket)
         buffer = there.buffer
         try:
-            if num_bytes is not None and ready.bucket not in brought:
-                if num_bytes > buffer.slot_bytes or not 0 <= ready.slot < buffer.num_slots:
+            if ready.bucket not in brought:
+                if ready.num_bytes > buffer.slot_bytes or not 0 <= ready.slot < buffer.num_slots:
                     raise RemoteProtocolError(f"announced bucket {ready.bucket} in slot {ready.slot}")
                 source = buffer.view(ready.slot).data_ptr()
                 self._switch.bring(
-                    ready.update, ready.bucket, num_bytes, lambda view: copy_bytes(address_of(view), source, len(view))
-                )
+                    ready.update, ready.bucket, ready.num_bytes,
+                    lambda view: copy_bytes(address_of(view), source, len(view)),
+                )  # fmt: skip
                 brought.add(ready.bucket)
         except (PeerLost, RemoteProtocolError) as error:
             self._lose(tunnel, there, error)

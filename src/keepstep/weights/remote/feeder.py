@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import AnyTransferMessage
@@ -24,6 +25,22 @@ SESSION_BYTES = 16
 BACKLOG = 128
 MAX_GREETINGS = 128
 """Callers at a time that have not shown yet who they are, or whose links are not whole; more are hung up on."""
+
+
+class LinkEnd(Protocol):
+    """What the node at the other end of a link may do."""
+
+    def hear(self, message: msg.AnyLinkMessage) -> None:
+        """It says something.
+
+        Raises:
+            RemoteProtocolError: it has no meaning here.
+        """
+        ...
+
+    def lose(self, reason: str) -> None:
+        """The link has ended."""
+        ...
 
 
 class FedTunnels:
@@ -90,11 +107,13 @@ class Admission:
         feeder: address of another node that feeds it; None: this one does.
         gone: called when its link has ended, with the reason.
         came: called with its link, once it stands.
+        end: what its link gives it; None: the tunnels of consumers.
     """
 
     feeder: str | None = None
     came: Callable[[TcpLink], None] = lambda link: None
     gone: Callable[[str], None] = lambda reason: None
+    end: Callable[[TcpLink], LinkEnd] | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -102,6 +121,7 @@ class _Session:
     """A link that is being put together, or stands."""
 
     name: str
+    publishes: bool
     num_streams: int
     admission: Admission
     control: ByteStream | None = None
@@ -199,7 +219,11 @@ class Feeder:
             if greeting.session:
                 with self._lock:
                     session = self._sessions.get(greeting.session)
-                if session is None or session.name != greeting.name or len(session.streams) >= session.num_streams:
+                if (
+                    session is None
+                    or (session.name, session.publishes) != (greeting.name, greeting.publishes)
+                    or len(session.streams) >= session.num_streams
+                ):
                     return msg.Denied("there is no such session")
                 chosen.append((greeting.session, session))
                 return msg.Accepted(greeting.session, None)
@@ -208,7 +232,8 @@ class Feeder:
             except ConfigurationError as error:
                 return msg.Denied(str(error))
             number = secrets.token_bytes(SESSION_BYTES)
-            session = _Session(greeting.name, greeting.num_streams if admission.feeder is None else 0, admission)
+            num_streams = greeting.num_streams if admission.feeder is None else 0
+            session = _Session(greeting.name, greeting.publishes, num_streams, admission)
             with self._lock:
                 self._sessions[number] = session
             chosen.append((number, session))
@@ -246,15 +271,16 @@ class Feeder:
 
     def _begin(self, number: bytes, session: _Session) -> None:
         assert session.link is not None
-        tunnels = FedTunnels(session.link, session.name, self._switch)
+        make = session.admission.end
+        end = FedTunnels(session.link, session.name, self._switch) if make is None else make(session.link)
 
         def lost(reason: str) -> None:
-            tunnels.lose(reason)
+            end.lose(reason)
             self._forget(number, session, reason)
 
         session.admission.came(session.link)
         self._note(f"node {session.name!r} at {session.link.who} has come")
-        session.link.start(tunnels.hear, lost, None)
+        session.link.start(end.hear, lost, None)
 
     def _forget(self, number: bytes, session: _Session, reason: str) -> None:
         with self._lock:

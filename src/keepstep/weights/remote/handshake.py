@@ -39,12 +39,14 @@ class Joining:
         address: see `Greeting`.
         avoid: see `Greeting`.
         session: of the link that this connection becomes a stream of; empty: it begins a link.
+        publishes: see `Greeting`.
     """
 
     num_streams: int
     address: str | None = None
     avoid: tuple[str, ...] = ()
     session: bytes = b""
+    publishes: bool = False
 
 
 def _seal_of(token: str) -> bytes:
@@ -80,7 +82,7 @@ def call(
         name = name_in(credentials.token)
         greeting = msg.Greeting(
             msg.VERSION, name, secrets.token_bytes(NONCE_BYTES), joining.session, joining.num_streams, joining.address,
-            joining.avoid,
+            joining.avoid, joining.publishes,
         )  # fmt: skip
         stream.send_message(greeting, until_s)
         challenge = stream.receive_message(until_s, msg.MAX_GREETING_BYTES)
@@ -102,6 +104,20 @@ def call(
     except BaseException:  # the connection has no owner yet
         stream.close()
         raise
+
+
+def open_streams(
+    address: str, credentials: Credentials, joining: Joining, tls: ssl.SSLContext | None, control: ByteStream
+) -> list[ByteStream]:
+    """The streams of the link that ``joining`` names. Raises what `call` does; ``control`` is closed then, too."""
+    streams: list[ByteStream] = []
+    try:
+        streams.extend(call(address, credentials, joining, tls)[0] for _ in range(joining.num_streams))
+    except BaseException:  # of any kind: the connections have no other owner
+        for opened in (control, *streams):
+            opened.close()
+        raise
+    return streams
 
 
 def answer(
@@ -135,7 +151,8 @@ def answer(
         if greeting.protocol != msg.VERSION:
             stream.send_message(msg.Denied(f"this node speaks version {msg.VERSION} of the protocol"), until_s)
             raise RemoteProtocolError(f"{caller} speaks version {greeting.protocol} of the protocol")
-        seal = _seal_of(mint(secret, Claim(Role.RECEIVER, greeting.name)))
+        role = Role.PUBLISHER if greeting.publishes else Role.RECEIVER
+        seal = _seal_of(mint(secret, Claim(role, greeting.name)))
         nonce = secrets.token_bytes(NONCE_BYTES)
         stream.send_message(msg.Challenge(nonce, _proof(seal, "feeder", greeting, nonce)), until_s)
         try:

@@ -4,6 +4,9 @@ A *link* joins two nodes: the *feeder*, which is nearer to the publishers, and t
 is the connection of one consumer to its device, as `keepstep.protocol.transfer.messages` defines it, with a number of
 the fed node's. Bucket contents travel beside the messages, on streams of their own; a bucket goes over a link once,
 whatever the number of tunnels that want it.
+
+Where publishers are on several nodes, each of those has a link of the same kind from each other one. Its tunnels are
+connections between devices.
 """
 
 from __future__ import annotations
@@ -14,9 +17,18 @@ from typing import TypeAlias
 import msgspec
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError
-from keepstep.protocol.transfer.messages import MAX_BODY_BYTES, AnyTransferMessage, SubscriberCalled
+from keepstep.protocol.transfer.messages import (
+    MAX_BODY_BYTES,
+    AnyTransferMessage,
+    BucketReady,
+    CatchUpCalled,
+    DeviceCalled,
+    SubscriberCalled,
+    UpdateOffered,
+    Welcomed,
+)
 
-VERSION = 1
+VERSION = 2
 """Of this protocol; a node that speaks another one is refused."""
 MAX_GREETING_BYTES = 8192
 """Before a caller has proved who it is, no larger message is read from it."""
@@ -47,6 +59,8 @@ class Greeting(LinkMessage, frozen=True):
     """Where other nodes can reach the caller to be fed; None: nowhere."""
     avoid: tuple[str, ...]
     """Feeders that the caller could not reach or has lost."""
+    publishes: bool
+    """The caller has publishers, too: its tunnels are those of devices."""
 
 
 class Challenge(LinkMessage, frozen=True):
@@ -86,8 +100,34 @@ class TunnelOpened(LinkMessage, frozen=True):
     introduction: SubscriberCalled
 
 
+class DeviceTunnelOpened(LinkMessage, frozen=True):
+    """A device of the caller's node wants to reach a rank; if that is not on the other node, no answer comes."""
+
+    tunnel: int
+    rank: int
+    introduction: DeviceCalled | UpdateOffered | CatchUpCalled
+
+
+class DeviceWelcomed(LinkMessage, frozen=True):
+    """The rank is there, and its answer. Buckets in its buffer come into the mirror of this number."""
+
+    tunnel: int
+    mirror: int
+    answer: Welcomed
+
+
+class BucketShipped(LinkMessage, frozen=True):
+    """What a device says of a bucket. It holds as soon as the shipment, which goes over the link once, has come."""
+
+    tunnel: int
+    mirror: int
+    shipment: int
+    """Ascending on a link."""
+    ready: BucketReady
+
+
 class TunnelSaid(LinkMessage, frozen=True):
-    """A consumer says something to its device, or the device to it."""
+    """A consumer or device says something to its device, or that device to it."""
 
     tunnel: int
     message: AnyTransferMessage
@@ -108,7 +148,18 @@ class Alive(LinkMessage, frozen=True):
 
 
 AnyLinkMessage: TypeAlias = (
-    Greeting | Challenge | Proven | Accepted | Denied | TunnelOpened | TunnelSaid | TunnelEnded | Alive
+    Greeting
+    | Challenge
+    | Proven
+    | Accepted
+    | Denied
+    | TunnelOpened
+    | DeviceTunnelOpened
+    | DeviceWelcomed
+    | BucketShipped
+    | TunnelSaid
+    | TunnelEnded
+    | Alive
 )
 
 _encoder = msgspec.msgpack.Encoder()

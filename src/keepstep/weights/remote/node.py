@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError, TokenRefused
 from keepstep.protocol.transfer.messages import AnyTransferMessage, SubscriberCalled
 from keepstep.protocol.transfer.topology import ROOT, FedNode, choose_fanout, choose_feeder
 from keepstep.trust.credentials import Credentials
-from keepstep.trust.tokens import Secret
+from keepstep.trust.tokens import Claim, Role, Secret
 from keepstep.weights.remote import messages as msg
+from keepstep.weights.remote.bridge.bridge import Bridge
 from keepstep.weights.remote.consumers import LocalConsumers
 from keepstep.weights.remote.devices import DeviceTunnels
 from keepstep.weights.remote.feeder import Admission, Feeder
-from keepstep.weights.remote.handshake import MAX_STREAMS, Joining, call, tls_of_fed, tls_of_feeder
+from keepstep.weights.remote.handshake import MAX_STREAMS, Joining, call, open_streams, tls_of_fed, tls_of_feeder
 from keepstep.weights.remote.link import TcpLink
-from keepstep.weights.remote.stream import ByteStream, split_address
+from keepstep.weights.remote.stream import split_address
 from keepstep.weights.remote.switch import Switch
 
 RETRY_S = 0.2
@@ -32,6 +33,8 @@ HOP_S = 0.002
 """What a bucket takes to be passed on besides its time on the link: a guess of some thread switches and a network's
 latency, which decides only where an update takes a few times as long."""
 Note = Callable[[str], None]
+FindRoot = Callable[[str | None], str | None]
+"""Given the address that did not answer, says which is to be tried next; None: none is known yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,9 +70,10 @@ class _Member:
 
 
 class WeightServer:
-    """On the publishers' node: leads nodes that come with the job's token to a device of this node.
+    """On a node with publishers: leads nodes that come with the job's token to a device of this node.
 
-    It says who feeds whom, and feeds the first of them.
+    It says who feeds whom, and feeds the first of them. Where publishers are on several nodes, each of
+    those has one of these, and they join all devices to one world.
     """
 
     def __init__(
@@ -78,16 +82,18 @@ class WeightServer:
         listen: str,
         secret: Secret,
         *,
-        rank: int = 0,
+        node: str = "publishers",
+        rank: int | None = None,
         fanout: int | None = None,
         links: Links = DEFAULT_LINKS,
         note: Note = lambda text: None,
     ) -> None:
         """Args:
-        folder: that of the publishers.
+        folder: that of the publishers of this node.
         listen: ``HOST:PORT``; port 0 takes a free one.
         secret: of the job.
-        rank: of the publisher on this node to which consumers are led.
+        node: what this node is called.
+        rank: of the publisher on this node to which consumers are led; None: the lowest one that is there.
         fanout: how many nodes each node feeds; None: as `choose_fanout` says. 1 is a chain.
         links: what they are like.
         note: told of nodes that come, go and are refused.
@@ -104,6 +110,10 @@ class WeightServer:
         self.switch = Switch(links.deadline_s)
         tls = tls_of_feeder(secret) if links.is_encrypted else None
         self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note)
+        credentials = Credentials.of(secret, Claim(Role.PUBLISHER, node))
+        fed = tls_of_fed(credentials.authority) if links.is_encrypted and credentials.authority is not None else None
+        joining = Joining(links.num_streams, publishes=True)
+        self._bridge = Bridge(folder, credentials, joining, fed, links.deadline_s, note)
         self._devices = DeviceTunnels(folder, rank, self.switch)
         self.switch.rise(self._devices)
 
@@ -122,7 +132,32 @@ class WeightServer:
                 for name, member in self._members.items()
             }
 
+    @property
+    def linked(self) -> frozenset[str]:
+        """Addresses of the other nodes with publishers from which there is a link."""
+        return self._bridge.linked
+
+    @property
+    def num_bytes_from_peers(self) -> int:
+        """Of buckets that have come from other nodes with publishers."""
+        return self._bridge.num_bytes
+
+    def reach(self, peers: Collection[str]) -> None:
+        """Joins the devices of this node to those of other nodes.
+
+        Args:
+            peers: the addresses of the servers there; each of them has to be told of this one, too.
+
+        Raises:
+            ConfigurationError: one of them is no ``HOST:PORT``.
+        """
+        for peer in peers:
+            split_address(peer)
+        self._bridge.reach(peers)
+
     def _admit(self, greeting: msg.Greeting) -> Admission:
+        if greeting.publishes:
+            return Admission(end=lambda link: self._bridge.end_of(link, greeting.name))
         if greeting.address is not None:
             split_address(greeting.address)
         with self._lock:
@@ -159,6 +194,7 @@ class WeightServer:
     def close(self) -> None:
         """Ends every link, and leaves the device."""
         self._feeder.close()
+        self._bridge.close()
         self.switch.close()
         self._devices.close()
 
@@ -205,7 +241,7 @@ class WeightReceiver:
     def __init__(
         self,
         folder: Path,
-        root: str,
+        root: str | FindRoot,
         credentials: Credentials,
         *,
         secret: Secret | None = None,
@@ -216,7 +252,7 @@ class WeightReceiver:
     ) -> None:
         """Args:
         folder: where consumers of this node look for a publisher; made if it is not there, for this user alone.
-        root: address of the `WeightServer`.
+        root: address of the `WeightServer`; or a function that says it.
         credentials: this node's; no other node may have the same name.
         secret: of the job; with ``listen``.
         listen: where other nodes can reach this one, ``HOST:PORT``, so that it can feed them; None: it feeds none.
@@ -230,10 +266,12 @@ class WeightReceiver:
         """
         if listen is not None and secret is None:
             raise ConfigurationError("a node that feeds others needs the job's secret, to know them")
-        split_address(root)
+        if isinstance(root, str):
+            split_address(root)
         if links.is_encrypted and credentials.authority is None:
             raise ConfigurationError("for TLS the credentials must hold the certificate of the job's authority")
-        self._root, self._credentials, self._num_streams = root, credentials, links.num_streams
+        self._find_root: FindRoot = root if not isinstance(root, str) else lambda _former: root
+        self._credentials, self._num_streams = credentials, links.num_streams
         self._deadline_s, self._note = links.deadline_s, note
         self._tls: ssl.SSLContext | None = None
         if links.is_encrypted and credentials.authority is not None:
@@ -257,11 +295,14 @@ class WeightReceiver:
             TokenRefused: this node and the root are not of the same job.
         """
         avoid: tuple[str, ...] = ()
+        former: str | None = None
         while not self._stop.is_set():
-            feeder = self._root
+            root = self._find_root(former)
+            former = None
             try:
-                feeder = self._be_fed(avoid)
-                avoid = () if feeder == self._root else (feeder,)
+                if root is not None:
+                    feeder = self._be_fed(root, avoid)
+                    avoid = () if feeder == root else (feeder,)
             except _FeederAway as error:
                 self._note(str(error))
                 avoid = (*avoid, error.address)[-MAX_AVOIDED:]
@@ -269,10 +310,10 @@ class WeightReceiver:
                 raise
             except (PeerLost, RemoteProtocolError) as error:
                 self._note(str(error))
-                avoid = ()
+                avoid, former = (), root
             self._stop.wait(RETRY_S)
 
-    def _be_fed(self, avoid: tuple[str, ...]) -> str:
+    def _be_fed(self, root: str, avoid: tuple[str, ...]) -> str:
         """Finds a feeder, and stays until the way up is lost. Returns the feeder's address."""
         self._ended.clear()
         lost: list[tuple[str, str]] = []
@@ -283,13 +324,13 @@ class WeightReceiver:
 
         links: list[TcpLink] = []
         own = None if self._feeder is None else self._feeder.address
-        stream, accepted = call(self._root, self._credentials, Joining(self._num_streams, own, avoid), self._tls)
-        address = accepted.feeder or self._root
+        stream, accepted = call(root, self._credentials, Joining(self._num_streams, own, avoid), self._tls)
+        address = accepted.feeder or root
         session = accepted.session
         try:
             if accepted.feeder is not None:
                 presence = TcpLink(stream, [], self._deadline_s)
-                presence.start(lambda message: None, lambda reason: lose(f"node at {self._root}", reason), None)
+                presence.start(lambda message: None, lambda reason: lose(f"node at {root}", reason), None)
                 links.append(presence)
                 try:
                     stream, accepted = call(address, self._credentials, Joining(self._num_streams), self._tls)
@@ -297,15 +338,7 @@ class WeightReceiver:
                     raise _FeederAway(address, error) from None
                 session = accepted.session
             joining = Joining(self._num_streams, session=session)
-            streams: list[ByteStream] = []
-            try:
-                streams.extend(
-                    call(address, self._credentials, joining, self._tls)[0] for _ in range(self._num_streams)
-                )
-            except BaseException:  # of any kind: the connections have no other owner
-                for opened in (stream, *streams):
-                    opened.close()
-                raise
+            streams = open_streams(address, self._credentials, joining, self._tls, stream)
             link = TcpLink(stream, streams, self._deadline_s)
             links.append(link)
             above = _LinkAbove(link, self.switch)

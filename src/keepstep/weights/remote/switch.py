@@ -456,12 +456,6 @@ class Switch:
         tunnel.update = 0
         self._changed.notify_all()
 
-    def bucket_bytes(self, update: int, bucket: int) -> int | None:
-        """Of a bucket and its checksum; None if there is no such update here."""
-        with self._changed:
-            found = self._flows[update].buckets.get(bucket) if update in self._flows else None
-            return None if found is None else found.num_bytes + CHECKSUM_BYTES
-
     def _drop(self, number: int) -> _Tunnel | None:
         tunnel = self._tunnels.pop(number, None)
         if tunnel is not None:

@@ -1,0 +1,126 @@
+"""Where a job's weights are published: the controller's answer to a single call, and the call."""
+
+from __future__ import annotations
+
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError, TokenRefused
+from keepstep.protocol.transfer.directory import (
+    PublishingNode,
+    PublishingNodes,
+    WeightsAsked,
+    decode_answer,
+    decode_question,
+    encode,
+)
+from keepstep.transports.rpc.wire import AUTHORIZATION, BEARER, SERVICE, SETTINGS, bearer_in
+from keepstep.trust.certificates import CONTROLLER_NAME
+from keepstep.trust.credentials import Credentials
+from keepstep.trust.tokens import Claim, Role
+
+METHOD = "FindWeights"
+PATH = f"/{SERVICE}/{METHOD}"
+CALL_S = 5.0
+"""How long one call may take."""
+_STOPPED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+
+class WeightsDirectory:
+    """The controller's end."""
+
+    def __init__(self, who: Callable[[str], Claim], on_refused: Callable[[str, str], None]) -> None:
+        """Args:
+        who: says who the bearer of a token is; raises `TokenRefused`.
+        on_refused: told of each refused call: its address, and why.
+        """
+        self._who, self._on_refused = who, on_refused
+        self._nodes = PublishingNodes()
+
+    @property
+    def handler(self) -> Any:
+        """What gRPC calls."""
+        return grpc.unary_unary_rpc_method_handler(self._answer)
+
+    async def _answer(self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        now_s = time.monotonic()
+        try:
+            claim = self._who(bearer_in(context.invocation_metadata()))
+            asked = decode_question(request)
+            if asked.address is not None:
+                if claim.role is not Role.PUBLISHER:
+                    raise TokenRefused(f"the token of {claim.role} {claim.name!r} is not good for publishing")
+                self._nodes.seen(PublishingNode(claim.name, asked.address), now_s)
+        except (TokenRefused, RemoteProtocolError) as error:
+            is_stranger = isinstance(error, TokenRefused)
+            self._on_refused(urllib.parse.unquote(context.peer().partition(":")[2]), str(error))
+            status = grpc.StatusCode.UNAUTHENTICATED if is_stranger else grpc.StatusCode.INVALID_ARGUMENT
+            await context.abort(status, str(error))
+        return encode(self._nodes.present(now_s))
+
+
+class DirectoryCaller:
+    """The other end. Not for several threads."""
+
+    def __init__(
+        self, endpoints: Sequence[str], credentials: Credentials, host_name: str | None = CONTROLLER_NAME
+    ) -> None:
+        """Args:
+        endpoints: HOST:PORT where a controller may be.
+        credentials: of this node, for the role of a publisher or receiver.
+        host_name: what the controller's certificate is made out to; None: to its address.
+        """
+        self._credentials = credentials
+        self._endpoints = tuple(endpoints)
+        self._channels = [self._channel(endpoint, host_name) for endpoint in endpoints]
+
+    def find(self, own_address: str | None) -> tuple[PublishingNode, ...]:
+        """The nodes that publish weights, as the first controller that answers knows them.
+
+        Args:
+            own_address: where others reach this node, which is announced; None: it only asks.
+
+        Raises:
+            TokenRefused: the job is another one.
+            ConfigurationError: the controller does not tell.
+            PeerLost: no controller answers.
+            RemoteProtocolError: what answers is no controller.
+        """
+        trouble = ""
+        for endpoint, channel in zip(self._endpoints, self._channels, strict=True):
+            metadata = ((AUTHORIZATION, BEARER + self._credentials.token),)
+            call: Any = channel.unary_unary(PATH)
+            try:
+                return decode_answer(call(encode(WeightsAsked(own_address)), timeout=CALL_S, metadata=metadata))
+            except grpc.RpcError as error:
+                status, details = error.code(), error.details()
+            if status is grpc.StatusCode.UNAUTHENTICATED:
+                raise TokenRefused(f"the controller at {endpoint} refuses: {details}")
+            if status is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigurationError(
+                    f"the controller at {endpoint} does not tell where weights are published, for it has relays: name "
+                    "the nodes with --peer and --from"
+                )
+            if status not in _STOPPED:
+                raise RemoteProtocolError(f"the controller at {endpoint} refuses: {details}")
+            trouble = f"{endpoint}: {details}"
+        raise PeerLost(f"no controller answers; {trouble}")
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for channel in self._channels:
+            channel.close()
+
+    def _channel(self, endpoint: str, host_name: str | None) -> grpc.Channel:
+        settings: list[tuple[str, int | str]] = [*SETTINGS, ("grpc.use_local_subchannel_pool", 1)]
+        authority = self._credentials.authority
+        if authority is None:
+            return grpc.insecure_channel(endpoint, settings)
+        if host_name is not None:
+            settings.append(("grpc.ssl_target_name_override", host_name))
+        return grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(authority), settings)

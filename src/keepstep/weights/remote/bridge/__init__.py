@@ -1,0 +1,1 @@
+"""Publishers on several nodes: the devices of one node reach those of the others over links."""
