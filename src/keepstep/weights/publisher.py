@@ -268,6 +268,7 @@ class Publisher:
 
     def _end(self) -> None:
         """Gives the publisher back. An interruption was meant for what is over now."""
+        self._late_subscribers.settle()
         with self._changed:
             self._is_publishing = False
             self._stop.clear()

@@ -43,6 +43,8 @@ class LateSubscribers:
         self._settings = settings
         self._changed = threading.Condition()
         self._kept: PublishedCopy | None = None
+        self._is_changing = False
+        """Whether an update is under way, of which this device will keep what it published."""
         self._late: list[tuple[Attached, int | None]] = []
         """Those who came while nothing was kept."""
         self._num_running = 0
@@ -65,6 +67,7 @@ class LateSubscribers:
         with self._changed:
             self._kept = kept
             late, self._late = self._late, []
+        self.settle()
         for attached, version in late:
             if not any(attached is each for each in served):
                 self.came(device, attached, version)
@@ -72,14 +75,21 @@ class LateSubscribers:
     def forget(self) -> None:
         """What is kept is about to change: breaks off what is under way, and waits until it has ended."""
         with self._changed:
-            self._kept = None
+            self._kept, self._is_changing = None, True
             self._stop.set()
             self._changed.wait_for(lambda: not self._num_running)
             self._stop.clear()
 
+    def settle(self) -> None:
+        """The change is over, whether or not something is kept now."""
+        with self._changed:
+            self._is_changing = False
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Ends everything."""
         self.forget()
+        self.settle()
         for buffer in self._buffers.values():
             buffer.close()
         self._stop.close()
@@ -148,9 +158,14 @@ class LateSubscribers:
     # ---- for a consumer of any device -------------------------------------------------------------------------------
 
     def serve(self, device: Device, connection: Connection, called: msg.CatchUpCalled) -> None:
-        """Another device asks for this one's part; runs in a thread of the listener, and owns the connection."""
-        until_s = time.monotonic() + self._settings.deadline_s
+        """Another device asks for this one's part; runs in a thread of the listener, and owns the connection.
+
+        The other device may have come to the end of an update a moment before this one, which waits for its own end.
+        """
+        deadline_s = self._settings.deadline_s
+        until_s = time.monotonic() + deadline_s
         with self._changed:
+            self._changed.wait_for(lambda: not self._is_changing, deadline_s)
             kept = self._kept
             if kept is not None and kept.version == called.version:
                 self._num_running += 1
