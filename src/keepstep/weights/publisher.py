@@ -62,8 +62,8 @@ class Publisher:
     """One device's part in publishing weights to the consumers on it.
 
     All devices of a world publish together, as with a collective: each calls `publish` with the same version. It owns
-    two buffers of two buckets each, made here and kept until `close`; two more of the same size are made when a
-    consumer first comes late. Besides those it takes some hundred bytes for each tensor, and with ``copies`` as much
+    a buffer of two buckets, made here and kept until `close`; one more of the same size is made when a consumer first
+    comes late. On a GPU there are twice as many. Besides those it takes some hundred bytes for each tensor, and with ``copies`` as much
     as the weights. It may be used from one thread at a time, but for `interrupt`.
     """
 
@@ -134,7 +134,7 @@ class Publisher:
     @property
     def buffer_bytes(self) -> int:
         """Of all its buffers together."""
-        return self._device.h2d.num_bytes + self._device.ipc.num_bytes + self._late_subscribers.buffer_bytes
+        return self._device.buffer_bytes + self._late_subscribers.buffer_bytes
 
     @property
     def consumers(self) -> tuple[str, ...]:
