@@ -63,8 +63,8 @@ class Publisher:
 
     All devices of a world publish together, as with a collective: each calls `publish` with the same version. It owns
     a buffer of two buckets, made here and kept until `close`; one more of the same size is made when a consumer first
-    comes late. On a GPU there are twice as many. Besides those it takes some hundred bytes for each tensor, and with ``copies`` as much
-    as the weights. It may be used from one thread at a time, but for `interrupt`.
+    comes late. On a GPU there are twice as many. Besides those it takes some hundred bytes for each tensor, and with
+    ``copies`` as much as the weights. It may be used from one thread at a time, but for `interrupt`.
     """
 
     def __init__(
