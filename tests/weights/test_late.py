@@ -42,7 +42,7 @@ def test_a_consumer_that_comes_late_gets_what_was_published_last(tmp_path: Path,
     *sources, first, second = run_ranks(SOURCES + 2, late, tmp_path, seed)
     assert first == second == (4, True)
     slot_bytes = 1024 + 64
-    assert sources == [4 * slot_bytes] * SOURCES, "consumers map the buffers of all sources"
+    assert sources == [8 * slot_bytes] * SOURCES, "consumers map the buffers of all sources"
 
 
 def test_who_has_the_newest_version_is_not_served_again(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_who_has_the_newest_version_is_not_served_again(tmp_path: Path) -> None:
         consumer._leave("the connection broke")
         consumer.attach(DEADLINE_S)
         publish_to(publisher, consumer, 2)
-        assert publisher.buffer_bytes == 2 * (1024 + 64), "nobody was served apart"
+        assert publisher.buffer_bytes == 4 * (1024 + 64), "nobody was served apart"
 
 
 def test_a_consumer_of_a_former_job_gets_what_the_new_one_published_last(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Buffers:
     """What a publisher's buffers are.
 
     Attributes:
-        bucket_bytes: how much moves at a time; each buffer takes twice as much.
+        bucket_bytes: how much moves at a time; a publisher takes four times as much.
         device: where they are, the same kind of device on all ranks: host memory, or the GPU (``cuda:0``) whose
             consumers are served.
     """
@@ -62,9 +62,9 @@ class Publisher:
     """One device's part in publishing weights to the consumers on it.
 
     All devices of a world publish together, as with a collective: each calls `publish` with the same version. It owns
-    a buffer of two buckets, made here and kept until `close`; one more of the same size is made when a consumer first
-    comes late. On a GPU there are twice as many. Besides those it takes some hundred bytes for each tensor, and with
-    ``copies`` as much as the weights. It may be used from one thread at a time, but for `interrupt`.
+    a buffer of four buckets, made here and kept until `close`; one more of the same size is made when a consumer first
+    comes late. On a GPU each is two buffers of two buckets. Besides those it takes some hundred bytes for each tensor,
+    and with ``copies`` as much as the weights. It may be used from one thread at a time, but for `interrupt`.
     """
 
     def __init__(

@@ -194,12 +194,11 @@ def next_bucket(
     """
     until_s = time.monotonic() + deadline_s
     while True:
-        if not comes(connection, until_s):
-            raise Stalled(f"sent nothing for {deadline_s:g} s")
         message = connection.receive_now()
         match message:
             case None:
-                continue
+                if not comes(connection, until_s):
+                    raise Stalled(f"sent nothing for {deadline_s:g} s")
             case BucketReady() | BucketUnchanged() | UpdateAborted() if message.update < update:
                 continue
             case BucketReady() | BucketUnchanged() if (message.update, message.bucket) == (update, bucket):
