@@ -235,6 +235,7 @@ class ReceiveStage:
             self._pass_on(bucket, number)
             self.num_moved += 1
         self._outlet.wait_while(lambda: self._outlet.readers - self._loaded)
+        self._outlet.wait_until_all_free()  # a consumer of another node says what it has before its node lets go
 
     @property
     def loaded(self) -> list[Attached]:
