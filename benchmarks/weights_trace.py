@@ -157,8 +157,8 @@ def _legend() -> list[Shape]:
     x = float(LEFT)
     for stage, what in (
         ("h2d", "host memory to H2D buffer"),
-        ("broadcast", "source's H2D buffer to IPC buffer"),
-        ("reload", "IPC buffer to the consumer's weights"),
+        ("broadcast", "consumers are told where it is"),
+        ("reload", "source's H2D buffer to the consumer's weights"),
     ):
         label = f"{STAGES[stage]}: {what}"
         drawn += [Rectangle(x, 44, 14, 14, stage, 3), Text(x + 20, 56, label, "quiet")]

@@ -30,7 +30,7 @@ class Buffers:
     """What a publisher's buffers are.
 
     Attributes:
-        bucket_bytes: how much moves at a time; each buffer takes twice as much.
+        bucket_bytes: how much moves at a time; a publisher takes four times as much.
         device: where they are, the same kind of device on all ranks: host memory, or the GPU (``cuda:0``) whose
             consumers are served.
     """
@@ -62,9 +62,9 @@ class Publisher:
     """One device's part in publishing weights to the consumers on it.
 
     All devices of a world publish together, as with a collective: each calls `publish` with the same version. It owns
-    two buffers of two buckets each, made here and kept until `close`; two more of the same size are made when a
-    consumer first comes late. Besides those it takes some hundred bytes for each tensor, and with ``copies`` as much
-    as the weights. It may be used from one thread at a time, but for `interrupt`.
+    a buffer of four buckets, made here and kept until `close`; one more of the same size is made when a consumer first
+    comes late. On a GPU each is two buffers of two buckets. Besides those it takes some hundred bytes for each tensor,
+    and with ``copies`` as much as the weights. It may be used from one thread at a time, but for `interrupt`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Publisher:
     @property
     def buffer_bytes(self) -> int:
         """Of all its buffers together."""
-        return self._device.h2d.num_bytes + self._device.ipc.num_bytes + self._late_subscribers.buffer_bytes
+        return self._device.buffer_bytes + self._late_subscribers.buffer_bytes
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -268,6 +268,7 @@ class Publisher:
 
     def _end(self) -> None:
         """Gives the publisher back. An interruption was meant for what is over now."""
+        self._late_subscribers.settle()
         with self._changed:
             self._is_publishing = False
             self._stop.clear()

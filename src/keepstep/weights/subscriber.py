@@ -35,9 +35,10 @@ from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import RETRY_S, dial, dial_any, listener_path
 from keepstep.weights.device.verdicts import error_of
 from keepstep.weights.memory.blocks import Weights
-from keepstep.weights.memory.buffers import Buffer
+from keepstep.weights.memory.buffers import SharedSlots
 from keepstep.weights.memory.copies import checksum_in
 from keepstep.weights.memory.mapping.mapped import Mapped, ReturnedWeights
+from keepstep.weights.memory.pieces import CHECKSUM_BYTES
 from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
 from keepstep.weights.spans import Spans
 
@@ -49,12 +50,11 @@ CONSUMER_PATIENCE_S = 0.95
 class _Update:
     """An update as this consumer sees it."""
 
-    def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket], buffer: Buffer) -> None:
+    def __init__(self, began: msg.UpdateBegan, buckets: dict[int, Bucket]) -> None:
         self.number, self.version = began.update, began.version
         self.missing = dict(buckets)
         self.base = began.base
         self.checksums: dict[int, bytes] = {}
-        self.buffer = buffer
         self.has_failed = False
 
 
@@ -121,7 +121,8 @@ class Subscriber:
         self._is_switching = False
         self._generation = 0
         self._connection: Connection | None = None
-        self._ipc: Buffer | None = None
+        self._slots = SharedSlots()
+        """Of its device, and in host memory of the other ones."""
         self._update: _Update | None = None
         self._layout: Layout | None = None
         self._buckets: dict[int, Bucket] = {}
@@ -285,7 +286,7 @@ class Subscriber:
                 self._device = welcomed.rank
             else:
                 connection, welcomed = dial(self._path, introduction, f"rank {self._device}", until_s, self._stop)
-            self._ipc = attach_buffer(welcomed.buffer, connection)
+            self._slots.add(0, attach_buffer(welcomed.buffer, connection))
             self._connection, self._generation = connection, max(self._generation, welcomed.generation)
         return self._connection
 
@@ -324,9 +325,7 @@ class Subscriber:
             self._connection = None
         self._fail(reason)
         self._layout = None
-        if self._ipc is not None:
-            self._ipc.close()
-            self._ipc = None
+        self._slots.close()
 
     # ---- an update --------------------------------------------------------------------------------------------------
 
@@ -334,6 +333,9 @@ class Subscriber:
         """Takes a message in; the version, if it was committed by it."""
         update = self._update
         match message:
+            case msg.BufferShared(first_slot=first_slot, place=place):
+                self._layout = None  # what was prepared for its slots is of no use
+                self._slots.add(first_slot, attach_buffer(place, connection))
             case msg.UpdateBegan():
                 self._begin(connection, message)
             case msg.BucketReady(update=number) if update is not None and number == update.number:
@@ -362,18 +364,17 @@ class Subscriber:
                 f"rank {self._device} publishes for generation {began.generation}, this is {self._generation}"
             )
         self._generation = began.generation
-        self._end_update()
+        self._update = None
         if self.only_version not in (None, began.version):
             reason = f"version {began.version} comes, and version {self.only_version} is wanted"
             self._tell(connection, msg.LoadFailed(began.update, reason))
             raise BaseMismatch(reason)
-        buffer = self._buffer_for(connection, began)
         if began.layout != self._layout:
             buckets = began.layout.plan().buckets
             self._layout = began.layout
             self._buckets = {bucket.index: bucket for bucket in buckets if began.reader in bucket.readers}
         assert self._layout is not None
-        self._update = update = _Update(began, self._buckets, buffer)
+        self._update = update = _Update(began, self._buckets)
         self.spans = Spans()
         with self._changed:
             if not self._state.atomic and not self._is_free():
@@ -382,21 +383,6 @@ class Subscriber:
             self._state.begin(began.version)
         self._target.prepare(self._layout, self._layout.readers[began.reader].parts)
         self._finish_if_whole(connection, update)
-
-    def _buffer_for(self, connection: Connection, began: msg.UpdateBegan) -> Buffer:
-        """Where the buckets of this update come. What was prepared for another buffer is of no use in a lent one."""
-        assert self._ipc is not None
-        if began.lent is None:
-            return self._ipc
-        self._layout = None
-        return attach_buffer(began.lent, connection)
-
-    def _end_update(self) -> None:
-        """The update is over, committed or not."""
-        update, self._update = self._update, None
-        if update is not None and update.buffer is not self._ipc:
-            self._layout = None
-            update.buffer.close()
 
     def _is_free(self) -> bool:
         """Waits until the weights are not in use; new users wait meanwhile. Called with ``_changed`` held."""
@@ -408,12 +394,12 @@ class Subscriber:
 
     def _load(self, connection: Connection, update: _Update, ready: msg.BucketReady) -> None:
         bucket = update.missing.pop(ready.bucket, None)
-        if bucket is None or not 0 <= ready.slot < update.buffer.num_slots:
+        slot = None if bucket is None else self._slots.find(ready.slot, bucket.num_bytes + CHECKSUM_BYTES)
+        if bucket is None or slot is None:
             self._leave("the protocol was broken")
             raise RemoteProtocolError(
                 f"rank {self._device} sent bucket {ready.bucket} in slot {ready.slot}, out of turn"
             )
-        slot = update.buffer.view(ready.slot)
         with self.spans.of("reload", bucket.index):
             with self._guarded(connection, update):
                 checksum = self._target.load(bucket, slot)
@@ -463,7 +449,7 @@ class Subscriber:
         self._fail(reason)
 
     def _commit(self, connection: Connection, update: _Update) -> None:
-        self._end_update()
+        self._update = None
         with self._changed:
             if self._state.atomic and not self._is_free():
                 self._refuse(connection, update, "its weights were in use all the time")
@@ -476,7 +462,7 @@ class Subscriber:
             self._tell(connection, msg.VersionTaken(update.number))
 
     def _fail(self, reason: str) -> None:
-        self._end_update()
+        self._update = None
         with self._changed:
             self._state.fail(reason)
             self._changed.notify_all()

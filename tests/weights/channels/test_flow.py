@@ -41,15 +41,23 @@ def later() -> float:
 class Stand:
     """An outlet with its readers' ends, and what it has said of them."""
 
-    def __init__(self, num_readers: int, num_slots: int, deadline_s: float) -> None:
+    def __init__(self, num_readers: int, deadline_s: float) -> None:
         pairs = [connection_pair(f"reader {key}") for key in range(num_readers)]
         self.connections: dict[int, Connection] = {key: ours for key, (ours, _theirs) in enumerate(pairs)}
         self.readers: dict[int, Connection] = {key: theirs for key, (_ours, theirs) in enumerate(pairs)}
         self.stop = CancelToken()
         self.lost: dict[int, Exception] = {}
         self.others: list[tuple[int, AnyTransferMessage]] = []
+        self.freed: list[int] = []
         self.outlet = Outlet(
-            UPDATE, num_slots, self.connections, deadline_s, self.stop, self.lose, self.hear, lambda _bucket: NUM_BYTES
+            UPDATE,
+            self.connections,
+            deadline_s,
+            self.stop,
+            self.lose,
+            self.hear,
+            lambda _bucket: NUM_BYTES,
+            self.freed.append,
         )
 
     def lose(self, key: int, error: Exception) -> None:
@@ -58,6 +66,9 @@ class Stand:
 
     def hear(self, key: int, message: AnyTransferMessage) -> None:
         self.others.append((key, message))
+
+    def comes(self, connection: Connection, until_s: float) -> bool:
+        return bool(wait([connection], until_s, self.stop))
 
     def say(self, key: int, *messages: AnyTransferMessage) -> None:
         for message in messages:
@@ -81,8 +92,8 @@ def make() -> Iterator[Make]:
     """Makes stands whose deadline does not pass, if none is asked for."""
     made: list[Stand] = []
 
-    def stand(num_readers: int = 2, num_slots: int = 2, deadline_s: float = DEADLINE_S) -> Stand:
-        made.append(Stand(num_readers, num_slots, deadline_s))
+    def stand(num_readers: int = 2, deadline_s: float = DEADLINE_S) -> Stand:
+        made.append(Stand(num_readers, deadline_s))
         return made[-1]
 
     with given_back():
@@ -149,7 +160,7 @@ def test_a_slot_is_not_free_until_all_its_readers_have_freed_it(make: Make, orde
 
 
 def test_a_credit_counts_for_its_own_slot(make: Make) -> None:
-    stand = make(1, num_slots=3)
+    stand = make(1)
     for slot in range(3):
         stand.outlet.announce(slot, slot, [0])
     stand.say(0, freed(2), freed(0))
@@ -159,7 +170,7 @@ def test_a_credit_counts_for_its_own_slot(make: Make) -> None:
 
 
 def test_a_slot_can_be_announced_again_and_has_to_be_freed_again(make: Make) -> None:
-    stand = make(1, num_slots=1)
+    stand = make(1)
     for bucket in range(3):
         stand.outlet.announce(bucket, 0, [0])
         assert not is_free(stand, 0)
@@ -347,7 +358,7 @@ def test_a_reader_whose_line_was_closed_on_this_side_is_lost_like_any_other(make
 
 def test_a_reader_whose_connection_was_closed_on_this_side_is_lost_when_it_is_told_of_a_bucket(make: Make) -> None:
     """As by a device that could not tell it that the update begins."""
-    stand = make(2, 1)
+    stand = make(2)
     stand.connections[0].close()
     stand.outlet.announce(7, 0, [0, 1])
     assert isinstance(stand.lost.pop(0), ConnectionEnded)
@@ -419,12 +430,90 @@ def test_the_flag_ends_a_wait(make: Make) -> None:
     assert not stand.lost
 
 
+def test_a_slot_is_freed_once_with_its_last_reader(make: Make) -> None:
+    stand = make(3)
+    stand.outlet.announce(0, 7, [0, 1, 2])
+    stand.say(0, freed(7), freed(7))
+    take_in(stand, 0)
+    stand.say(1, freed(7))
+    take_in(stand, 1)
+    assert stand.freed == []
+    stand.readers[2].close()
+    stand.outlet.wait_until_free(7)
+    assert stand.freed == [7]
+
+
+def test_a_slot_that_nobody_reads_is_freed_at_once(make: Make) -> None:
+    stand = make(1)
+    stand.outlet.announce(0, 3, [])
+    stand.outlet.leave_out(0)
+    stand.outlet.announce(1, 4, [0])
+    assert stand.freed == [3, 4]
+
+
+def test_a_slot_is_not_freed_while_others_are_still_told_of_it(make: Make) -> None:
+    """The first one is gone, which shows when it is told."""
+    stand = make(2)
+    stand.readers[0].close()
+    stand.outlet.announce(0, 1, [0, 1])
+    assert (list(stand.lost), stand.freed) == ([0], [])
+    stand.say(1, freed(1))
+    stand.outlet.wait_until_free(1)
+    assert stand.freed == [1]
+
+
+# ---- While something else is waited for -----------------------------------------------------------------------------
+
+
+def test_readers_are_heard_while_something_else_is_waited_for(make: Make) -> None:
+    """What is waited for comes only when a reader has let go: as from a source that waits for its slot."""
+    stand = make(1)
+    ours, theirs = connection_pair("the source")
+    stand.outlet = Outlet(
+        UPDATE,
+        stand.connections,
+        DEADLINE_S,
+        stand.stop,
+        stand.lose,
+        stand.hear,
+        lambda _bucket: NUM_BYTES,
+        lambda slot: theirs.send(BucketReady(UPDATE, slot, 0, NUM_BYTES), later()),
+    )
+    stand.outlet.announce(0, 1, [0])
+    stand.say(0, freed(1))
+    assert stand.outlet.hear_until(ours, later())
+    assert ours.receive_now() == BucketReady(UPDATE, 1, 0, NUM_BYTES)
+    for each in (ours, theirs):
+        each.close()
+
+
+def test_a_reader_that_stands_is_lost_while_something_else_is_waited_for(make: Make) -> None:
+    stand = make(2, deadline_s=SOON_S)
+    ours, theirs = connection_pair("the source")
+    stand.outlet.announce(0, 1, [0])
+    assert not stand.outlet.hear_until(ours, time.monotonic() + 2 * SOON_S)
+    assert {key: type(error) for key, error in stand.lost.items()} == {0: Stalled}, "the other one holds nothing"
+    assert stand.freed == [1]
+    for each in (ours, theirs):
+        each.close()
+
+
+def test_the_flag_ends_a_wait_for_something_else(make: Make) -> None:
+    stand = make(1)
+    ours, theirs = connection_pair("the source")
+    stand.stop.set()
+    with pytest.raises(Cancelled):
+        stand.outlet.hear_until(ours, later())
+    for each in (ours, theirs):
+        each.close()
+
+
 # ---- The reading side -----------------------------------------------------------------------------------------------
 
 
 def next_of(stand: Stand, bucket: int, deadline_s: float = DEADLINE_S) -> int:
     """The first reader waits for a bucket; its own connection is that of the stand's other side."""
-    ready = next_bucket(stand.readers[0], UPDATE, bucket, deadline_s, stand.stop)
+    ready = next_bucket(stand.readers[0], UPDATE, bucket, deadline_s, stand.comes)
     assert isinstance(ready, BucketReady)
     return ready.slot
 
@@ -476,7 +565,7 @@ def test_an_unchanged_bucket_takes_no_slot(make: Make) -> None:
     stand.outlet.announce_unchanged(3, b"checksum", [0, 1])
     stand.outlet.wait_until_all_free()
     for reader in stand.readers.values():
-        assert next_bucket(reader, UPDATE, 3, DEADLINE_S, stand.stop) == BucketUnchanged(UPDATE, 3, b"checksum")
+        assert next_bucket(reader, UPDATE, 3, DEADLINE_S, stand.comes) == BucketUnchanged(UPDATE, 3, b"checksum")
 
 
 def test_a_reader_that_is_gone_is_told_of_no_unchanged_bucket(make: Make) -> None:
@@ -520,7 +609,7 @@ def test_the_flag_ends_waiting_for_a_bucket(make: Make) -> None:
 
 def test_what_a_reader_said_last_is_heard_when_it_cannot_be_told_of_a_bucket(make: Make) -> None:
     """It says why it goes, and is gone before the writer has looked."""
-    stand = make(num_readers=1, num_slots=2, deadline_s=DEADLINE_S)
+    stand = make(1)
     stand.say(0, LoadFailed(UPDATE, "it is full"), PathLost("its node is gone"))
     stand.readers[0].close()
     stand.outlet.announce(bucket=0, slot=0, readers=[0])

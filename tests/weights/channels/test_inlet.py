@@ -111,9 +111,7 @@ def no_error(_key: int, error: Exception) -> None:
 
 def test_no_bucket_is_overwritten_while_it_is_read(ends: Ends) -> None:
     """Two threads, one slot after the other: what a reader has stays as it is until it lets go."""
-    outlet = Outlet(
-        UPDATE, NUM_SLOTS, {0: ends.connection}, DEADLINE_S, ends.stop, no_error, no_error, lambda _bucket: SLOT_BYTES
-    )
+    outlet = Outlet(UPDATE, {0: ends.connection}, DEADLINE_S, ends.stop, no_error, no_error, lambda _bucket: SLOT_BYTES)
 
     def write() -> None:
         for index in range(NUM_BUCKETS):

@@ -225,6 +225,14 @@ class SlotFreed(TransferMessage, frozen=True):
 # ---- device and subscriber ------------------------------------------------------------------------------------------
 
 
+class BufferShared(TransferMessage, frozen=True):
+    """Buckets may lie in another buffer, too. It takes the place of one that had the same numbers before."""
+
+    first_slot: int
+    """Number of its first slot for this subscriber; the slots of the buffer in `Welcomed` count from 0."""
+    place: BufferPlace
+
+
 class UpdateBegan(TransferMessage, frozen=True):
     """An update comes; the subscriber is the reader of this index in its layout."""
 
@@ -233,8 +241,6 @@ class UpdateBegan(TransferMessage, frozen=True):
     generation: int
     layout: Layout
     reader: int
-    lent: BufferPlace | None
-    """Another buffer, in which the buckets of this update lie."""
     base: int | None
     """The version that the subscriber has; what has not changed since does not come."""
 
@@ -284,6 +290,7 @@ AnyTransferMessage: TypeAlias = (
     | BucketReady
     | BucketUnchanged
     | SlotFreed
+    | BufferShared
     | UpdateBegan
     | VersionLoaded
     | VersionTaken

@@ -32,6 +32,8 @@ class Stalled(PeerLost):
 
 Lose = Callable[[int, PeerLost | RemoteProtocolError], None]
 Other = Callable[[int, AnyTransferMessage], None]
+Await = Callable[[Connection, float], bool]
+"""Waits for something on a connection until a time on the monotonic clock; whether it came."""
 
 
 class Outlet:
@@ -40,28 +42,29 @@ class Outlet:
     def __init__(
         self,
         update: int,
-        num_slots: int,
         connections: Mapping[int, Connection],
         deadline_s: float,
         stop: CancelToken,
         lose: Lose,
         other: Other,
         size_of: Callable[[int], int],
+        freed: Callable[[int], None] = lambda slot: None,
     ) -> None:
         """Args:
         update: its number, for every message.
-        num_slots: of the buffer.
         connections: to the readers, by a key of the caller's.
         deadline_s: how long a reader may show nothing while it is waited for.
         stop: ends all waits.
         lose: told of a reader that is gone or stands; it is waited for no more.
         other: given every message that is no credit.
         size_of: how many bytes of a slot a bucket and its checksum take, by its index.
+        freed: told of each slot that was announced, once no reader has it any more.
         """
         self._update, self._deadline_s, self._stop = update, deadline_s, stop
-        self._lose, self._other, self._size_of = lose, other, size_of
+        self._lose, self._other, self._size_of, self._freed = lose, other, size_of, freed
         self._connections = dict(connections)
-        self._held: list[set[int]] = [set() for _ in range(num_slots)]
+        self._held: dict[int, set[int]] = {}
+        """By slot: its readers."""
         self._moved_s = dict.fromkeys(connections, time.monotonic())
 
     @property
@@ -72,12 +75,15 @@ class Outlet:
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
         """Tells the readers that are still there of a bucket."""
         message = BucketReady(self._update, bucket, slot, self._size_of(bucket))
-        for key in readers:
+        present = [key for key in readers if key in self._connections]
+        for key in set(present) - self._holding:
+            self._moved_s[key] = time.monotonic()
+        self._held[slot] = set(present)
+        if not present:
+            self._freed(slot)
+        for key in present:
             if key not in self._connections:
                 continue
-            if not any(key in held for held in self._held):
-                self._moved_s[key] = time.monotonic()
-            self._held[slot].add(key)
             try:
                 self._connections[key].send(message, time.monotonic() + self._deadline_s)
             except ConnectionEnded as error:
@@ -93,7 +99,7 @@ class Outlet:
         """Tells the readers that are still there that a bucket is what they have."""
         for key in readers:
             if key in self._connections:
-                if not any(key in held for held in self._held):
+                if key not in self._holding:
                     self._moved_s[key] = time.monotonic()
                 try:
                     message = BucketUnchanged(self._update, bucket, checksum)
@@ -103,11 +109,11 @@ class Outlet:
 
     def wait_until_free(self, slot: int) -> None:
         """Waits until the slot has no reader. Raises Cancelled by the stop."""
-        self.wait_while(lambda: self._held[slot])
+        self.wait_while(lambda: self._held.get(slot, set()))
 
     def wait_until_all_free(self) -> None:
         """Waits until no slot has a reader. Raises Cancelled by the stop."""
-        self.wait_while(lambda: set[int]().union(*self._held))
+        self.wait_while(lambda: self._holding)
 
     def wait_while(self, pending: Callable[[], set[int]]) -> None:
         """Hears the readers until none is pending; those that show nothing for too long are lost.
@@ -116,21 +122,44 @@ class Outlet:
             Cancelled: by the stop.
         """
         while waited := {key: self._connections[key] for key in pending() if key in self._connections}:
-            until_s = min(self._moved_s[key] for key in waited) + self._deadline_s
-            ready = wait(waited.values(), until_s, self._stop)
-            now_s = time.monotonic()
-            for key, connection in waited.items():
-                if connection in ready:
-                    self._moved_s[key] = now_s
-                    self._read(key, connection)
-                elif now_s >= self._moved_s[key] + self._deadline_s:
-                    self.leave_out(key, Stalled(f"has shown nothing for {self._deadline_s:g} s"))
+            self._hear(waited, wait(waited.values(), self._due_s(waited), self._stop))
+
+    def hear_until(self, awaited: Connection, until_s: float) -> bool:
+        """Hears the readers that have slots until something comes on another connection; whether it came in time.
+
+        Raises:
+            Cancelled: by the stop.
+        """
+        while True:
+            holding = {key: self._connections[key] for key in self._holding}
+            ready = wait([awaited, *holding.values()], min(until_s, self._due_s(holding)), self._stop)
+            self._hear(holding, ready)
+            if awaited in ready or time.monotonic() >= until_s:
+                return awaited in ready
+
+    @property
+    def _holding(self) -> set[int]:
+        """The readers that have slots."""
+        return set[int]().union(*self._held.values())
+
+    def _due_s(self, waited: Collection[int]) -> float:
+        """When the first of some readers is lost, if nothing is heard of it."""
+        return min((self._moved_s[key] for key in waited), default=float("inf")) + self._deadline_s
+
+    def _hear(self, waited: Mapping[int, Connection], ready: Collection[Connection]) -> None:
+        now_s = time.monotonic()
+        for key, connection in waited.items():
+            if connection in ready:
+                self._moved_s[key] = now_s
+                self._read(key, connection)
+            elif now_s >= self._moved_s[key] + self._deadline_s:
+                self.leave_out(key, Stalled(f"has shown nothing for {self._deadline_s:g} s"))
 
     def leave_out(self, key: int, error: PeerLost | RemoteProtocolError | None = None) -> None:
         """This reader is waited for no more; with an error, it is lost."""
         self._connections.pop(key, None)
-        for held in self._held:
-            held.discard(key)
+        for slot in list(self._held):
+            self._let_go(slot, key)
         if error is not None:
             self._lose(key, error)
 
@@ -144,28 +173,34 @@ class Outlet:
             return
         if not isinstance(message, SlotFreed):
             self._other(key, message)
-        elif message.update == self._update and 0 <= message.slot < len(self._held):
-            self._held[message.slot].discard(key)
+        elif message.update == self._update:
+            self._let_go(message.slot, key)
+
+    def _let_go(self, slot: int, key: int) -> None:
+        held = self._held.get(slot, set())
+        if key in held:
+            held.discard(key)
+            if not held:
+                self._freed(slot)
 
 
 def next_bucket(
-    connection: Connection, update: int, bucket: int, deadline_s: float, stop: CancelToken
+    connection: Connection, update: int, bucket: int, deadline_s: float, comes: Await
 ) -> BucketReady | BucketUnchanged:
     """Waits for one bucket and returns what is said of it; what earlier updates left on the connection is dropped.
 
     Raises:
-        Cancelled: by ``stop``.
+        Cancelled: from ``comes``, which waits.
         PeerLost: the writer is gone, or did not write within the deadline.
         RemoteProtocolError: another bucket came.
     """
     until_s = time.monotonic() + deadline_s
     while True:
-        if not wait([connection], until_s, stop):
-            raise Stalled(f"sent nothing for {deadline_s:g} s")
         message = connection.receive_now()
         match message:
             case None:
-                continue
+                if not comes(connection, until_s):
+                    raise Stalled(f"sent nothing for {deadline_s:g} s")
             case BucketReady() | BucketUnchanged() | UpdateAborted() if message.update < update:
                 continue
             case BucketReady() | BucketUnchanged() if (message.update, message.bucket) == (update, bucket):
@@ -193,28 +228,33 @@ class Inlet:
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """Waits for a bucket; its slot, uint8, valid until `release`. Raises what `next_bucket` does."""
-        taken = self.take_changed(bucket)
-        if isinstance(taken, BucketUnchanged):
-            raise RemoteProtocolError(f"bucket {bucket.index} is said to be here, and nothing is")
-        return taken
-
-    def take_changed(self, bucket: Bucket) -> torch.Tensor | BucketUnchanged:
-        """As `take`, or that the bucket's readers have its content; then there is nothing to release."""
-        ready = next_bucket(self._connection, self._update, bucket.index, self._deadline_s, self._stop)
+        ready = self.next(bucket, lambda connection, until_s: bool(wait([connection], until_s, self._stop)))
         if isinstance(ready, BucketUnchanged):
-            return ready
-        if not 0 <= ready.slot < self._buffer.num_slots:
-            raise RemoteProtocolError(f"bucket {bucket.index} in slot {ready.slot} of {self._buffer.num_slots}")
+            raise RemoteProtocolError(f"bucket {bucket.index} is said to be here, and nothing is")
         self._slot = ready.slot
         return self._buffer.view(ready.slot)
 
     def release(self) -> None:
-        """The bucket is done with.
+        """The bucket that was taken is done with. Raises what `free` does."""
+        self.free(self._slot)
+
+    def next(self, bucket: Bucket, comes: Await) -> BucketReady | BucketUnchanged:
+        """Waits for a bucket: in which slot it is, until `free`, or that its readers have its content.
+
+        Several may be taken before the first of them is freed. Raises what `next_bucket` does.
+        """
+        ready = next_bucket(self._connection, self._update, bucket.index, self._deadline_s, comes)
+        if isinstance(ready, BucketReady) and not 0 <= ready.slot < self._buffer.num_slots:
+            raise RemoteProtocolError(f"bucket {bucket.index} in slot {ready.slot} of {self._buffer.num_slots}")
+        return ready
+
+    def free(self, slot: int) -> None:
+        """What was in a slot is done with.
 
         Raises:
             PeerLost: the writer is gone, or reads nothing.
         """
-        self._connection.send(SlotFreed(self._update, self._slot), time.monotonic() + self._deadline_s)
+        self._connection.send(SlotFreed(self._update, slot), time.monotonic() + self._deadline_s)
 
 
 def attach_buffer(place: BufferPlace | None, connection: Connection) -> Buffer:

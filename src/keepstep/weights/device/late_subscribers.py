@@ -6,6 +6,7 @@ move the buckets, over connections and buffers of their own. It needs copies of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -20,7 +21,15 @@ from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import dial_rank
 from keepstep.weights.device.device import Device, Settings
-from keepstep.weights.device.stages import CannotGoOn, RankPlan, ReceiveStage, SendStage, device_outlet
+from keepstep.weights.device.source_connections import Source
+from keepstep.weights.device.stages import (
+    CannotGoOn,
+    IpcBuffer,
+    RankPlan,
+    ReceiveStage,
+    SendStage,
+    device_outlet,
+)
 from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.buffers import Buffer
@@ -43,12 +52,14 @@ class LateSubscribers:
         self._settings = settings
         self._changed = threading.Condition()
         self._kept: PublishedCopy | None = None
+        self._is_changing = False
+        """Whether an update is under way, of which this device will keep what it published."""
         self._late: list[tuple[Attached, int | None]] = []
         """Those who came while nothing was kept."""
         self._num_running = 0
         self._stop = CancelToken()
         self._turn = threading.Lock()
-        """Whose turn it is to have the IPC buffer."""
+        """Whose turn it is to be brought something, by way of one IPC buffer where there is one."""
         self._turn_to_serve = threading.Lock()
         """Whose turn it is to have the H2D buffer."""
         self._buffers: dict[str, Buffer] = {}
@@ -65,6 +76,7 @@ class LateSubscribers:
         with self._changed:
             self._kept = kept
             late, self._late = self._late, []
+        self.settle()
         for attached, version in late:
             if not any(attached is each for each in served):
                 self.came(device, attached, version)
@@ -72,14 +84,21 @@ class LateSubscribers:
     def forget(self) -> None:
         """What is kept is about to change: breaks off what is under way, and waits until it has ended."""
         with self._changed:
-            self._kept = None
+            self._kept, self._is_changing = None, True
             self._stop.set()
             self._changed.wait_for(lambda: not self._num_running)
             self._stop.clear()
 
+    def settle(self) -> None:
+        """The change is over, whether or not something is kept now."""
+        with self._changed:
+            self._is_changing = False
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Ends everything."""
         self.forget()
+        self.settle()
         for buffer in self._buffers.values():
             buffer.close()
         self._stop.close()
@@ -97,10 +116,9 @@ class LateSubscribers:
                 threading.Thread(target=self._bring, args=arguments, name="keepstep-catch-up", daemon=True).start()
 
     def _bring(self, device: Device, attached: Attached, kept: PublishedCopy) -> None:
-        connections: list[Connection] = []
         try:
-            with self._turn:
-                self._bring_now(device, attached, kept, connections)
+            with self._turn, contextlib.ExitStack() as opened:
+                self._bring_now(device, attached, kept, opened)
         except Cancelled:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "no process", "a newer version is about to come"))
         except ConfigurationError as error:
@@ -109,46 +127,47 @@ class LateSubscribers:
         except CannotGoOn as error:
             attached.tell(msg.UpdateAborted(0, TransferFault.LOST, error.culprit, error.reason))
         finally:
-            for connection in connections:
-                connection.close()
             self._ended()
 
-    def _bring_now(
-        self, device: Device, attached: Attached, kept: PublishedCopy, connections: list[Connection]
-    ) -> None:
+    def _bring_now(self, device: Device, attached: Attached, kept: PublishedCopy, opened: contextlib.ExitStack) -> None:
         rank, deadline_s = self._settings.rank, self._settings.deadline_s
         layout = serve_one(kept.layout, rank, attached.consumer)
         update, plan = device.number_update(), RankPlan(layout, rank)
-        sources: dict[int, tuple[Connection, Buffer]] = {}
+        sources: dict[int, Source] = {}
         for source in sorted({bucket.source for bucket in plan.coming}):
             called = msg.CatchUpCalled(rank, device.generation, update, kept.version, layout)
             sources[source] = self._ask(source, called)
-            connections.append(sources[source][0])
-        ipc = self._buffer("ipc")
-        place, descriptors = ipc.share()
-        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, place, None), descriptors)
-        try:
-            receiving = ReceiveStage(update, plan, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
-            receiving.run()
-        finally:
-            for _connection, buffer in sources.values():
-                buffer.close()
+            opened.callback(sources[source].close)
+        ipc = None
+        if self._settings.has_ipc:
+            ipc = IpcBuffer(self._buffer("ipc"), self._settings.first_late_slot(rank))
+        for shared in sources.values() if ipc is None else [ipc]:
+            attached.share(shared.first_slot, shared.buffer)
+        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, None))
+        receiving = ReceiveStage(update, plan, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
+        receiving.run()
         receiving.hand_over(kept.version, self._stop)
 
-    def _ask(self, source: int, called: msg.CatchUpCalled) -> tuple[Connection, Buffer]:
+    def _ask(self, source: int, called: msg.CatchUpCalled) -> Source:
         until_s = time.monotonic() + self._settings.deadline_s
         try:
             connection, welcomed = dial_rank(self._settings.folder, source, called, until_s, self._stop)
-            return connection, attach_buffer(welcomed.buffer, connection)
+            buffer = attach_buffer(welcomed.buffer, connection)
+            return Source(connection, buffer, self._settings.first_late_slot(source))
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn.because_of(source, error) from None
 
     # ---- for a consumer of any device -------------------------------------------------------------------------------
 
     def serve(self, device: Device, connection: Connection, called: msg.CatchUpCalled) -> None:
-        """Another device asks for this one's part; runs in a thread of the listener, and owns the connection."""
-        until_s = time.monotonic() + self._settings.deadline_s
+        """Another device asks for this one's part; runs in a thread of the listener, and owns the connection.
+
+        The other device may have come to the end of an update a moment before this one, which waits for its own end.
+        """
+        deadline_s = self._settings.deadline_s
+        until_s = time.monotonic() + deadline_s
         with self._changed:
+            self._changed.wait_for(lambda: not self._is_changing, deadline_s)
             kept = self._kept
             if kept is not None and kept.version == called.version:
                 self._num_running += 1
@@ -175,7 +194,7 @@ class LateSubscribers:
         plan = RankPlan(called.layout, self._settings.rank)
         plan.prepare([block.held for block in kept.blocks])
         device.welcome_to(h2d, connection, time.monotonic() + deadline_s)
-        outlet = device_outlet(called.update, plan, h2d, {called.rank: connection}, deadline_s, self._stop)
+        outlet = device_outlet(called.update, plan, {called.rank: connection}, deadline_s, self._stop)
         SendStage(plan, h2d, outlet, Spans()).run()
 
     def _buffer(self, which: str) -> Buffer:

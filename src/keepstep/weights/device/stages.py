@@ -1,8 +1,9 @@
 """What one device does in one update: two stages that run side by side, each in a thread of its own.
 
-The first copies what this device is the source of from host memory into the H2D buffer. The second brings every bucket
-that is wanted here out of its source's H2D buffer into the IPC buffer. The third stage, the reload, runs in the
-consumers' own processes (`keepstep.weights.subscriber`). Each stage waits for one slot or bucket at a time.
+The first copies what this device is the source of from host memory into the H2D buffer. The second hands every bucket
+that is wanted here on to the consumers of this device: in host memory they map the source's H2D buffer, and are told in
+which slot it is; on GPUs it is copied into this device's IPC buffer. The third stage, the reload, runs in the processes
+of the consumers (`keepstep.weights.subscriber`). Each stage waits for one slot or bucket at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +33,7 @@ from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, what_of
 from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
+from keepstep.weights.device.source_connections import Source
 from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import Copy, checksum_in, copy_of, seal
@@ -159,11 +161,11 @@ class SendStage:
 
 
 def device_outlet(
-    update: int, plan: RankPlan, h2d: Buffer, readers: Mapping[int, Connection], deadline_s: float, stop: CancelToken
+    update: int, plan: RankPlan, readers: Mapping[int, Connection], deadline_s: float, stop: CancelToken
 ) -> Outlet:
     """To the devices that read in this one's H2D buffer; one that is lost ends the update."""
     patience_s = deadline_s + DEVICE_PATIENCE_S
-    return Outlet(update, h2d.num_slots, readers, patience_s, stop, _blame_device, _nothing_else, plan.size_of)
+    return Outlet(update, readers, patience_s, stop, _blame_device, _nothing_else, plan.size_of)
 
 
 def _blame_device(rank: int, error: Exception) -> None:
@@ -174,8 +176,18 @@ def _nothing_else(rank: int, message: AnyTransferMessage) -> None:
     raise CannotGoOn(f"rank {rank}", f"it sent {message!r:.80}")
 
 
+class IpcBuffer(NamedTuple):
+    """A buffer of this device, and the number of its first slot for consumers."""
+
+    buffer: Buffer
+    first_slot: int
+
+
 class ReceiveStage:
-    """The second stage: H2D buffer of the source to IPC buffer of this device, and on to its consumers."""
+    """The second stage: from the H2D buffers of the sources to the consumers of this device.
+
+    A slot is the source's again when all those consumers have let it go or, where it is copied, after that.
+    """
 
     name = "broadcast"
 
@@ -183,8 +195,8 @@ class ReceiveStage:
         self,
         update: int,
         plan: RankPlan,
-        sources: Mapping[int, tuple[Connection, Buffer]],
-        ipc: Buffer,
+        sources: Mapping[int, Source],
+        ipc: IpcBuffer | None,
         consumers: Mapping[int, Attached],
         deadline_s: float,
         stop: CancelToken,
@@ -193,9 +205,9 @@ class ReceiveStage:
         """Args:
         update: its number.
         plan: what comes here.
-        sources: connection and H2D buffer of each device, by rank.
-        ipc: this device's.
-        consumers: those here that take part, by index of the reader.
+        sources: the devices, by rank.
+        ipc: where buckets are copied; None: the consumers map the buffers of the sources.
+        consumers: those here that take part, by index of the reader. They know the buffers.
         deadline_s: how long a consumer may show nothing; a device may a little longer.
         stop: ends all waits.
         spans: where the stage notes when it was busy.
@@ -203,15 +215,18 @@ class ReceiveStage:
         self._update, self._plan, self._ipc, self._spans = update, plan, ipc, spans
         self._deadline_s = deadline_s
         patience_s = deadline_s + SOURCE_PATIENCE_S
+        self._sources = sources
         self._inlets = {
             # This device's own first stage finds out for itself what holds it up.
-            source: Inlet(update, connection, buffer, patience_s if source != plan.rank else 2 * patience_s, stop)
-            for source, (connection, buffer) in sources.items()
+            rank: Inlet(update, each.connection, each.buffer, patience_s if rank != plan.rank else 2 * patience_s, stop)
+            for rank, each in sources.items()
         }
+        self._lent: dict[int, tuple[int, int]] = {}
+        """By number of a slot for consumers: whose it is, and its number there."""
         self._consumers = consumers
         connections = {reader: consumer.connection for reader, consumer in consumers.items()}
-        size_of = plan.size_of
-        self._outlet = Outlet(update, ipc.num_slots, connections, deadline_s, stop, self._lose, self._hear, size_of)
+        lose, hear, size_of = self._lose, self._hear, plan.size_of
+        self._outlet = Outlet(update, connections, deadline_s, stop, lose, hear, size_of, self._give_back)
         self._loaded: set[int] = set()
         self._taken: set[int] = set()
         self._checksums: dict[int, bytes] = {}
@@ -224,9 +239,10 @@ class ReceiveStage:
         Cancelled: the update has been aborted.
         """
         for number, bucket in enumerate(self._plan.coming):
-            self._pass_on(bucket, number % self._ipc.num_slots)
+            self._pass_on(bucket, number)
             self.num_moved += 1
         self._outlet.wait_while(lambda: self._outlet.readers - self._loaded)
+        self._outlet.wait_until_all_free()  # a consumer of another node says what it has before its node lets go
 
     @property
     def loaded(self) -> list[Attached]:
@@ -245,7 +261,7 @@ class ReceiveStage:
         for reader in connections:
             self._consumers[reader].tell(VersionCommitted(self._update, version))
         size_of = self._plan.size_of
-        self._outlet = Outlet(self._update, 0, connections, patience_s, stop, self._lose, self._hear, size_of)
+        self._outlet = Outlet(self._update, connections, patience_s, stop, self._lose, self._hear, size_of)
         with contextlib.suppress(Cancelled):
             self._outlet.wait_while(lambda: self._outlet.readers - self._taken)
 
@@ -254,22 +270,46 @@ class ReceiveStage:
         """The consumers that have switched to the version."""
         return [self._consumers[reader] for reader in sorted(self._taken)]
 
-    def _pass_on(self, bucket: Bucket, half: int) -> None:
-        inlet = self._inlets[bucket.source]
+    def _pass_on(self, bucket: Bucket, number: int) -> None:
         try:
-            slot = inlet.take_changed(bucket)
-            if isinstance(slot, BucketUnchanged):
-                self._checksums[bucket.index] = slot.checksum
-                self._outlet.announce_unchanged(bucket.index, slot.checksum, bucket.readers)
-                return
-            self._outlet.wait_until_free(half)
-            with self._spans.of(self.name, bucket.index):
-                self._ipc.fill(half, slot, bucket.num_bytes + CHECKSUM_BYTES)
-            inlet.release()
-            self._checksums[bucket.index] = checksum_in(self._ipc.view(half), bucket)
+            ready = self._inlets[bucket.source].next(bucket, self._outlet.hear_until)
+            if isinstance(ready, BucketUnchanged):
+                self._checksums[bucket.index] = ready.checksum
+                self._outlet.announce_unchanged(bucket.index, ready.checksum, bucket.readers)
+            elif self._ipc is None:
+                self._lend(bucket, ready.slot)
+            else:
+                self._copy(bucket, ready.slot, number % self._ipc.buffer.num_slots, self._ipc)
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn.because_of(bucket.source, error) from None
-        self._outlet.announce(bucket.index, half, bucket.readers)
+
+    def _lend(self, bucket: Bucket, theirs: int) -> None:
+        """The consumers read in the source's buffer."""
+        source = self._sources[bucket.source]
+        slot = source.first_slot + theirs
+        with self._spans.of(self.name, bucket.index):
+            self._checksums[bucket.index] = checksum_in(source.buffer.view(theirs), bucket)
+            self._lent[slot] = bucket.source, theirs
+            self._outlet.announce(bucket.index, slot, bucket.readers)
+
+    def _give_back(self, slot: int) -> None:
+        """The consumers have let a slot go; one that was lent is its source's again."""
+        if (lent := self._lent.pop(slot, None)) is not None:
+            rank, theirs = lent
+            try:
+                self._inlets[rank].free(theirs)
+            except PeerLost as error:
+                raise CannotGoOn.because_of(rank, error) from None
+
+    def _copy(self, bucket: Bucket, theirs: int, slot: int, ipc: IpcBuffer) -> None:
+        """The consumers read in this device's buffer."""
+        self._outlet.wait_until_free(ipc.first_slot + slot)
+        with self._spans.of(self.name, bucket.index):
+            content = self._sources[bucket.source].buffer.view(theirs)
+            ipc.buffer.fill(slot, content, bucket.num_bytes + CHECKSUM_BYTES)
+        self._inlets[bucket.source].free(theirs)
+        self._checksums[bucket.index] = checksum_in(ipc.buffer.view(slot), bucket)
+        self._outlet.announce(bucket.index, ipc.first_slot + slot, bucket.readers)
 
     def _hear(self, reader: int, message: AnyTransferMessage) -> None:
         match message:

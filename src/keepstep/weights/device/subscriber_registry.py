@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from keepstep.errors import PeerLost
 from keepstep.protocol.transfer.layout import Consumer
-from keepstep.protocol.transfer.messages import AnyTransferMessage
+from keepstep.protocol.transfer.messages import AnyTransferMessage, BufferShared
 from keepstep.weights.channels.connection import Connection
+from keepstep.weights.memory.buffers import Buffer
 
 NOTICE_S = 0.1
 """For telling a consumer something; one that does not read finds out by its own deadline."""
@@ -26,12 +27,14 @@ class Attached:
         connection: to it.
         delta: whether it keeps what it has, and need not get it again.
         holds: the version that it took in the latest update, over this connection; used by the publishing thread.
+        mapped: buffers beside the one in `Welcomed` in which buckets may lie for it, by the number of the first slot.
     """
 
     consumer: Consumer
     connection: Connection
     delta: bool = False
     holds: int | None = None
+    mapped: dict[int, Buffer] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -44,6 +47,13 @@ class Attached:
             self.connection.send(message, time.monotonic() + NOTICE_S, descriptors)
         except PeerLost:
             self.connection.close()
+
+    def share(self, first_slot: int, buffer: Buffer) -> None:
+        """Tells it of a buffer of which it does not know yet; its slots have numbers from ``first_slot`` on."""
+        if self.mapped.get(first_slot) is not buffer:
+            self.mapped[first_slot] = buffer
+            place, descriptors = buffer.share()
+            self.tell(BufferShared(first_slot, place), descriptors)
 
     def show_sign(self, message: AnyTransferMessage) -> None:
         """Tells it something that does not matter to one that reads nothing at the moment."""

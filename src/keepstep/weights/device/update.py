@@ -17,7 +17,15 @@ from keepstep.weights.channels.deltas import DeltaOutlet
 from keepstep.weights.channels.listener import dial_rank
 from keepstep.weights.device.coordinator import Coordinator
 from keepstep.weights.device.device import Device
-from keepstep.weights.device.stages import CannotGoOn, RankPlan, ReceiveStage, SendStage, Stages, device_outlet
+from keepstep.weights.device.stages import (
+    CannotGoOn,
+    IpcBuffer,
+    RankPlan,
+    ReceiveStage,
+    SendStage,
+    Stages,
+    device_outlet,
+)
 from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorConnection, UpdateFailed
 from keepstep.weights.memory.blocks import NamedBlock
@@ -143,15 +151,14 @@ class WeightUpdate:
             plan.prepare([block.held for block in self._blocks])
         consumers = self._begin(agreed, plan)
         stop = CancelToken()
-        readers = device.readers.connections()
-        to_devices = device_outlet(agreed.update, plan, device.h2d, readers, settings.deadline_s, stop)
+        to_devices = device_outlet(agreed.update, plan, device.readers.connections(), settings.deadline_s, stop)
         outlet = DeltaOutlet(to_devices, device.h2d, plan.own, agreed.layout, agreed.holds, device.sent)
         sending = SendStage(plan, device.h2d, outlet, self.spans)
         receiving = ReceiveStage(
             agreed.update,
             plan,
             device.source_connections.sources,
-            device.ipc,
+            None if device.ipc is None else IpcBuffer(device.ipc, 0),
             consumers,
             settings.deadline_s,
             stop,
@@ -178,14 +185,16 @@ class WeightUpdate:
     def _begin(self, agreed: msg.UpdateAgreed, plan: RankPlan) -> Mapping[int, Attached]:
         """Tells the consumers what comes, and those that cannot take it why; the others, by index of the reader."""
         taking = {}
+        mapped = {bucket.source for bucket in plan.coming} - {plan.rank} if self._device.ipc is None else set()
+        sources = [self._device.source_connections.sources[rank] for rank in sorted(mapped)]
         for reader, each in zip(plan.readers, self._present, strict=True):
             base, each.holds = each.holds, None  # until it has taken this one: in place it may be in between
             problem = agreed.layout.problems[reader]
             if problem is None:
                 taking[reader] = each
-                began = msg.UpdateBegan(
-                    agreed.update, agreed.version, agreed.generation, agreed.layout, reader, None, base
-                )
+                for source in sources:
+                    each.share(source.first_slot, source.buffer)
+                began = msg.UpdateBegan(agreed.update, agreed.version, agreed.generation, agreed.layout, reader, base)
                 each.tell(began)
             else:
                 self.failures.append(problem.error)

@@ -146,6 +146,35 @@ class SlotBuffer:
             self._map.close()
 
 
+class SharedSlots:
+    """Slots of buffers of other processes, under numbers that those processes have given them. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Buffer] = {}
+        self._places: dict[int, tuple[Buffer, int]] = {}
+
+    def add(self, first_slot: int, buffer: Buffer) -> None:
+        """Owns another buffer from now on; one that had the same numbers is closed."""
+        if (former := self._buffers.get(first_slot)) is not None:
+            self._places = {slot: place for slot, place in self._places.items() if place[0] is not former}
+            former.close()
+        self._buffers[first_slot] = buffer
+        self._places |= {first_slot + slot: (buffer, slot) for slot in range(buffer.num_slots)}
+
+    def find(self, slot: int, num_bytes: int) -> torch.Tensor | None:
+        """A slot, uint8, valid until its buffer is closed; None if there is none of this number and so many bytes."""
+        if (place := self._places.get(slot)) is None or place[0].slot_bytes < num_bytes:
+            return None
+        buffer, number = place
+        return buffer.view(number)
+
+    def close(self) -> None:
+        """Closes all buffers."""
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._buffers, self._places = {}, {}
+
+
 def make_buffer(device: torch.device, num_slots: int, slot_bytes: int) -> Buffer:
     """A new buffer in a device's memory.
 

@@ -44,7 +44,7 @@ class Target(Protocol):
     def load(self, bucket: Bucket, slot: torch.Tensor) -> bytes:
         """Takes one bucket out of its slot, and computes its checksum.
 
-        The same bucket of a layout always lies in the same slot.
+        Where a slot is in memory does not change while the layout stays the same object.
         """
         ...
 
@@ -95,7 +95,8 @@ class TensorTarget:
         self._committed: Layout | None = None
         """Of the version in use."""
         self._held: list[dict[int, list[Held]]] = []
-        self._copies: list[dict[int, Copy]] = []
+        self._copies: list[dict[tuple[int, int], Copy]] = []
+        """By set: by bucket, and by where its slot is."""
         self._staged: dict[int, list[Staged]] = {}
         """By index of the published tensor: what is quantized when it is whole."""
         self._checksums: list[dict[tuple[Piece, ...], bytes]] | None = [{} for _ in self._sets] if delta else None
@@ -153,12 +154,13 @@ class TensorTarget:
         held, prepared = self._held[self._filled], self._copies[self._filled]
         if self._staged and any(piece.tensor in self._staged for piece in bucket.pieces):
             return self._load_staged(bucket, slot, held)
-        if bucket.index not in prepared:
-            prepared[bucket.index] = copy_of(slot, bucket, held)
+        place = bucket.index, slot.data_ptr()
+        if place not in prepared:
+            prepared[place] = copy_of(slot, bucket, held)
         if self._checksums is None:
-            return prepared[bucket.index].scatter()
+            return prepared[place].scatter()
         self._checksums[self._filled].pop(bucket.pieces, None)
-        checksum = self._checksums[self._filled][bucket.pieces] = prepared[bucket.index].scatter()
+        checksum = self._checksums[self._filled][bucket.pieces] = prepared[place].scatter()
         return checksum
 
     def keep(self, bucket: Bucket, checksum: bytes) -> bool:

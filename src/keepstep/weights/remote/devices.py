@@ -15,7 +15,7 @@ from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.weights.channels.connection import Connection, wait, what_of
 from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import dial, dial_any, listener_path
-from keepstep.weights.memory.buffers import Buffer
+from keepstep.weights.memory.buffers import SharedSlots
 from keepstep.weights.memory.bytes_of import address_of, copy_bytes
 from keepstep.weights.remote.switch import Switch
 
@@ -33,17 +33,12 @@ class _Attached:
     """A consumer of another node, on the device."""
 
     connection: Connection
-    ipc: Buffer
-    lent: Buffer | None = None
+    slots: SharedSlots = dataclasses.field(default_factory=SharedSlots)
     update: int = 0
     """The latest that began on this tunnel."""
     is_ready: bool = False
     """Whether the consumer has been told that it is attached; the device is heard from then on."""
     turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    @property
-    def buffer(self) -> Buffer:
-        return self.lent or self.ipc
 
     def send(self, message: AnyTransferMessage) -> None:
         with self.turn:
@@ -51,17 +46,7 @@ class _Attached:
 
     def close(self) -> None:
         self.connection.close()
-        self.ipc.close()
-        self._close_lent()
-
-    def lend(self, lent: Buffer | None) -> None:
-        self._close_lent()
-        self.lent = lent
-
-    def _close_lent(self) -> None:
-        if self.lent is not None:
-            self.lent.close()
-            self.lent = None
+        self.slots.close()
 
 
 class DeviceTunnels:
@@ -135,7 +120,8 @@ class DeviceTunnels:
             return
         if welcomed.buffer is not None and welcomed.buffer.gpu is None:
             try:
-                there = _Attached(connection, attach_buffer(welcomed.buffer, connection))
+                there = _Attached(connection)
+                there.slots.add(0, attach_buffer(welcomed.buffer, connection))
             except RemoteProtocolError as error:
                 connection.close()
                 self._switch.hear(tunnel, msg.Refused(str(error), stale=False))
@@ -191,11 +177,13 @@ class DeviceTunnels:
                     if isinstance(message, msg.BucketReady):
                         announced.append((tunnel, message))
                         continue
+                    if isinstance(message, msg.BufferShared):
+                        there.slots.add(message.first_slot, attach_buffer(message.place, there.connection))
+                        continue
                     if isinstance(message, msg.UpdateBegan):
                         if all(each.update != message.update for each in attached.values()):
                             self._brought.pop(message.update, None)  # a new publisher counts from 1 again
-                        there.update, lent = message.update, message.lent
-                        there.lend(None if lent is None else attach_buffer(lent, there.connection))
+                        there.update = message.update
                     self._switch.hear(tunnel, message)
             except (PeerLost, RemoteProtocolError) as error:
                 self._lose(tunnel, there, error)
@@ -213,12 +201,11 @@ class DeviceTunnels:
         brought = self._brought.setdefault(ready.update, set())
         while len(self._brought) > NUM_REMEMBERED:
             del self._brought[next(iter(self._brought))]
-        buffer = there.buffer
         try:
             if ready.bucket not in brought:
-                if ready.num_bytes > buffer.slot_bytes or not 0 <= ready.slot < buffer.num_slots:
+                if (slot := there.slots.find(ready.slot, ready.num_bytes)) is None:
                     raise RemoteProtocolError(f"announced bucket {ready.bucket} in slot {ready.slot}")
-                source = buffer.view(ready.slot).data_ptr()
+                source = slot.data_ptr()
                 self._switch.bring(
                     ready.update, ready.bucket, ready.num_bytes,
                     lambda view: copy_bytes(address_of(view), source, len(view)),

@@ -231,7 +231,6 @@ class Switch:
                     message = msg.Welcomed(message.rank, message.generation, place)
                 case msg.UpdateBegan():
                     self._join(tunnel, there, message)
-                    message = msgspec.structs.replace(message, lent=None)
                 case msg.VersionCommitted():
                     self.version = message.version
                     if self._keeper is not None:
@@ -307,7 +306,7 @@ class Switch:
             tunnel.below.tell(tunnel.key, msg.Welcomed(self._rank, self._generation, place), buffer)
             self._flows[update] = _Flow(kept.layout, kept.buckets, {number: reader})
             tunnel.update, tunnel.reader = update, reader
-            began = msg.UpdateBegan(update, kept.version, kept.generation, kept.layout, reader, lent=None, base=None)
+            began = msg.UpdateBegan(update, kept.version, kept.generation, kept.layout, reader, base=None)
             tunnel.below.tell(tunnel.key, began, None)
         for bucket in kept.buckets_of(reader) or []:
             content = kept.contents[bucket.index]

@@ -202,7 +202,7 @@ class _Outlets:
         self, plan: RankPlan, h2d: Buffer, connections: dict[int, Connection], transport: StateTransport
     ) -> None:
         self._connections = connections
-        self._near = device_outlet(0, plan, h2d, connections, DEADLINE_S, transport.stop)
+        self._near = device_outlet(0, plan, connections, DEADLINE_S, transport.stop)
         self._far = GroupOutlet(transport.group, plan.own, [h2d.view(slot) for slot in range(h2d.num_slots)])
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:

@@ -1,0 +1,214 @@
+"""How long an update takes to reach many nodes, by a model of links: no processes, and no clock but that of the model.
+
+    python benchmarks/weights_model.py                            1 to 1,000 nodes; seconds
+    python benchmarks/weights_model.py --gib 140 --gbit 100       one case
+
+The product's own functions decide into which buckets the weights are cut (`plan_transfer`), who feeds a node that
+comes (`choose_feeder`), and how many nodes each feeds (`choose_fanout`). By the product's rule a node has some slots,
+passes a bucket on when it has all of it, and takes the next one into a slot when all have let it go. `assumptions` says
+what is modelled. `weights_nodes.py` puts the tables on its page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from page import Section
+from rich.console import Console
+from weights_cast import architecture_of
+
+from keepstep.protocol.transfer.boxes import whole
+from keepstep.protocol.transfer.plan import Limits, Part, Reader, TensorForm, plan_transfer
+from keepstep.protocol.transfer.topology import ROOT, FedNode, choose_fanout, choose_feeder
+from keepstep.weights.publisher import DEFAULT_BUCKET_BYTES
+from keepstep.weights.remote.node import DEFAULT_STREAMS, HOP_S
+from keepstep.weights.remote.switch import NUM_SLOTS
+
+GIB, MIB = 1 << 30, 1 << 20
+NODES = (1, 4, 16, 100, 1000)
+CASES = ((16.0, 25.0), (1 / 16, 25.0))
+"""GiB of weights (8 billion parameters in bf16; a LoRA), and Gbit/s of each link."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Network:
+    """Equal nodes on a switch that is no limit. Times in seconds.
+
+    Attributes:
+        gbit_per_s: of each node's link, in each direction.
+        latency_s: from node to node.
+        hop_s: from the last byte of a bucket until the node passes it on.
+        announce_s: processor time on the publishers' node for each bucket and consumer: their messages, one after the
+            other.
+        say_s: what a message takes through a node, apart from the latency.
+        num_streams: of a link, which carry a bucket each.
+        num_slots: of each node.
+        reload_bytes_per_s: how fast a consumer takes a bucket out of a slot.
+    """
+
+    gbit_per_s: float = 25.0
+    latency_s: float = 0.0001
+    hop_s: float = HOP_S
+    announce_s: float = 0.0001
+    say_s: float = 0.0002
+    num_streams: int = DEFAULT_STREAMS
+    num_slots: int = NUM_SLOTS
+    reload_bytes_per_s: float = 5e9
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of a link, one way."""
+        return self.gbit_per_s * 1e9 / 8
+
+
+def assumptions(network: Network) -> list[str]:
+    """What the model takes to be so."""
+    return [
+        "A model, not a measurement. Links are equal, full duplex, and lose nothing; their latency is "
+        f"{_ms(network.latency_s)}. Headers are not counted.",
+        f"A link has {network.num_streams} streams, each of which carries a bucket and has an equal share of its "
+        "sender's bandwidth all the time, whether the others are used or not.",
+        f"A node passes a bucket on {_ms(network.hop_s)} after its last byte. It has {network.num_slots} slots. One is "
+        f"free when the node's consumer has copied it, at {network.reload_bytes_per_s / 1e9:g} GB/s, and all nodes "
+        "that it feeds have it. One consumer a node; no node is lost. Processors keep up with the links.",
+        f"The publishers' node takes {_ms(network.announce_s)} of one processor for the messages of each bucket to "
+        "each consumer. At the end three messages for each consumer go through all nodes between it and the "
+        f"publishers, in {_ms(network.say_s)} each.",
+        "bound: the bytes by the bandwidth of one link. chain, tree: with `--fanout` 1 and 2. chosen: the fanout is "
+        "chosen whenever a node comes, from the true bandwidth. Nodes that come before anything was measured make a "
+        "chain.",
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:g} ms"
+
+
+def buckets_of(num_bytes: int, bucket_bytes: int) -> list[int]:
+    """The sizes of the buckets of Llama-style weights of about this size, in the order in which they move."""
+    forms = [
+        TensorForm((name,), str(dtype).removeprefix("torch."), shape, dtype.itemsize)
+        for name, (dtype, shape) in architecture_of(num_bytes).forms().items()
+    ]
+    parts = tuple(Part(index, whole(form.shape)) for index, form in enumerate(forms))
+    limits = Limits(bucket_bytes, bucket_bytes // 2)
+    return [bucket.num_bytes for bucket in plan_transfer(forms, {0: parts}, [Reader(0, parts)], limits).buckets]
+
+
+def come(num_nodes: int, fanout: int | None, num_bytes: int, bucket_bytes: int, network: Network) -> dict[int, int]:
+    """So many nodes come one after the other; who feeds each of them.
+
+    Args:
+        num_nodes: how many.
+        fanout: how many others each feeds; None: as it is chosen whenever a node comes.
+        num_bytes, bucket_bytes: of the weights and a bucket, for that choice.
+        network: likewise.
+    """
+    present: list[FedNode] = []
+    for number in range(1, num_nodes + 1):
+        width = fanout or choose_fanout(number, num_bytes, bucket_bytes, network.bytes_per_s, HOP_S)
+        present.append(FedNode(number, f"node-{number}", choose_feeder(present, width, ())))
+    return {node.number: node.feeder for node in present}
+
+
+def update_s(feeders: Mapping[int, int], buckets: Sequence[int], network: Network) -> float:
+    """From the first byte until the last consumer has switched to the version.
+
+    Args:
+        feeders: of each node, those of lower numbers first.
+        buckets: bytes of each, in their order.
+        network: that they go through.
+    """
+    fed: dict[int, list[int]] = {node: [] for node in (ROOT, *feeders)}
+    depth = {ROOT: 0}
+    for node, feeder in feeders.items():
+        fed[feeder].append(node)
+        depth[node] = depth[feeder] + 1
+    order = sorted(fed, key=lambda node: (depth[node], node))
+    streams = {node: [0.0] * network.num_streams for node in feeders}
+    free = {node: [0.0] * network.num_slots for node in fed}
+    came = dict.fromkeys(fed, 0.0)
+    announced_s = 0.0
+    for bucket, num_bytes in enumerate(buckets):
+        slot = bucket % network.num_slots
+        came[ROOT] = announced_s = max(announced_s, free[ROOT][slot]) + network.announce_s * len(feeders)
+        for node in order:
+            sent_s = came[node]
+            for other in fed[node]:
+                lane = min(range(network.num_streams), key=streams[other].__getitem__)
+                begin_s = max(came[node], free[other][slot], streams[other][lane])
+                end_s = begin_s + num_bytes * len(fed[node]) * network.num_streams / network.bytes_per_s
+                streams[other][lane] = end_s
+                sent_s = max(sent_s, end_s)
+                came[other] = end_s + network.latency_s + network.hop_s
+            taken_s = came[node] + (num_bytes / network.reload_bytes_per_s if node != ROOT else 0.0)
+            free[node][slot] = max(sent_s, taken_s)
+    last_s = buckets[-1] / network.reload_bytes_per_s
+    return max(came[node] + last_s + 3 * depth[node] * (network.latency_s + network.say_s) for node in feeders)
+
+
+WAYS: dict[str, int | None] = {"chain": 1, "tree": 2, "chosen": None}
+
+
+def section(num_bytes: int, bucket_bytes: int, network: Network, nodes: Sequence[int] = NODES) -> Section:
+    """Time against nodes, for weights of one size."""
+    buckets = buckets_of(num_bytes, bucket_bytes)
+    total = sum(buckets)
+    bound_s = total / network.bytes_per_s
+    without = dataclasses.replace(network, announce_s=0.0)
+    rows = []
+    for num_nodes in nodes:
+        ways = {way: come(num_nodes, fanout, total, bucket_bytes, network) for way, fanout in WAYS.items()}
+        seconds = {way: update_s(ways[way], buckets, network) for way in ("chain", "tree")}
+        like = next((way for way in seconds if ways[way] == ways["chosen"]), None)
+        seconds["chosen"] = seconds[like] if like else update_s(ways["chosen"], buckets, network)
+        seconds["links"] = update_s(ways["chain"], buckets, without)
+        rows.append(
+            [f"{num_nodes:,}", f"{bound_s:.3f}", *(f"{each:.3f} ({each / bound_s:.2f} ×)" for each in seconds.values())]
+        )
+    title = (
+        f"By a model: {total / GIB:.3g} GiB in {len(buckets):,} buckets of {bucket_bytes / MIB:g} MiB at most, "
+        f"{network.gbit_per_s:g} Gbit/s"
+    )
+    columns = ["nodes", "bound, s", *WAYS, "chain, without the messages of buckets"]
+    return Section(title, columns, rows, [])
+
+
+def sections(
+    cases: Sequence[tuple[float, float]] = CASES,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    network: Network = Network(),
+    nodes: Sequence[int] = NODES,
+) -> list[Section]:
+    """All cases, the last of which says what is assumed."""
+    found = [
+        section(round(gib * GIB), bucket_bytes, dataclasses.replace(network, gbit_per_s=gbit), nodes)
+        for gib, gbit in cases
+    ]
+    found[-1].notes = assumptions(network)
+    return found
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, action="append", help="size of the weights; repeatable")
+    parser.add_argument("--gbit", type=float, action="append", help="of each link; repeatable")
+    parser.add_argument("--nodes", type=int, action="append", help="repeatable (default: 1, 4, 16, 100, 1000)")
+    parser.add_argument("--bucket-mib", type=float, default=DEFAULT_BUCKET_BYTES / MIB, help="default: %(default)g")
+    defaults = Network()
+    for name in ("latency_s", "hop_s", "announce_s", "say_s"):
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help="default: %(default)g")
+    args = parser.parse_args()
+    cases = list(itertools.product(args.gib or [16.0], args.gbit or [25.0])) if args.gib or args.gbit else CASES
+    network = Network(latency_s=args.latency_s, hop_s=args.hop_s, announce_s=args.announce_s, say_s=args.say_s)
+    for each in sections(cases, round(args.bucket_mib * MIB), network, args.nodes or NODES):
+        each.show(Console())
+
+
+if __name__ == "__main__":
+    main()
