@@ -7,6 +7,7 @@ holds what counts from the beginning, and of the rest the newest. Times are seco
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -183,7 +184,7 @@ class Publications(msgspec.Struct):
             return cls()
 
 
-def describe_publication(publication: Publication, now_s: float) -> dict[str, object]:
+def describe_publication(publication: Publication, now_s: float) -> dict[str, Any]:
     """One folder's as plain data: for the page, `keepstep status` and programs. Ages are seconds before ``now_s``."""
     under_way, seconds, rate = publication.under_way, publication.last_seconds, publication.last_bytes_per_s
     nodes = []
@@ -216,27 +217,26 @@ def describe_publication(publication: Publication, now_s: float) -> dict[str, ob
     }
 
 
-def publication_text(described: dict[str, object]) -> str:
+def publication_text(described: dict[str, Any]) -> str:
     """The same in one line for a terminal."""
     parts = [f"weights in {described['folder']}:"]
     parts.append("no version yet" if described["version"] is None else f"version {described['version']}")
     if described["under_way"] is not None:
         parts.append(f"({described['under_way']} under way)")
-    nodes: list[dict[str, object]] = described["nodes"]  # type: ignore[assignment]  # as `describe_publication` made it
-    where = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
+    num_nodes = len(described["nodes"])
+    where = f" on {num_nodes} nodes" if num_nodes > 1 else ""
     parts.append(f"{described['consumers']} consumer{'' if described['consumers'] == 1 else 's'}{where}")
     if described["lag_versions"]:
         parts.append(f"up to {described['lag_versions']} behind for {described['lag_s']:.1f} s")
     if described["bytes_per_s"]:
         parts.append(f"last {gigabytes(described['bytes'])} at {gigabytes(described['bytes_per_s'])}/s")
-    for name, what in (("broken_off", "broken off"), ("lost_consumers", "consumers left out")):
+    for name, what in (("broken_off", "broken off"), ("lost_consumers", "left out")):
         if described[name]:
             parts.append(f"{described[name]} {what}")
     first, second, *rest = parts
     return f"{first} {second}" + "".join(f"{' ' if part.startswith('(') else ', '}{part}" for part in rest)
 
 
-def gigabytes(num_bytes: object) -> str:
+def gigabytes(num_bytes: int) -> str:
     """A number of bytes for people: in GB (10^9 bytes), or in MB below 0.1 of them."""
-    assert isinstance(num_bytes, int)
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
