@@ -5,12 +5,12 @@ import { $, element } from "./panels.js";
 import { plural } from "./words.js";
 
 const NUM_FAILURES = 5;
-let drawn = -1;
+let shown = -1;
 
 /** Draws what has changed; the panel is there in jobs that publish weights. */
 export function drawWeights({ changed, weights }) {
-  if (drawn === changed.weights) return;
-  drawn = changed.weights;
+  if (shown === changed.weights) return;
+  shown = changed.weights;
   $("weights-panel").hidden = weights.length === 0;
   $("weights").replaceChildren(...weights.map(publication));
 }
@@ -34,14 +34,14 @@ function publication(one, number) {
     "li",
     { "data-testid": "publication" },
     head,
-    line(versionText(one)),
-    line(consumersText(one), one.lag_versions > 1 ? "warning" : ""),
-    line(speedText(one)),
-    ...one.failures.slice(0, NUM_FAILURES).map((failure) => line(failureText(failure), "warning")),
+    textLine(versionText(one)),
+    textLine(consumersText(one), one.lag_versions > 1 ? "warning" : ""),
+    textLine(speedText(one)),
+    ...one.failures.slice(0, NUM_FAILURES).map((failure) => textLine(failureText(failure), "warning")),
   );
 }
 
-const line = (text, tone = "") => element("div", { class: tone }, text);
+const textLine = (text, tone = "") => element("div", { class: tone }, text);
 const ago = (seconds) => `${duration(seconds * 1e6)} ago`;
 
 function versionText({ version, age_s: age, under_way: next, under_way_s: since }) {
