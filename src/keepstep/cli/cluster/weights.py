@@ -8,17 +8,22 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from keepstep.cli.cluster.weights_metrics import MetricsFile, metrics_text
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of
+from keepstep.trace.targets import check_target
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, read_private
 
 DEFAULT_STREAMS = 2
 DEFAULT_DEADLINE_S = 30.0
 LOOK_S = 0.5
+SERVER = "serve"
+"""How the publishers' node is called in metrics."""
 
 
 def main(arguments: list[str]) -> int:
@@ -68,6 +73,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
     receive.add_argument("--token-file", help="this node's token, as 'keepstep token --receiver' prints it")
     for each in (serve, receive):
         add_secret_flag(each)
+        each.add_argument(
+            "--metrics", metavar="FILE", help="for Prometheus' textfile collector: a name ending in .prom"
+        )
         each.add_argument("--tls", action="store_true", help="encrypt; give it on all nodes or on none")
         each.add_argument(
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
@@ -76,10 +84,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
     return parser, (serve, receive)
 
 
-def _wait(stop: threading.Event) -> None:
+def _wait(stop: threading.Event, metrics: MetricsFile) -> None:
     """Looks from time to time: a signal that comes just before a wait without an end would not be seen."""
-    while not stop.wait(LOOK_S):
-        pass
+    try:
+        while not stop.wait(LOOK_S):
+            metrics.tick()
+    except OSError as error:  # a disk that is full ends the metrics, and nothing else
+        _note(f"metrics are written no more: {error}")
+        while not stop.wait(LOOK_S):
+            pass
+    metrics.remove()
+
+
+def _metrics_file(chosen: argparse.Namespace, text: Callable[[], str]) -> MetricsFile:
+    return MetricsFile(None if chosen.metrics is None else check_target("--metrics", Path(chosen.metrics)), text)
 
 
 def _note(text: str) -> None:
@@ -91,12 +109,13 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
 
     if secret is None:
         raise ConfigurationError(f"other nodes need a secret that they share with this one: {HOW_TO_SHARE}")
+    metrics = _metrics_file(chosen, lambda: metrics_text(SERVER, server.switch, server.nodes))
     links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
         Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout, links=links, note=_note
     )
     _note(f"listening at {server.address}")
-    _wait(stop)
+    _wait(stop, metrics)
     server.close()
     return 0
 
@@ -104,6 +123,7 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
 def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
     from keepstep.weights.remote.node import Links, WeightReceiver
 
+    metrics = _metrics_file(chosen, lambda: metrics_text(chosen.node, receiver.switch, {}))
     receiver = WeightReceiver(
         Path(chosen.folder), chosen.root, _credentials(chosen, secret), secret=secret, listen=chosen.listen,
         links=Links(chosen.streams, chosen.tls, chosen.deadline), keeps=chosen.keep, note=_note,
@@ -119,7 +139,7 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     thread = threading.Thread(target=run, name="keepstep-receive")
     thread.start()
-    _wait(stop)
+    _wait(stop, metrics)
     receiver.close()
     thread.join()
     if errors:
