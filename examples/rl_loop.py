@@ -139,6 +139,7 @@ class Generator(socketserver.ThreadingTCPServer):
         self.policy, self.line = Policy(), line
         device = number if listen is None else 0  # on another machine all attach to the one that stands in
         self.subscriber = keepstep.Subscriber(folder / "weights", into=self.policy, device=device)
+        folder.mkdir(parents=True, exist_ok=True)
         self.log = (folder / f"samples-{number}-{os.getpid()}.jsonl").open("a")
         path = folder / f"generator-{number}"
         path.unlink(missing_ok=True)  # that of one that was killed

@@ -7,7 +7,7 @@ prove who asks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ def metrics_text(node: str, switch: Switch, links: Mapping[str, tuple[str, float
     )
 
 
-def _family(name: str, kind: str, what: str, samples: list[Sample]) -> str:
+def _family(name: str, kind: str, what: str, samples: Sequence[Sample]) -> str:
     name = f"keepstep_weights_node_{name}"
     lines = [f"{name}{{{_labels(labels)}}} {value:.17g}\n" for labels, value in samples]
     return "".join((f"# HELP {name} {what}\n", f"# TYPE {name} {kind}\n", *lines)) if lines else ""
