@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_REPORTED = 64
+MAX_REPORTED = 16
 """Spans of each stage that are told of for a picture, which has room for a few buckets."""
+MAX_PICTURED = 16
+"""Ranks below this tell of their spans: a picture has room for so many devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from keepstep.trace.weights.publications import Publication, gigabytes
 STAGES = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
 PICTURED_BUCKETS = 12
 MAX_DEVICES = 16
-"""That are drawn; the first ones."""
+"""That are drawn: the first ones, as many as tell of their spans."""
 WIDTH, LEFT, RIGHT = 1200, 176, 1180
 FIRST_LANE, ROW_HEIGHT, BAR_HEIGHT = 78, 26, 22
 LANE_HEIGHT = len(STAGES) * ROW_HEIGHT + 18
