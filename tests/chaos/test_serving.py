@@ -129,18 +129,8 @@ def ask_during_a_drill(tmp_path: Path, server: Server, folder: Path) -> tuple[di
     script = [EXAMPLES / "train_gpt.py", *SHAPE, "--batch-size", 4, "--steps", STEPS]
     job = [*script, "--publish", folder, "--publish-every", EVERY]
     path = tmp_path / "drill.json"
-    flags = [
-        "--run-dir",
-        tmp_path / "runs",
-        "--json",
-        path,
-        "--nproc-per-node",
-        3,
-        "--spares",
-        1,
-        "--faults",
-        ";".join(faults),
-    ]
+    flags = ["--run-dir", tmp_path / "runs", "--json", path, "--nproc-per-node", 3, "--spares", 1]
+    flags += ["--faults", ";".join(faults)]
     stop = threading.Event()
     with running("drill", *flags, *job) as drill, ThreadPoolExecutor(len(QUESTIONS)) as clients:
         try:
@@ -194,14 +184,14 @@ def test_text_while_ranks_are_killed(tmp_path: Path) -> None:
 
 
 def check_what_is_shown(runs: Path, folder: Path, notes: str) -> None:
-    """In both runs' folders: every version that was due was committed or has broken off, and the server has the last."""
+    """In both runs' folders: each version that was due was committed or has broken off; the server has the last."""
     broken_off = set(map(int, re.findall(r"version (\d+) was not published", notes)))
     shown = [Publications.read(path).found[str(folder)] for path in sorted(runs.glob("*/weights.json"))]
     assert len(shown) == 2
     for found in shown:
         assert found.version == STEPS
         assert found.under_way is None
-        assert [versions for versions in found.consumers().values()] == [[STEPS]]
+        assert list(found.consumers().values()) == [[STEPS]]
         assert found.lag(STEPS, now_s=0.0) == (0, 0.0)
         assert found.last_bytes == shown[0].last_bytes > 0
         assert (found.last_seconds or 0) > 0

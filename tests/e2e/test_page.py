@@ -205,6 +205,7 @@ def test_published_weights_have_a_panel(page: Page, folder: Path, tmp_path: Path
             "5 under way for",
             "3 consumers (1 on a, 2 on engine-1) · slowest 2 versions behind, for",
             "2.00 GB in 500 ms, 4.00 GB/s · 3 updates, 1 broken off, 1 consumer left out",
+            "ago, version 4 was not published: rank 1: is gone",
             "version 2: engine-1/dead: has shown nothing for 3 s",
         ):
             expect(panel).to_contain_text(text)

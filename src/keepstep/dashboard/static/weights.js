@@ -66,7 +66,9 @@ function speedText({ committed, broken_off: broken, lost_consumers: lost, bytes,
   return speed + counts.join(", ");
 }
 
-const failureText = ({ age_s: age, version, text }) => `▲ ${ago(age)}, version ${version}: ${text}`;
+/** What broke off says itself which version that was. */
+const failureText = ({ age_s: age, version, text }) =>
+  `▲ ${ago(age)}, ${text.startsWith("version ") ? "" : `version ${version}: `}${text}`;
 
 function size(bytes) {
   return bytes >= 1e8 ? `${(bytes / 1e9).toFixed(2)} GB` : `${Number((bytes / 1e6).toPrecision(3))} MB`;
