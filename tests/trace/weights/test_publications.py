@@ -46,6 +46,13 @@ def test_lag_counts_from_the_first_version_that_was_missed(version: int | None, 
     assert told_of().found[FOLDER].lag(version, now_s=10.0) == lag
 
 
+def test_a_consumer_that_comes_ends_no_update() -> None:
+    found = told_of().found[FOLDER]
+    found.take("a", news(0, PublicationStage.ATTACHED, None, 6.0, (("near", 3), ("new", None))))
+    assert found.under_way == (5, 5.0)
+    assert found.consumers()["a"] == [3, None]
+
+
 def test_a_job_that_goes_back_publishes_a_version_again() -> None:
     """Versions 4, 5, and after a recovery 4 once more: who has that 4 lacks nothing, who has 5 lacks it."""
     found = Publication(FOLDER)

@@ -35,7 +35,6 @@ class PublishingDevice(msgspec.Struct):
     stage: PublicationStage = PublicationStage.ATTACHED
     version: int | None = None
     begun_s: float = 0.0
-    at_s: float = 0.0
     committed: tuple[int, int] | None = None
     """Generation and version of the last update that counts here."""
     committed_span_s: tuple[float, float] = (0.0, 0.0)
@@ -69,10 +68,10 @@ class Publication(msgspec.Struct):
     def take(self, node: str, news: WeightsObserved) -> None:
         """A rank has told something."""
         device = self.devices.setdefault(news.rank, PublishingDevice(node))
-        device.node, device.stage, device.at_s, device.consumers = node, news.stage, news.at_s, news.consumers
+        device.node, device.consumers = node, news.consumers
         if news.version is None:
-            return
-        device.version, device.begun_s = news.version, news.begun_s
+            return  # of consumers alone: an update may be under way
+        device.stage, device.version, device.begun_s = news.stage, news.version, news.begun_s
         update = (news.generation, news.version)
         match news.stage:
             case PublicationStage.COMMITTED:
