@@ -17,12 +17,23 @@ socket. A sample is a function of (version, prompt, seed): it is drawn inside `u
 version that it names, and always in a batch of the same shape. So samples that are lost with a generator are drawn
 again by the other one, and training is the same bit for bit whoever is killed.
 
+The generators may be on another machine, of which each command is told by hand:
+
+    keepstep token --new --out job.secret                                        # once; copy it to both machines
+    keepstep weights serve /tmp/rl/weights --listen trainer:29600 --secret-file job.secret         # on the trainers'
+    keepstep run --nproc-per-node 2 examples/rl_loop.py train /tmp/rl --secret-file job.secret \
+        --generators generator:7000,generator:7001
+    keepstep weights receive /tmp/rl/weights --from trainer:29600 --secret-file job.secret         # on the generators'
+    python examples/rl_loop.py generate /tmp/rl 0 --listen generator:7000 --secret-file job.secret
+    python examples/rl_loop.py generate /tmp/rl 1 --listen generator:7001 --secret-file job.secret
+
 It needs nothing but torch and keepstep. Shapes: P prompts, G answers to each, B = P * G samples, L digits of a row.
 """
 
 import argparse
 import contextlib
 import hashlib
+import hmac
 import json
 import multiprocessing
 import os
@@ -72,6 +83,34 @@ def prefix(answer_BL: torch.Tensor, position: int) -> torch.Tensor:
     return torch.where(torch.arange(LENGTH) < position, answer_BL, NOTHING)
 
 
+# ---- what trainers and generators say to each other ------------------------------------------------------------------
+
+
+class Line:
+    """A message as a line with a MAC: on a network, each side believes only who has the job's secret."""
+
+    def __init__(self, secret_file: Path | None) -> None:
+        self.secret = b"" if secret_file is None else secret_file.read_bytes()  # a Unix socket needs none
+
+    def of(self, message: dict) -> bytes:
+        body = json.dumps(message).encode()
+        return b"%s %s\n" % (self._mac(body), body)
+
+    def read(self, line: bytes) -> dict:
+        mac, _, body = line.removesuffix(b"\n").partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(body)):
+            raise ConnectionError("the other side has another secret")
+        return json.loads(body)
+
+    def _mac(self, body: bytes) -> bytes:
+        return hmac.new(self.secret, body, "sha256").hexdigest().encode()
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
 # ---- the generators ------------------------------------------------------------------------------------------------
 
 
@@ -91,18 +130,21 @@ def draw(policy: Policy, prompt_BL: torch.Tensor, seed: int) -> torch.Tensor:
     return answer_BL
 
 
-class Generator(socketserver.ThreadingUnixStreamServer):
-    """Answers each line, a request in JSON, with a line."""
+class Generator(socketserver.ThreadingTCPServer):
+    """Answers each line, a request, with a line."""
 
-    daemon_threads = True
+    daemon_threads = allow_reuse_address = True
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.policy = Policy()
-        self.subscriber = keepstep.Subscriber(folder / "weights", into=self.policy, device=number)
+    def __init__(self, folder: Path, number: int, listen: str | None, line: Line) -> None:
+        self.policy, self.line = Policy(), line
+        device = number if listen is None else 0  # on another machine all attach to the one that stands in
+        self.subscriber = keepstep.Subscriber(folder / "weights", into=self.policy, device=device)
+        folder.mkdir(parents=True, exist_ok=True)
         self.log = (folder / f"samples-{number}-{os.getpid()}.jsonl").open("a")
         path = folder / f"generator-{number}"
         path.unlink(missing_ok=True)  # that of one that was killed
-        super().__init__(str(path), Requests)
+        self.address_family = socket.AF_UNIX if listen is None else socket.AF_INET
+        super().__init__(str(path) if listen is None else host_and_port(listen), Requests)
 
     def answer(self, request: dict) -> dict:
         """Samples of exactly the version that is asked for."""
@@ -127,13 +169,13 @@ class Requests(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError):  # the trainer was killed, or asks another generator
             for line in self.rfile:
-                self.wfile.write(json.dumps(self.server.answer(json.loads(line))).encode() + b"\n")
+                self.wfile.write(self.server.line.of(self.server.answer(self.server.line.read(line))))
 
 
-def generate(folder: Path, number: int) -> None:
+def generate(folder: Path, number: int, listen: str | None = None, secret_file: Path | None = None) -> None:
     """One generator, until it is told to end."""
     torch.set_num_threads(1)
-    with Generator(folder, number) as server, server.subscriber:
+    with Generator(folder, number, listen, Line(secret_file)) as server, server.subscriber:
         server.subscriber.start()
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
         server.serve_forever(POLL_S)
@@ -145,10 +187,8 @@ def generate(folder: Path, number: int) -> None:
 class Asked:
     """The samples of one step, asked for: of the other generator where one is lost or does not have the version."""
 
-    def __init__(self, folder: Path, first: int, request: dict) -> None:
-        self.request = request
-        self._paths = [str(folder / f"generator-{(first + n) % NUM_GENERATORS}") for n in range(NUM_GENERATORS)]
-        self._line = json.dumps(request).encode() + b"\n"
+    def __init__(self, addresses: list[str], line: Line, request: dict) -> None:
+        self.request, self._addresses, self._line = request, addresses, line
         self._socket: socket.socket | None = None
         self._received = b""
 
@@ -156,21 +196,20 @@ class Asked:
         """Looks for the answer for a moment; None: not yet."""
         try:
             if self._socket is None:
-                self._socket, self._received = socket.socket(socket.AF_UNIX), b""
-                self._socket.connect(self._paths[0])
-                self._socket.sendall(self._line)
+                self._socket, self._received = connected(self._addresses[0]), b""
+                self._socket.sendall(self._line.of(self.request))
             if select.select([self._socket], [], [], POLL_S)[0]:
                 self._received += self._read()
             if not self._received.endswith(b"\n"):
                 return None
-            answer = json.loads(self._received)
+            answer = self._line.read(self._received)
             if "error" not in answer:
                 self.close()
                 return answer
         except OSError:  # it was killed, or is not there yet
             time.sleep(POLL_S)
         self.close()
-        self._paths.append(self._paths.pop(0))
+        self._addresses = [*self._addresses[1:], self._addresses[0]]
         return None
 
     def _read(self) -> bytes:
@@ -183,6 +222,15 @@ class Asked:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def connected(address: str) -> socket.socket:
+    """To a generator: on another machine, or at a path."""
+    if ":" in address:
+        return socket.create_connection(host_and_port(address), timeout=1.0)
+    found = socket.socket(socket.AF_UNIX)
+    found.connect(address)
+    return found
 
 
 def samples_of(asked: Asked) -> torch.Tensor:
@@ -221,8 +269,10 @@ def loss_of(policy: nn.Module, prompt_BL: torch.Tensor, answer_BL: torch.Tensor,
     return (advantage_BL * surprise).sum(1).mean()
 
 
-def train(folder: Path, num_steps: int) -> None:
+def train(folder: Path, num_steps: int, generators: str | None = None, secret_file: Path | None = None) -> None:
     """One trainer."""
+    paths = [str(folder / f"generator-{number}") for number in range(NUM_GENERATORS)]
+    addresses, line = generators.split(",") if generators else paths, Line(secret_file)
     session = keepstep.init(seed=0)
     torch.manual_seed(0)
     policy = Policy()
@@ -238,7 +288,8 @@ def train(folder: Path, num_steps: int) -> None:
             prompt_BL = torch.randint(DIGITS, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(seed))
             prompt_BL = prompt_BL.repeat_interleave(GROUP, dim=0)
             request = {"version": step.index, "prompts": prompt_BL.tolist(), "seed": seed}
-            with contextlib.closing(Asked(folder, rank, request)) as asked:
+            first = rank % len(addresses)
+            with contextlib.closing(Asked(addresses[first:] + addresses[:first], line, request)) as asked:
                 answer_BL = samples_of(asked)
             reward_BL = (answer_BL == prompt_BL.flip(1)).float()
             mean_reward = reward_BL.mean()
@@ -311,13 +362,18 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="where they find each other (default: a temporary one)")
     parser.add_argument("number", nargs="?", type=int, help="of this generator")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--listen", metavar="HOST:PORT", help="of this generator, on another machine than the trainers")
+    parser.add_argument("--generators", metavar="HOST:PORT,...", help="where they are (default: on this machine)")
+    parser.add_argument("--secret-file", type=Path, help="that of 'keepstep token', for --listen and --generators")
     parser.add_argument("--kill", action="store_true", help="a drill: trainers and generators are killed")
     args = parser.parse_args()
+    if (args.listen or args.generators) and not args.secret_file:
+        parser.error("generators on another machine need --secret-file")
     match args.part:
         case "generate":
-            generate(args.folder, args.number)
+            generate(args.folder, args.number, args.listen, args.secret_file)
         case "train":
-            train(args.folder, args.steps)
+            train(args.folder, args.steps, args.generators, args.secret_file)
         case _:
             with contextlib.ExitStack() as stack:
                 folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-")))

@@ -223,7 +223,8 @@ def test_flags_of_torchrun_that_are_refused_are_named() -> None:
 
 
 def test_metrics_are_all_described() -> None:
-    source = (ROOT / "src/keepstep/dashboard/metrics.py").read_text("utf-8")
+    files = (ROOT / "src/keepstep/dashboard").glob("*metrics.py")
+    source = "".join(path.read_text("utf-8") for path in files)
     exposed = set(re.findall(r'"(keepstep_[a-z_]+)"', source))
     described = {
         name.removesuffix("_total").removesuffix("_info")
@@ -248,6 +249,7 @@ def test_events_are_all_described() -> None:
 def test_files_of_a_run_are_all_described() -> None:
     described = section(OBSERVE, "What is recorded")
     names = {runfolder.INFO, runfolder.JOURNAL, f"{runfolder.PHASES}/", runfolder.START_UP, runfolder.STORE}
+    names |= {runfolder.WEIGHTS}
     names |= {process.TOKEN, "lease/", "earlier-N/"}
     assert set(re.findall(r"^\| `([^`]+)` \|", described, re.MULTILINE)) == names
 

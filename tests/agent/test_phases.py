@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from tests.support.published import news
 
 from keepstep.agent.phases import PhaseReporter
-from keepstep.protocol.messages import AnyMessage, ClockAsked, ClockTold
+from keepstep.protocol.messages import AnyMessage, ClockAsked, ClockTold, PublicationStage
 from keepstep.transports.interface import Connected
 
 
@@ -43,3 +44,15 @@ def test_a_new_line_is_asked_at_once_and_the_former_answers_count_no_more() -> N
     phases.reconnected()
     phases.tick((), now_s - 4.8, is_sending=True)
     assert phases.told(told(line.sent.pop(), 7)) == pytest.approx(7, abs=5.0)
+
+
+def test_what_is_told_of_weights_is_put_on_the_controllers_clock() -> None:
+    line = Line()
+    phases = PhaseReporter("node-a", line)
+    weights = news(0, PublicationStage.COMMITTED, 3, at_s=50.0)
+    assert phases.on_job_clock(weights) == weights, "nothing is known of that clock yet"
+    phases.tick((), 100.0, is_sending=True)
+    phases.told(told(line.sent.pop(), 1000))
+    moved = phases.on_job_clock(weights)
+    assert moved.at_s == pytest.approx(1050, abs=5.0)
+    assert moved.at_s - moved.begun_s == pytest.approx(0.5)

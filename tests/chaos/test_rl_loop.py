@@ -30,6 +30,17 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def check_samples(found: list[dict[str, Any]], num_steps: int) -> None:
+    """Each version has the same weights wherever samples of it were drawn, and each request the same samples."""
+    digests, answers = defaultdict(set), defaultdict(set)
+    for sample in found:
+        digests[sample["version"]].add(sample["digest"])
+        answers[sample["version"], sample["seed"]].add(json.dumps(sample["answers"]))
+    assert {version: len(each) for version, each in digests.items()} == dict.fromkeys(range(num_steps), 1)
+    assert len(set.union(*digests.values())) == num_steps, "two versions have the same weights"
+    assert {asked: len(each) for asked, each in answers.items()} == {(n // 2, n): 1 for n in range(2 * num_steps)}
+
+
 def test_samples_and_weights_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
     """As where nothing is killed: each version has the same weights, and each request the same samples."""
     run_loop(tmp_path / "quiet")
@@ -42,10 +53,4 @@ def test_samples_and_weights_are_the_same_whoever_is_killed(tmp_path: Path) -> N
     quiet, disturbed = samples(tmp_path / "quiet"), samples(tmp_path / "killed")
     assert len(quiet) == 2 * STEPS, "somebody drew twice although nothing was lost"
     assert len(disturbed) > 4 * STEPS, "the drill runs twice, and what was lost is drawn again"
-    digests, answers = defaultdict(set), defaultdict(set)
-    for sample in quiet + disturbed:
-        digests[sample["version"]].add(sample["digest"])
-        answers[sample["version"], sample["seed"]].add(json.dumps(sample["answers"]))
-    assert {version: len(each) for version, each in digests.items()} == dict.fromkeys(range(STEPS), 1)
-    assert len(set.union(*digests.values())) == STEPS, "two versions have the same weights"
-    assert {asked: len(each) for asked, each in answers.items()} == {(n // 2, n): 1 for n in range(2 * STEPS)}
+    check_samples(quiet + disturbed, STEPS)

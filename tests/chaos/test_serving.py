@@ -25,6 +25,7 @@ import pytest
 from tests.support.jobs import EXAMPLES, running
 
 from keepstep.drill.faults import IN_A_STEP
+from keepstep.trace.weights.publications import Publications
 
 DEADLINE_S = 60.0
 """For the server to start, to answer, and to end."""
@@ -128,7 +129,8 @@ def ask_during_a_drill(tmp_path: Path, server: Server, folder: Path) -> tuple[di
     script = [EXAMPLES / "train_gpt.py", *SHAPE, "--batch-size", 4, "--steps", STEPS]
     job = [*script, "--publish", folder, "--publish-every", EVERY]
     path = tmp_path / "drill.json"
-    flags = ["--json", path, "--nproc-per-node", 3, "--spares", 1, "--faults", ";".join(faults)]
+    flags = ["--run-dir", tmp_path / "runs", "--json", path, "--nproc-per-node", 3, "--spares", 1]
+    flags += ["--faults", ";".join(faults)]
     stop = threading.Event()
     with running("drill", *flags, *job) as drill, ThreadPoolExecutor(len(QUESTIONS)) as clients:
         try:
@@ -170,6 +172,7 @@ def test_text_while_ranks_are_killed(tmp_path: Path) -> None:
     for version in map(int, re.findall(r"version (\d+) was not published", notes)):
         assert any(version - 1 <= step < version + EVERY for step in KILLS), f"nobody died near {version}:\n{notes}"
     assert (status, last["version"]) == (200, STEPS), notes
+    check_what_is_shown(tmp_path / "runs", folder, notes)
 
     ready_s = min(answer.answered_s for answers in told for answer in answers if answer.status == 200)
     for answers in told:
@@ -178,6 +181,24 @@ def test_text_while_ranks_are_killed(tmp_path: Path) -> None:
     told = [[answer for answer in answers if answer.status == 200] for answers in told]
     assert sum(map(len, told)) >= 200
     check_versions(told)
+
+
+def check_what_is_shown(runs: Path, folder: Path, notes: str) -> None:
+    """In both runs' folders: each version that was due was committed or has broken off; the server has the last."""
+    broken_off = set(map(int, re.findall(r"version (\d+) was not published", notes)))
+    shown = [Publications.read(path).found[str(folder)] for path in sorted(runs.glob("*/weights.json"))]
+    assert len(shown) == 2
+    for found in shown:
+        assert found.version == STEPS
+        assert found.under_way is None
+        assert list(found.consumers().values()) == [[STEPS]]
+        assert found.lag(STEPS, now_s=0.0) == (0, 0.0)
+        assert found.last_bytes == shown[0].last_bytes > 0
+        assert (found.last_seconds or 0) > 0
+        assert found.num_lost_consumers == 0
+        assert len({version for version, _ in found.commits}) >= STEPS // EVERY - found.num_broken_off
+    assert sum(found.num_broken_off for found in shown) >= len(broken_off)
+    assert {failure.version for found in shown for failure in found.failures} >= broken_off
 
 
 def check_versions(told: list[list[Answer]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.jobs import SCRIPTS, run
+from tests.support.published import FOLDER, published_run
 from tests.support.recorded import recorded_run
 
 from keepstep.cli.main import main
@@ -37,6 +38,23 @@ def test_drawing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert ET.parse(tmp_path / "last.svg").getroot().tag.endswith("svg")
     assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "last.svg").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first.svg", "last.svg"]
+
+
+def test_drawing_an_update_of_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, published = tmp_path / "x.svg", published_run(folder, tmp_path / "run")
+    for run_folder, weights, message in (
+        (folder, FOLDER, "--weights /run/weights: this run has not published there; it has in: nothing"),
+        (published, "/else", "--weights /else: this run has not published there; it has in: /run/weights"),
+    ):
+        assert command("trace", "draw", run_folder, "--weights", weights, "-o", target) == 2
+        assert message in capsys.readouterr().err
+    assert command("trace", "draw", published, "--weights", FOLDER, "-o", target) == 0
+    drawn = target.read_text("utf-8")
+    assert all(f"device {number}" in drawn for number in (0, 1))
+    boxes = ET.parse(target).getroot().findall(".//{http://www.w3.org/2000/svg}rect")
+    kinds = [box.get("class") for box in boxes]
+    # Three buckets of each stage on each device, and the legend.
+    assert [kinds.count(kind) for kind in ("h2d", "broadcast", "reload")] == [7, 7, 7]
 
 
 def test_exporting_and_reporting(folder: Path, tmp_path: Path) -> None:

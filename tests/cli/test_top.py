@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tests.support.jobs import command, run
+from tests.support.published import published_run
 from tests.support.recorded import (
     LONE,
     NUM_RANKS,
@@ -173,6 +174,12 @@ def phases(workers: list[object], at_ns: int) -> bytes:
     records["worker"] = [worker.worker for worker in workers]
     records["rank"] = [worker.rank for worker in workers]
     return records.tobytes()
+
+
+def test_published_weights_have_a_line(recorded: Recorded, tmp_path: Path) -> None:
+    code, out, err = run("top", published_run(recorded.folder, tmp_path / "run"))
+    assert (code, err) == (0, "")
+    assert "weights in /run/weights: version 3 (5 under way), 3 consumers on 2 nodes, up to 2 behind" in out
 
 
 def test_ranks_that_do_not_fit_are_folded_by_node(many: Run) -> None:

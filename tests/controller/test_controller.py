@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from tests.protocol.toy_cluster import ToyCluster
+from tests.support.published import FOLDER, news
 from tests.transports.rpc.served import connected, served
 
 from keepstep.controller.controller import MAX_TOGETHER, Controller
-from keepstep.errors import LeaseLost
+from keepstep.errors import LeaseLost, RemoteProtocolError
 from keepstep.protocol.controller import ControllerMachine
 from keepstep.protocol.messages import (
     AnyMessage,
@@ -20,13 +21,16 @@ from keepstep.protocol.messages import (
     NodeJoined,
     Packet,
     PhasesObserved,
+    PublicationStage,
     StartWorker,
     StoreAnswered,
     StoreRequested,
     WorkerStarted,
 )
 from keepstep.protocol.recovery import RecoveryMachine, RecoverySettings, Stage
+from keepstep.trace.record import runfolder
 from keepstep.trace.record.recorder import Recorder
+from keepstep.trace.weights.publications import Publications
 from keepstep.transports.interface import Arrival, Connected
 from keepstep.transports.memory import OneNode, channel_pair
 
@@ -111,6 +115,29 @@ def test_a_quiet_moment_is_told_of_once_and_not_where_it_is_over(
     with Recorder(tmp_path) as recorder:
         asyncio.run(scene())
     assert num_told == goes_on
+
+
+def test_what_ranks_tell_of_weights_is_shown_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, where much comes at once; from a worker that the controller does not know, or no longer, nothing."""
+    monkeypatch.setattr("keepstep.controller.controller.GATHER_S", 0.0)
+    machine = ToyCluster().go().controller
+    node = machine.job.roster.workers[0].node
+
+    async def scene() -> None:
+        controller = Controller(machine, Lines(), recorder)
+        for version in (1, 2):
+            controller._arrived(node, news(0, PublicationStage.COMMITTED, version, float(version)))
+        controller._arrived(node, news(99, PublicationStage.COMMITTED, 3, 3.0))
+        assert not path.exists()
+        await asyncio.sleep(0.01)
+        found = Publications.read(path).found[FOLDER]
+        assert (found.version, found.num_committed, list(found.devices)) == (2, 2, [0])
+        with pytest.raises(RemoteProtocolError, match="node stranger told of weights of worker 0"):
+            controller._arrived("stranger", news(0, PublicationStage.COMMITTED, 4, 4.0))
+
+    path = tmp_path / runfolder.WEIGHTS
+    with Recorder(tmp_path) as recorder:
+        asyncio.run(scene())
 
 
 @pytest.mark.parametrize("has_lease", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.published import published_run
 from tests.support.recorded import LONE, simulate_shards
 
 from keepstep.sim.run import case_of, run
@@ -29,6 +30,12 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     simulate_shards(folder, LONE, 2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def publishing(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has published weights. Only to be read."""
+    return published_run(recorded, tmp_path_factory.mktemp("publishing") / "run")
 
 
 @pytest.fixture

@@ -20,7 +20,16 @@ from keepstep.dashboard import wire
 from keepstep.dashboard.process import TOKEN
 from keepstep.trace.timeline.run import Run
 
-PATHS = ["/", "/api/stream", "/api/phases?begin=0&end=1", "/api/overview", "/metrics", "/recovery/1.svg", "/report"]
+PATHS = [
+    "/",
+    "/api/stream",
+    "/api/phases?begin=0&end=1",
+    "/api/overview",
+    "/metrics",
+    "/recovery/1.svg",
+    "/weights/0.svg",
+    "/report",
+]
 PATHS += ["/static/app.js", "/nothing"]
 
 
@@ -182,6 +191,15 @@ def test_a_recovery_has_its_picture(client: Client, shown: Run) -> None:
         answer = client.get(missing)
         assert answer.status_code == 404
         assert f"the run has {len(shown.scenes)} recoveries" in answer.text
+
+
+def test_published_weights_have_a_picture(publishing: Path, client: Client) -> None:
+    with served(publishing) as found:
+        answer = found.get("/weights/0.svg")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "image/svg+xml")
+        assert "Version 3: 2.00 GB from 2 devices" in answer.text
+        assert found.get("/weights/1.svg").status_code == 404
+    assert client.get("/weights/0.svg").status_code == 404
 
 
 def test_the_report_is_one_file(client: Client, shown: Run) -> None:

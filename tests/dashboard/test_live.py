@@ -12,11 +12,12 @@ import msgspec
 import psutil
 import pytest
 from tests.dashboard.served import DEADLINE_S, Client, served
+from tests.support.published import news
 
 from keepstep.dashboard import live
 from keepstep.dashboard.live import Live
 from keepstep.protocol.controller import JournalEntry
-from keepstep.protocol.messages import PhasesObserved
+from keepstep.protocol.messages import PhasesObserved, PublicationStage
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import read
 from keepstep.trace.record.phaselog import PhaseTail
@@ -103,6 +104,17 @@ def merge(state: dict[str, Any], update: dict[str, Any]) -> None:
             state["recoveries"] = [known[number] for number in sorted(known)]
         else:
             state[key] = value
+
+
+def test_published_weights_are_told_of_as_they_come(growing: Growing) -> None:
+    with growing.begun() as recorder, served(growing.folder) as client, client.stream() as events:
+        for version in (1, 2):
+            recorder.published("a", news(0, PublicationStage.COMMITTED, version, float(version)))
+            recorder.show_weights()
+            (told,) = until(events, "weights")["weights"]
+            while told["version"] != version:
+                (told,) = until(events, "weights")["weights"]
+            assert told["committed"] == version
 
 
 def test_a_dashboard_may_be_there_before_the_run(growing: Growing) -> None:

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from tests.support import published
 from tests.support.recorded import LONE, NUM_RANKS, NUM_STEPS, Recorded, growing, overtaken_run, recorded_run
 
 from keepstep.dashboard import metrics
@@ -114,6 +115,36 @@ def test_a_job_without_snapshots_has_no_metrics_of_them(real: Recorded) -> None:
     scraped = Scraped(real.folder)
     scraped.look()
     assert not [name for name, _ in scraped.values() if "snapshot" in name]
+
+
+def test_published_weights(publishing: Path) -> None:
+    scraped = Scraped(publishing)
+    scraped.look()
+    found, of = scraped.values(), {"folder": published.FOLDER}
+    weights = "keepstep_weights_"
+    assert value(found, f"{weights}version", **of) == 3
+    assert value(found, f"{weights}version_under_way", **of) == 5
+    assert value(found, f"{weights}version_age_seconds", **of) == pytest.approx(scraped.run.now_s - 3.0)
+    for node, num, lag, since_s in (("a", 1, 0, None), ("engine-1", 2, 2, 2.0)):
+        assert value(found, f"{weights}consumers", node=node, **of) == num
+        assert value(found, f"{weights}lag_versions", node=node, **of) == lag
+        lag_s = 0.0 if since_s is None else scraped.run.now_s - since_s
+        assert value(found, f"{weights}lag_seconds", node=node, **of) == pytest.approx(lag_s)
+    assert value(found, f"{weights}updates_total", outcome="committed", **of) == 3
+    assert value(found, f"{weights}updates_total", outcome="broken off", **of) == 1
+    assert value(found, f"{weights}lost_consumers_total", **of) == 1
+    assert value(found, f"{weights}update_seconds_count", **of) == 3
+    assert value(found, f"{weights}update_seconds_sum", **of) == 1.5
+    assert value(found, f"{weights}sent_bytes_total", **of) == 6e9
+    assert value(found, f"{weights}unchanged_bytes_total", **of) == 0
+    assert value(found, f"{weights}update_bytes", **of) == 2e9
+    assert value(found, f"{weights}update_bytes_per_second", **of) == 4e9
+
+
+def test_a_job_that_publishes_nothing_has_no_metrics_of_it(real: Recorded) -> None:
+    scraped = Scraped(real.folder)
+    scraped.look()
+    assert not [name for name, _ in scraped.values() if "weights" in name]
 
 
 def test_phases_are_counted_as_if_one_by_one(real: Recorded) -> None:
@@ -265,10 +296,10 @@ def asked_for(query: str) -> tuple[list[tuple[str, set[str]]], set[str]]:
 
 
 @pytest.fixture(scope="module")
-def exposed(real: Recorded, sharded: Path) -> dict[str, set[str]]:
+def exposed(real: Recorded, sharded: Path, publishing: Path) -> dict[str, set[str]]:
     """Every metric that a collector has exposed, with its labels."""
     labels: dict[str, set[str]] = {}
-    for folder in (real.folder, sharded):
+    for folder in (real.folder, sharded, publishing):
         scraped = Scraped(folder)
         scraped.look()
         with pytest.MonkeyPatch.context() as patched:
@@ -318,7 +349,7 @@ def test_the_dashboard_can_be_imported() -> None:
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
     rows = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
-    assert rows == ["Training", "Recoveries", "Spares", "Stragglers", "Snapshots"]
+    assert rows == ["Training", "Recoveries", "Spares", "Stragglers", "Snapshots", "Published weights"]
     taken: Counter[tuple[int, int]] = Counter()
     for panel in board["panels"]:
         place = panel["gridPos"]

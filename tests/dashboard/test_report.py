@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
+from graphlib import TopologicalSorter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,20 @@ from keepstep.trace.timeline.run import Run, opened
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 SEEDS = range(1, 25)
 """Among them: nodes that are lost, clocks that disagree, failures that overtake each other, jobs that end badly."""
+
+
+def test_the_pages_modules_can_be_one() -> None:
+    """As which a report holds them: no name stands in two of them, and none imports one that imports it."""
+    texts = {path.stem: path.read_text("utf-8") for path in STATIC.glob("*.js")}
+    names = [
+        name
+        for text in texts.values()
+        for name in re.findall(r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)", text, re.MULTILINE)
+    ]
+    assert len(names) > 50
+    assert [name for name, num in Counter(names).items() if num > 1] == []
+    imports = {name: re.findall(r'from "\./(\w+)\.js"', text) for name, text in texts.items()}
+    assert tuple(TopologicalSorter(imports).static_order())[-1] == "app"
 
 
 class Reader(HTMLParser):

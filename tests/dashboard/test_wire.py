@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.published import FOLDER
 
 from keepstep.dashboard import wire
 from keepstep.dashboard.report import page_data
@@ -43,3 +44,10 @@ def test_moments_are_among_the_phases_of_a_report(found: Run) -> None:
     assert [kinds.count(kind) for kind in (7, 8)] == [6 * 4 + 1, 4]
     assert kinds.count(6) >= kinds.count(7)
     assert times == sorted(times)
+
+
+def test_a_page_is_told_of_published_weights(publishing: Path, shown: Run) -> None:
+    with opened(publishing) as run:
+        (told,) = page_data(run)["snapshot"]["weights"]
+    assert (told["folder"], told["version"], told["under_way"], told["consumers"]) == (FOLDER, 3, 5, 3)
+    assert page_data(shown)["snapshot"]["weights"] == []

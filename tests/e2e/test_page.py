@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 from tests.e2e.watched import DEADLINE_MS, card, lanes, row, view
+from tests.support.published import published_run
 
 from keepstep.dashboard.process import serving
 from keepstep.sim.run import case_of, run
@@ -189,3 +190,34 @@ def test_cards_tell_what_the_run_tells(page: Page, ended: str, told: Run) -> Non
     assert told.goodput is not None
     expect(card(page, "goodput")).to_contain_text(f"{told.goodput * 100:.1f}")
     assert len([lane for lane in lanes(page) if lane["kind"] == "rank"]) == told.info.settings.world_size
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_published_weights_have_a_panel(page: Page, folder: Path, tmp_path: Path, scheme: Any) -> None:
+    """Versions, consumers by node, speed, and culprits by name; in the other themes as well as in the report."""
+    page.emulate_media(color_scheme=scheme)
+    with serving(published_run(folder, tmp_path / "run"), "127.0.0.1:0", "--listen") as link:
+        opened(page, link)
+        panel = page.get_by_test_id("publication")
+        for text in (
+            "/run/weights",
+            "version 3, ",
+            "5 under way for",
+            "3 consumers (1 on a, 2 on engine-1) · slowest 2 versions behind, for",
+            "2.00 GB in 500 ms, 4.00 GB/s · 3 updates, 1 broken off, 1 consumer left out",
+            "ago, version 4 was not published: rank 1: is gone",
+            "version 2: engine-1/dead: has shown nothing for 3 s",
+        ):
+            expect(panel).to_contain_text(text)
+        assert panel.evaluate("node => node.scrollWidth <= node.clientWidth")
+        with page.context.expect_page() as caught:
+            page.get_by_role("link", name="Picture of the last update in /run/weights").click()
+        expect(caught.value.locator("svg")).to_contain_text("Version 3: 2.00 GB from 2 devices")
+        with page.context.expect_page() as caught:
+            page.get_by_role("link", name="Report").click()
+        expect(caught.value.get_by_test_id("publication")).to_contain_text("version 3, ")
+
+
+def test_a_job_that_publishes_nothing_has_no_such_panel(page: Page, ended: str) -> None:
+    opened(page, ended)
+    expect(page.get_by_test_id("weights")).to_be_hidden()

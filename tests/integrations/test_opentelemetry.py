@@ -14,11 +14,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.support.jobs import SCRIPTS
+from tests.support.published import FOLDER, news, published_run
 from tests.support.recorded import KILL, NUM_RANKS, NUM_STEPS, Recorded, overtaken_run, record, recorded_run
 
 from keepstep.cli import ahead as cli
 from keepstep.errors import ConfigurationError
 from keepstep.integrations import opentelemetry
+from keepstep.protocol.messages import PublicationStage
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import LABELS
 
@@ -83,6 +85,38 @@ def test_a_recovery_is_a_trace(recorded: Recorded) -> None:
         begin_ns = span.end_time
     assert root.end_time == begin_ns
     assert run.info.started_unix_ns < root.start_time < root.end_time
+
+
+def test_an_update_of_published_weights_is_a_span(recorded: Recorded, tmp_path: Path) -> None:
+    """Once, when all devices have told of it; a consumer that was left out is an event of it."""
+    run, found = Run(published_run(recorded.folder, tmp_path / "run")), InMemorySpanExporter()
+    run.poll()
+    updates, spans_of = opentelemetry.NewUpdates(run), opentelemetry.provider(found)
+    publication, tracer = run.publications.found[FOLDER], spans_of.get_tracer("test")
+    assert list(updates.take()) == [publication]
+    opentelemetry.export_update(publication, run, tracer)
+    assert list(updates.take()) == []
+    left_out = ("engine-1/dead: is gone",)
+    publication.take("a", news(0, PublicationStage.COMMITTED, 6, 6.0, (("near", 6),)))
+    assert list(updates.take()) == [], "rank 1 has told nothing of it yet"
+    publication.take("b", news(1, PublicationStage.COMMITTED, 6, 6.1, (), left_out))
+    assert list(updates.take()) == [publication]
+    opentelemetry.export_update(publication, run, tracer)
+    spans_of.shutdown()
+    first, second = found.get_finished_spans()
+    assert {first.name, second.name} == {"keepstep.weights.update"}
+    assert dict(second.attributes or {}) == {
+        "keepstep.run": run.info.run,
+        "keepstep.weights.folder": FOLDER,
+        "keepstep.weights.version": 6,
+        "keepstep.weights.devices": 2,
+        "keepstep.weights.consumers": 1,
+        "keepstep.weights.sent_bytes": 2 * 10**9,
+        "keepstep.weights.unchanged_bytes": 0,
+    }
+    assert (second.start_time, second.end_time) == (run.info.unix_ns(5.5), run.info.unix_ns(6.1))
+    assert [event.name for event in second.events] == list(left_out)
+    run.close()
 
 
 def test_what_ranks_were_at_are_events_of_the_part(recorded: Recorded) -> None:

@@ -71,6 +71,27 @@ def test_a_consumer_of_a_former_job_gets_what_the_new_one_published_last(tmp_pat
             assert own["x"].tolist() == [7.0] * 4
 
 
+def test_a_publisher_knows_which_version_each_consumer_has(tmp_path: Path) -> None:
+    """Also of one that comes late, and of one that comes again with what it has; who has gone is not named."""
+    own = {"x": torch.zeros(4)}
+    with publish(tmp_path, {"x": torch.ones(4)}, 0, 1, copies=True) as publisher:
+        publisher.publish(3)
+        with subscribe(tmp_path, into=own, name="late") as consumer:
+            consumer.attach(DEADLINE_S)
+            assert publisher.consumer_versions == (("late", None),)
+            assert consumer.receive(DEADLINE_S) == 3
+            late = publisher._late_subscribers
+            with late._changed:
+                assert late._changed.wait_for(lambda: not late._num_running, DEADLINE_S)
+            assert publisher.consumer_versions == (("late", 3),)
+            publish_to(publisher, consumer, 4)
+            assert publisher.consumer_versions == (("late", 4),)
+            consumer._leave("the connection broke")
+            assert publisher.consumer_versions == ()
+            consumer.attach(DEADLINE_S)
+            assert publisher.consumer_versions == (("late", 4),)
+
+
 def publish_to(publisher: Any, consumer: Subscriber, version: int) -> None:
     """One version to a consumer in this process."""
     received: list[int] = []

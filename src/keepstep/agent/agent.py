@@ -33,6 +33,7 @@ from keepstep.protocol.messages import (
     Resume,
     StoreAnswered,
     StoreRequested,
+    WeightsObserved,
     WorkerJoined,
     WorkerOrder,
 )
@@ -396,6 +397,9 @@ class Agent:
             # By no packet, for it is of no use once its generation is over. It is asked again on a new connection.
             self._asked[number, message.request] = message
             self._connection.send(message)
+            return
+        if isinstance(message, WeightsObserved) and message.worker == number:
+            self._connection.send(self._phases.on_job_clock(message))
             return
         self._machine.said(number, message, time.monotonic())
         if isinstance(message, WorkerJoined):

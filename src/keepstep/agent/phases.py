@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from keepstep.protocol.clocks import ASK_EVERY_S, ClockEstimate
-from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved
+from keepstep.protocol.messages import ClockAsked, ClockTold, PhasesObserved, WeightsObserved
 from keepstep.protocol.node.agent import HEARTBEAT_S
 from keepstep.shared.tagpage import TagReader
 from keepstep.trace.record.phaselog import from_ring
@@ -54,6 +55,12 @@ class PhaseReporter:
         self._has_answer = True
         alignment = self._clock.alignment(now_ns)
         return alignment.offset_ns / 1e9 if alignment is not None else 0.0
+
+    def on_job_clock(self, weights: WeightsObserved) -> WeightsObserved:
+        """What a worker tells of its weights, with times on the controller's clock, as well as that is known."""
+        alignment = self._clock.alignment(time.monotonic_ns())
+        ahead_s = alignment.offset_ns / 1e9 if alignment is not None else 0.0
+        return msgspec.structs.replace(weights, begun_s=weights.begun_s + ahead_s, at_s=weights.at_s + ahead_s)
 
     def tick(self, workers: Iterable[Watched], now_s: float, *, is_sending: bool) -> None:
         """The regular look: asks for the time, and gathers, when either is due.

@@ -10,15 +10,21 @@ from rich.console import Console
 from rich.table import Table
 
 from keepstep.launcher import control
+from keepstep.trace.record import runfolder
+from keepstep.trace.weights.publications import Publications, describe_publication, publication_text
 
 
 def main(arguments: list[str]) -> int:
-    """Prints where every worker of a running job is, and which places are in quarantine."""
+    """Prints where every worker of a running job is, what is published, and which places are in quarantine."""
     parser = argparse.ArgumentParser(prog="keepstep status", description="Shows the workers of a running job.")
     parser.add_argument("--run-dir", required=True, help="the folder given to 'keepstep run --run-dir'")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args(arguments)
-    status = control.ask(Path(chosen.run_dir))
+    folder = Path(chosen.run_dir)
+    status = control.ask(folder)
+    now_s = runfolder.read_info(folder).clock().now_s()
+    publications = Publications.read(folder / runfolder.WEIGHTS).found.values()
+    status["weights"] = [describe_publication(each, now_s) for each in publications]
     if chosen.json:
         print(json.dumps(status, indent=2))
         return 0
@@ -35,6 +41,8 @@ def main(arguments: list[str]) -> int:
         console.print(f"in quarantine: {place} {why}", highlight=False)
     for place, why in status["closed_devices"].items():
         console.print(f"closed: {place}: {why}", highlight=False)
+    for weights in status["weights"]:
+        console.print(publication_text(weights), highlight=False, markup=False)
     if status["standstill"] is not None:
         console.print(status["standstill"], highlight=False, markup=False)
     return 0

@@ -19,6 +19,7 @@ from keepstep.protocol.messages import (
     PhasesObserved,
     StoreAnswered,
     StoreRequested,
+    WeightsObserved,
 )
 from keepstep.protocol.recovery import RecoveryMachine, Stage
 from keepstep.protocol.relay.bundle import PacketBundle
@@ -72,6 +73,8 @@ class Controller:
         self._confirm = confirm
         self._when_calm = when_calm
         self._calm: asyncio.TimerHandle | None = None
+        self._showing: asyncio.TimerHandle | None = None
+        """Until what is known of published weights is written: together, where much comes at once."""
         self._waiting: asyncio.Timeout | None = None
         """For what comes next."""
         self._unsent: list[tuple[str, AnyMessage]] = []
@@ -162,10 +165,26 @@ class Controller:
                 self._requested(node, message)
             case PhasesObserved():
                 self._recorder.observed(message)
+            case WeightsObserved():
+                self._weights_seen(node, message)
             case ClockAsked():
                 self._unsent.append((node, ClockTold(message.asked_ns, self._clock.now_ns(), self._gather_s())))
             case _:
                 raise RemoteProtocolError(f"an agent sent {type(message).__name__} outside of any packet")
+
+    def _weights_seen(self, node: str, message: WeightsObserved) -> None:
+        worker = self.job.roster.workers.get(message.worker)
+        if worker is None:
+            return  # it came late
+        if worker.node != node:
+            raise RemoteProtocolError(f"node {node} told of weights of worker {message.worker}, which is on another")
+        self._recorder.published(node, message)
+        if self._showing is None:
+            self._showing = asyncio.get_running_loop().call_later(GATHER_S, self._show_weights)
+
+    def _show_weights(self) -> None:
+        self._showing = None
+        self._recorder.show_weights()
 
     def _gather_s(self) -> float:
         return max(GATHER_S, len(self.machine.connections) / PHASE_MESSAGES_PER_S)

@@ -28,6 +28,7 @@ from keepstep.dashboard.live import Live
 from keepstep.dashboard.metrics import RunCollector
 from keepstep.dashboard.report import STATIC, html_report, security_policy
 from keepstep.trace.pictures.recovery import draw_recovery
+from keepstep.trace.pictures.update import draw_last_update
 from keepstep.trace.timeline.run import Run, opened
 
 MAX_CHANGES = 200_000
@@ -90,6 +91,7 @@ class Dashboard:
             Route("/api/overview", self._overview),
             Route("/metrics", self._metrics),
             Route("/recovery/{number:int}.svg", self._picture),
+            Route("/weights/{number:int}.svg", self._weights),
             Route("/report", self._report),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -125,6 +127,13 @@ class Dashboard:
             raise HTTPException(404, f"no such picture: the run has {len(run.scenes)} recoveries")
         picture = await self._apart(run, lambda copy: draw_recovery(copy, number))
         return Response(picture.svg(), media_type="image/svg+xml", headers={"content-security-policy": STYLED})
+
+    async def _weights(self, request: Request) -> Response:
+        number, found = request.path_params["number"], list(self._run().publications.found.values())
+        if not 0 <= number < len(found) or not any(each.spans for each in found[number].last_devices.values()):
+            raise HTTPException(404, "no such picture: no update there has moved anything yet")
+        picture = draw_last_update(found[number]).svg()
+        return Response(picture, media_type="image/svg+xml", headers={"content-security-policy": STYLED})
 
     async def _report(self, _request: Request) -> Response:
         report = await self._apart(self._run(), html_report)

@@ -142,6 +142,8 @@ class Live:
             changing["workers"] = wire.describe_workers(run)
         if news.is_any or is_slow_due:
             changing["job"] = wire.describe_job(run)
+        if news.has_published or is_slow_due:
+            changing["weights"] = wire.describe_weights(run)
         if is_slow_due:
             changing["run"] = wire.describe_run(run)
             changing["stragglers"] = wire.describe_stragglers(run.stragglers.found())

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from keepstep.dashboard.weights_metrics import about_weights
 from keepstep.protocol.messages import Cause
 from keepstep.protocol.phases import Phase
 from keepstep.protocol.recovery import Stage
@@ -152,6 +153,7 @@ class RunCollector(Collector):
         yield from self._about_the_run()
         yield from self._about_steps()
         yield from self._about_snapshots()
+        yield from about_weights(self._run)
         yield from self._about_recoveries()
         yield from self._about_stragglers()
 

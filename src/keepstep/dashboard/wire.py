@@ -14,6 +14,7 @@ from keepstep.trace.timeline.events import ControlEvent
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import Scene
 from keepstep.trace.timeline.stragglers import Straggler
+from keepstep.trace.weights.publications import describe_publication
 
 MAX_EVENTS = 200
 MAX_GONE = 2048
@@ -158,6 +159,11 @@ def describe_stragglers(stragglers: list[Straggler]) -> list[dict[str, Any]]:
     ]
 
 
+def describe_weights(run: Run) -> list[dict[str, Any]]:
+    """What is published, by folder."""
+    return [describe_publication(each, run.now_s) for each in run.publications.found.values()]
+
+
 def describe_state(run: Run, events: Sequence[ControlEvent]) -> dict[str, Any]:
     """All that a page shows when it opens, except for the phases.
 
@@ -172,6 +178,7 @@ def describe_state(run: Run, events: Sequence[ControlEvent]) -> dict[str, Any]:
         "workers": describe_workers(run),
         "recoveries": [describe_scene(run, scene) for scene in run.scenes],
         "stragglers": describe_stragglers(run.stragglers.found()),
+        "weights": describe_weights(run),
         "events": [describe_event(run, event) for event in events],
     }
 

@@ -1,7 +1,8 @@
 """OpenTelemetry: each recovery of a job as a trace, sent over OTLP to wherever the ``OTEL_*`` variables say.
 
 Needs the extra ``otel``. A recovery is a span ``keepstep.recovery`` from the failure to the first step afterwards; its
-parts are spans below it, and what each rank was at in a part are the events of that part's span.
+parts are spans below it, and what each rank was at in a part are the events of that part's span. Of published weights
+each update that counts is a span ``keepstep.weights.update``; where several come between two looks, the newest.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from keepstep.trace.record.runfolder import RunInfo
 from keepstep.trace.timeline.finished import FinishedScenes
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
+from keepstep.trace.weights.publications import Publication
 
 POLL_INTERVAL_S = 1.0
 """Recoveries are looked for so often. A collector shows them seconds later in any case."""
@@ -79,13 +81,13 @@ def exporting(run_dir: Path, exporter: SpanExporter | None = None) -> Iterator[C
 async def _follow(run_dir: Path, tracer: Tracer) -> None:
     try:
         run = Run(run_dir)
-        finished = FinishedScenes(run)
+        finished, updates = FinishedScenes(run), NewUpdates(run)
         try:
             while True:
-                _export_new(run, finished, tracer)
+                _export_new(run, finished, updates, tracer)
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
-            _export_new(run, finished, tracer, is_over=True)
+            _export_new(run, finished, updates, tracer, is_over=True)
             run.close()
     except (KeepstepError, OSError) as error:
         _complain(str(error))
@@ -93,10 +95,28 @@ async def _follow(run_dir: Path, tracer: Tracer) -> None:
         _complain(repr(error))
 
 
-def _export_new(run: Run, finished: FinishedScenes, tracer: Tracer, is_over: bool = False) -> None:
+class NewUpdates:
+    """The updates of published weights that count and were not seen yet: of each folder the newest."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def take(self, is_over: bool = False) -> Iterator[Publication]:
+        """Those that all devices have told of; where nothing more is to come, also others."""
+        for folder, publication in self._run.publications.found.items():
+            is_whole = is_over or len(publication.last_devices) == len(publication.devices)
+            if publication.last is not None and is_whole and self._seen.get(folder) != publication.last:
+                self._seen[folder] = publication.last
+                yield publication
+
+
+def _export_new(run: Run, finished: FinishedScenes, updates: NewUpdates, tracer: Tracer, is_over: bool = False) -> None:
     run.poll()
     for scene in finished.take(is_over):
         export(scene, run, tracer)
+    for publication in updates.take(is_over):
+        export_update(publication, run, tracer)
 
 
 def _complain(what: str) -> None:
@@ -137,6 +157,37 @@ def export(scene: Scene, run: Run, tracer: Tracer) -> None:
             child.set_status(Status(StatusCode.ERROR, "not completed"))
         child.end(info.unix_ns(end_s if part_end_s is None else part_end_s))
     root.end(info.unix_ns(end_s))
+
+
+def export_update(publication: Publication, run: Run, tracer: Tracer) -> None:
+    """Makes the span of the last update that counts; consumers that were left out are its events.
+
+    Args:
+        publication: that has one.
+        run: that it belongs to.
+        tracer: that makes it.
+    """
+    info, devices = run.info, publication.last_devices
+    begun_s = min(device.committed_span_s[0] for device in devices.values())
+    ended_s = max(device.committed_span_s[1] for device in devices.values())
+    span = tracer.start_span(
+        "keepstep.weights.update",
+        context=trace.set_span_in_context(trace.INVALID_SPAN),  # a trace of its own
+        start_time=info.unix_ns(begun_s),
+        attributes={
+            "keepstep.run": info.run,
+            "keepstep.weights.folder": publication.folder,
+            "keepstep.weights.version": publication.version or 0,
+            "keepstep.weights.devices": len(devices),
+            "keepstep.weights.consumers": sum(len(device.consumers) for device in devices.values()),
+            "keepstep.weights.sent_bytes": publication.last_bytes,
+            "keepstep.weights.unchanged_bytes": sum(device.unchanged_bytes for device in devices.values()),
+        },
+    )
+    for failure in publication.failures:
+        if failure.version == publication.version:
+            span.add_event(failure.text, timestamp=info.unix_ns(failure.at_s))
+    span.end(info.unix_ns(ended_s))
 
 
 def _attributes(scene: Scene, info: RunInfo) -> dict[str, AttributeValue]:

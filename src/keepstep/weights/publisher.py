@@ -49,12 +49,14 @@ class Published:
         version: the version, committed on every device.
         failures: consumers here that did not get it, as errors that name them; all others use it now.
         spans: when this device's stages were busy.
+        reloads: when a consumer here was busy with the first buckets, on its machine's clock.
         sent_bytes: of the weights that this device is the source of: those that went to at least one device.
         unchanged_bytes: of the same: those that all consumers of them have and keep, so that they did not travel.
     """
 
     def __init__(self, version: int, update: WeightUpdate) -> None:
         self.version, self.failures, self.spans = version, tuple(update.failures), update.spans
+        self.reloads = update.reloads
         self.sent_bytes, self.unchanged_bytes = update.sent_bytes, update.unchanged_bytes
 
 
@@ -140,6 +142,11 @@ class Publisher:
     def consumers(self) -> tuple[str, ...]:
         """Names of the consumers attached to this device now."""
         return tuple(each.name for each in self._device.subscriber_registry.present())
+
+    @property
+    def consumer_versions(self) -> tuple[tuple[str, int | None], ...]:
+        """The consumers attached to this device now, and the version that each is known to have. Any thread."""
+        return self._device.subscriber_registry.versions()
 
     def wait_for_consumers(self, num_consumers: int, timeout_s: float) -> None:
         """Waits until so many consumers are attached to this device.

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+MAX_REPORTED = 16
+"""Spans of each stage that are told of for a picture, which has room for a few buckets."""
+MAX_PICTURED = 16
+"""Ranks below this tell of their spans: a picture has room for so many devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,3 +36,7 @@ class Spans:
         begun_ns = time.monotonic_ns()
         yield
         self.spans.append(Span(stage, bucket, begun_ns, time.monotonic_ns()))
+
+    def first(self, stage: str, num: int) -> list[Span]:
+        """The first so many spans of a stage."""
+        return list(itertools.islice((span for span in self.spans if span.stage == stage), num))

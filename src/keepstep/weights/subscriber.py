@@ -40,7 +40,7 @@ from keepstep.weights.memory.copies import checksum_in
 from keepstep.weights.memory.mapping.mapped import Mapped, ReturnedWeights
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES
 from keepstep.weights.memory.targets import FunctionTarget, Load, Target, TensorTarget
-from keepstep.weights.spans import Spans
+from keepstep.weights.spans import MAX_REPORTED, Spans
 
 DEFAULT_DEADLINE_S = 30.0
 CONSUMER_PATIENCE_S = 0.95
@@ -431,7 +431,10 @@ class Subscriber:
             with self._guarded(connection, update):
                 self._target.finish()
             checksum = checksum_of_version(update.checksums[index] for index in sorted(update.checksums))
-            self._tell(connection, msg.VersionLoaded(update.number, checksum))
+            reloads = tuple(
+                (span.bucket, span.begun_ns, span.ended_ns) for span in self.spans.first("reload", MAX_REPORTED)
+            )
+            self._tell(connection, msg.VersionLoaded(update.number, checksum, reloads))
 
     @contextlib.contextmanager
     def _guarded(self, connection: Connection, update: _Update) -> Iterator[None]:

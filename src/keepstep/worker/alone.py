@@ -14,6 +14,7 @@ from keepstep.protocol.messages import (
     Recover,
     Resume,
     StepsFinished,
+    WeightsObserved,
     WorkerJoined,
     WorkerOrder,
     WorkerReady,
@@ -35,7 +36,7 @@ class LinkAlone(Link):
         """Remembers who takes the orders."""
         self._on_order = on_order
 
-    def send(self, report: WorkerReport) -> None:
+    def send(self, report: WorkerReport | WeightsObserved) -> None:
         """Answers at once.
 
         Raises:

@@ -21,6 +21,7 @@ from keepstep.protocol.messages import (
     OnceRequested,
     StoreAnswered,
     StoreRequested,
+    WeightsObserved,
     WorkerOrder,
     WorkerReport,
     text,
@@ -56,7 +57,7 @@ class Link:
         self._on_order = on_order
         threading.Thread(target=self._listen, name="keepstep-link", daemon=True).start()
 
-    def send(self, report: WorkerReport) -> None:
+    def send(self, report: WorkerReport | WeightsObserved) -> None:
         """Sends a report. If the agent is gone the listener ends this process, so no error is raised here."""
         try:
             with self._send_lock:

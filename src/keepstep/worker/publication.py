@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 from keepstep.errors import ConfigurationError, KeepstepError
+from keepstep.protocol.messages import PublicationStage, StageSpan, WeightsObserved, text
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import Published, Publisher
+from keepstep.weights.spans import MAX_PICTURED, MAX_REPORTED
+
+MAX_FAILURES = 32
+"""Of one update; where a whole node is lost they are alike."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Voice:
+    """How a worker's publication is heard of.
+
+    Attributes:
+        worker: its number.
+        send: tells the agent; any thread.
+    """
+
+    worker: int = 0
+    send: Callable[[WeightsObserved], None] = lambda news: None
 
 
 class StepPublication:
@@ -20,10 +42,17 @@ class StepPublication:
     """
 
     def __init__(
-        self, folder: Path, weights: Weights | Mapped, every: int, deadline_s: float, at_start: bool = False
+        self,
+        folder: Path,
+        weights: Weights | Mapped,
+        every: int,
+        deadline_s: float,
+        at_start: bool = False,
+        voice: Voice = Voice(),
     ) -> None:
         """Args:
         folder, weights, every, deadline_s, at_start: see `Session.publish_weights`.
+        voice: tells of each update when it begins and ends, and of consumers.
 
         Raises:
             ConfigurationError: ``every`` is below 1.
@@ -31,9 +60,14 @@ class StepPublication:
         if every < 1:
             raise ConfigurationError(f"publish_weights(every={every}): allowed are 1 and more")
         self._folder, self._weights, self._every, self._deadline_s = folder, weights, every, deadline_s
-        self._at_start = at_start
+        self._at_start, self._voice = at_start, voice
         self._publisher: Publisher | None = None
+        self._rank = 0
         self._under_way: Future[Published] | None = None
+        self._has_told = threading.Event()
+        """Whether the end of what is under way was told."""
+        self._shown: tuple[tuple[str, int | None], ...] = ()
+        """The consumers, as they were told of last."""
 
     def stand_ready(self, rank: int, world_size: int, generation: int, num_steps: int) -> None:
         """This rank takes part in ``generation``: consumers find it from now on.
@@ -42,6 +76,7 @@ class StepPublication:
             rank, world_size, generation: those of the membership.
             num_steps: that the weights have seen.
         """
+        self._rank = rank
         begins = self._publisher is None or self._publisher.generation != generation
         if self._publisher is None:
             self._publisher = Publisher(
@@ -57,14 +92,72 @@ class StepPublication:
             self.flush()
             self._publisher.generation = generation
         if begins and self._at_start:
-            self._under_way = self._publisher.publish_in_background(num_steps)
+            self._publish(self._publisher, num_steps)
 
     def after_step(self, num_steps: int) -> None:
         """So many steps are complete: publishes, where it is due."""
-        if num_steps % self._every or self._publisher is None:
+        if self._publisher is None:
             return
-        self.flush()
-        self._under_way = self._publisher.publish_in_background(num_steps)
+        if num_steps % self._every == 0:
+            self.flush()
+            self._publish(self._publisher, num_steps)
+        elif self._publisher.consumer_versions != self._shown:
+            now_s = time.monotonic()
+            self._tell(self._publisher, PublicationStage.ATTACHED, None, now_s, None)
+
+    def _publish(self, publisher: Publisher, version: int) -> None:
+        begun_s = time.monotonic()
+        self._has_told.clear()
+        self._under_way = publisher.publish_in_background(version)
+        self._tell(publisher, PublicationStage.UNDER_WAY, version, begun_s, None)
+
+        def ended(future: Future[Published]) -> None:
+            """Runs in the thread that publishes."""
+            try:
+                failed = future.exception() is not None
+                stage = PublicationStage.BROKEN_OFF if failed else PublicationStage.COMMITTED
+                self._tell(publisher, stage, version, begun_s, future)
+            finally:
+                self._has_told.set()
+
+        self._under_way.add_done_callback(ended)
+
+    def _tell(
+        self,
+        publisher: Publisher,
+        stage: PublicationStage,
+        version: int | None,
+        begun_s: float,
+        ended: Future[Published] | None,
+    ) -> None:
+        at_s, self._shown = time.monotonic(), publisher.consumer_versions
+        sent_bytes, unchanged_bytes = 0, 0
+        spans: tuple[StageSpan, ...] = ()
+        failures: tuple[str, ...] = ()
+        if ended is not None and (error := ended.exception()) is not None:
+            failures = (str(error),)
+        elif ended is not None:
+            published = ended.result()
+            sent_bytes, unchanged_bytes = published.sent_bytes, published.unchanged_bytes
+            failures = tuple(map(str, published.failures))
+            spans = spans_of(published, begun_s, at_s) if self._rank < MAX_PICTURED else ()
+        self._voice.send(
+            WeightsObserved(
+                self._voice.worker,
+                self._rank,
+                publisher.generation,
+                text(self._folder),
+                stage,
+                version,
+                begun_s,
+                at_s,
+                sent_bytes,
+                unchanged_bytes,
+                self._shown,
+                tuple(map(text, failures[:MAX_FAILURES])),
+                spans,
+            )
+        )
 
     def flush(self) -> None:
         """Waits until what is under way has come about or not, which its deadline bounds."""
@@ -75,6 +168,7 @@ class StepPublication:
                 self._note(f"a consumer was left out: {failure}")
         except KeepstepError as error:
             self._note(str(error))
+        self._has_told.wait()
         self._under_way = None
 
     def interrupt(self) -> None:
@@ -91,3 +185,16 @@ class StepPublication:
 
     def _note(self, text: str) -> None:
         print(f"keepstep: publishing weights: {text}", file=sys.stderr, flush=True)
+
+
+def spans_of(published: Published, begun_s: float, ended_s: float) -> tuple[StageSpan, ...]:
+    """The first spans of each stage, in seconds since the update began.
+
+    Those of a consumer on a machine with another clock are left out: they do not lie within the update.
+    """
+    spans = [span for stage in ("h2d", "broadcast") for span in published.spans.first(stage, MAX_REPORTED)]
+    spans += [each for each in published.reloads if begun_s <= each.begun_ns / 1e9 <= each.ended_ns / 1e9 <= ended_s]
+    return tuple(
+        StageSpan(each.stage, each.bucket, each.begun_ns / 1e9 - begun_s, each.ended_ns / 1e9 - begun_s)
+        for each in spans
+    )

@@ -44,7 +44,7 @@ from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
 from keepstep.worker.parallel.zero import is_zero
 from keepstep.worker.parking import take_parked
-from keepstep.worker.publication import StepPublication
+from keepstep.worker.publication import StepPublication, Voice
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.state.checkpoint import Checkpoints
 from keepstep.worker.state.layout import compare_replicas
@@ -426,7 +426,9 @@ class Session(Loops):
         """
         if self._recovery is None:
             raise UsageError("publish_weights() before protect(): call session.protect(model=...) first")
-        self._recovery.publish(StepPublication(Path(folder), weights, every, deadline_s, at_start))
+        link = self._coordination.link
+        voice = Voice(link.worker, link.send)
+        self._recovery.publish(StepPublication(Path(folder), weights, every, deadline_s, at_start, voice))
 
     # ---- for the loops ----------------------------------------------------------------------------------------------
 

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.published import FOLDER, news
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.controller import DeadlineCame, JournalEntry
-from keepstep.protocol.messages import PhasesObserved
+from keepstep.protocol.messages import PhasesObserved, PublicationStage
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import read
 from keepstep.trace.record.phaselog import PHASE_DTYPE, PhaseTail
 from keepstep.trace.record.recorder import Recorder
+from keepstep.trace.weights.publications import Publications
 
 PHASES = PhasesObserved("node", 0, np.zeros(2, PHASE_DTYPE).tobytes())
 
@@ -57,3 +59,27 @@ def test_a_full_disk_ends_the_log_once(tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_is_no_phases_is_refused_before_it_is_written(tmp_path: Path) -> None:
     with Recorder(tmp_path) as recorder, pytest.raises(RemoteProtocolError, match="no whole records"):
         recorder.observed(PhasesObserved("node", 0, b"x"))
+
+
+def test_published_weights_are_written_when_that_is_asked_for_and_at_the_end(tmp_path: Path) -> None:
+    """A controller that is started again counts on."""
+    path = tmp_path / runfolder.WEIGHTS
+    with Recorder(tmp_path) as recorder:
+        recorder.published("a", news(0, PublicationStage.COMMITTED, 1, 1.0))
+        assert not path.exists()
+        recorder.show_weights()
+        assert Publications.read(path).found[FOLDER].num_committed == 1
+        recorder.published("a", news(0, PublicationStage.COMMITTED, 2, 2.0))
+    assert Publications.read(path).found[FOLDER].num_committed == 2
+    with Recorder(tmp_path) as recorder:
+        recorder.published("a", news(0, PublicationStage.COMMITTED, 3, 3.0))
+    assert Publications.read(path).found[FOLDER].num_committed == 3
+
+
+def test_published_weights_that_cannot_be_written_end_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / runfolder.WEIGHTS).mkdir()
+    with Recorder(tmp_path) as recorder:
+        recorder.published("a", news(0, PublicationStage.COMMITTED, 1, 1.0))
+    assert "published weights are not shown, training goes on" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def is_free(stand: Stand, slot: int) -> bool:
 
 def take_in(stand: Stand, key: int) -> None:
     """Has the outlet hear all that a reader has said."""
-    stand.say(key, VersionLoaded(UPDATE, b""))
+    stand.say(key, VersionLoaded(UPDATE, b"", ()))
     num_others = len(stand.others)
     stand.outlet.wait_while(lambda: {key} if len(stand.others) == num_others else set())
 
@@ -194,11 +194,11 @@ def test_a_credit_of_another_update_or_slot_frees_nothing(make: Make, credit: Sl
 def test_what_is_no_credit_is_passed_on(make: Make) -> None:
     stand = make(2)
     stand.outlet.announce(0, 0, [0, 1])
-    stand.say(0, VersionLoaded(UPDATE, b""), freed(0))
+    stand.say(0, VersionLoaded(UPDATE, b"", ()), freed(0))
     stand.say(1, LoadFailed(UPDATE, "no memory"), freed(0))
     stand.outlet.wait_until_free(0)
     assert sorted(stand.others, key=lambda pair: pair[0]) == [
-        (0, VersionLoaded(UPDATE, b"")),
+        (0, VersionLoaded(UPDATE, b"", ())),
         (1, LoadFailed(UPDATE, "no memory")),
     ]
 
@@ -209,7 +209,7 @@ def test_readers_are_heard_while_anything_of_them_is_awaited(make: Make) -> None
     loaded: set[int] = set()
     stand.outlet._other = lambda key, _message: loaded.add(key)
     for key in range(2):
-        stand.say(key, VersionLoaded(UPDATE, b""))
+        stand.say(key, VersionLoaded(UPDATE, b"", ()))
     stand.outlet.wait_while(lambda: stand.outlet.readers - loaded)
     assert loaded == {0, 1}
 

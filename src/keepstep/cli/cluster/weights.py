@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keepstep.cli.cluster.weights_metrics import MetricsFile, metrics_text
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag, endpoint_of
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, believing, secret_of
 from keepstep.parent_death import end_with_parent
+from keepstep.trace.targets import check_target
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret, read_private
 
@@ -91,6 +93,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
             "--job-tls", default="auto", metavar="auto|off|FILES",
             help="the --tls of the job's nodes (default: %(default)s)",
         )  # fmt: skip
+        each.add_argument(
+            "--metrics", metavar="FILE", help="for Prometheus' textfile collector: a name ending in .prom"
+        )
         each.add_argument("--tls", action="store_true", help="encrypt; give it on all nodes or on none")
         each.add_argument(
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
@@ -99,10 +104,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
     return parser, (serve, receive)
 
 
-def _wait(stop: threading.Event) -> None:
+def _wait(stop: threading.Event, metrics: MetricsFile, is_over: Callable[[], bool] = lambda: False) -> None:
     """Looks from time to time: a signal that comes just before a wait without an end would not be seen."""
-    while not stop.wait(LOOK_S):
-        pass
+    try:
+        while not (stop.wait(LOOK_S) or is_over()):
+            metrics.tick()
+    except OSError as error:  # a disk that is full ends the metrics, and nothing else
+        _note(f"metrics are written no more: {error}")
+        while not (stop.wait(LOOK_S) or is_over()):
+            pass
+    metrics.remove()
+
+
+def _metrics_file(chosen: argparse.Namespace, text: Callable[[], str]) -> MetricsFile:
+    return MetricsFile(None if chosen.metrics is None else check_target("--metrics", Path(chosen.metrics)), text)
 
 
 def _note(text: str) -> None:
@@ -125,6 +140,7 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
         raise ConfigurationError(
             f"--listen {chosen.listen}: with --job, name the address by which others reach this node"
         )
+    metrics = _metrics_file(chosen, lambda: metrics_text(chosen.node, server.switch, server.nodes))
     links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
         Path(chosen.folder), chosen.listen, secret, node=chosen.node, rank=chosen.rank, fanout=chosen.fanout,
@@ -137,7 +153,7 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
         publishers = _publishers(chosen, credentials, server.address, server.reach)
     else:
         server.reach(chosen.peer)
-    _wait(stop)
+    _wait(stop, metrics)
     if publishers is not None:
         publishers.close()
     server.close()
@@ -149,6 +165,7 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     if (chosen.root is None) == (chosen.job is None):
         raise ConfigurationError("one of --from and --job says where the publishers are found")
+    metrics = _metrics_file(chosen, lambda: metrics_text(chosen.node, receiver.switch, {}))
     credentials = _credentials(chosen, secret)
     publishers = None
     if chosen.job is not None:
@@ -168,8 +185,7 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     thread = threading.Thread(target=run, name="keepstep-receive")
     thread.start()
-    while not (stop.wait(LOOK_S) or (publishers is not None and publishers.error is not None)):
-        pass
+    _wait(stop, metrics, lambda: publishers is not None and publishers.error is not None)
     receiver.close()
     thread.join()
     if publishers is not None:

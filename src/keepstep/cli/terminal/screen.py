@@ -18,6 +18,7 @@ from keepstep.trace.timeline.events import ControlEvent
 from keepstep.trace.timeline.run import News, Run
 from keepstep.trace.timeline.scene import LABELS, Scene, SceneSpan, SpanKind
 from keepstep.trace.timeline.stragglers import NAMES
+from keepstep.trace.weights.publications import describe_publication, publication_text
 
 # The colours of the page and of the pictures, as far as a terminal has them.
 PHASE_STYLES = {
@@ -178,7 +179,13 @@ class Screen:
         items += [_item("recoveries", len(run.scenes)), _item("lost ranks", num_lost)]
         if num_stragglers := sum(bool(place.stragglings) for place in places):
             items.append(_item("stragglers", num_stragglers, "bold yellow"))
-        return [_line(_spread(title, right, width), width), *_packed(items, width), Text()]
+        return [_line(_spread(title, right, width), width), *_packed(items, width), *self._weights(width), Text()]
+
+    def _weights(self, width: int) -> list[Text]:
+        """A line for each folder in which weights are published."""
+        run = self._run
+        described = (describe_publication(each, run.now_s) for each in run.publications.found.values())
+        return [_line(Text(publication_text(each)), width) for each in described]
 
     def _stage(self) -> Text:
         run = self._run

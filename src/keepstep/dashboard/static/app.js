@@ -7,6 +7,7 @@ import { $, Panels } from "./panels.js";
 import { source } from "./source.js";
 import { tellStory } from "./story.js";
 import { AXIS, Timeline } from "./timeline.js";
+import { drawWeights } from "./weights.js";
 
 const SILENT_AFTER = 3000; // milliseconds without any news: the server sends some every second
 const RECONNECT_AFTER = 10000;
@@ -309,6 +310,7 @@ const frames = new Frames((time) => {
     drawn = time;
     panels.drawConnection(feed.shown);
     panels.draw(now);
+    drawWeights(model);
     resize();
     overview.draw();
   }

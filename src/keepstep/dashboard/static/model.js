@@ -204,7 +204,7 @@ export class PhaseStore {
 /** Everything the page knows. `changed` counts the changes of each part, so that a panel can see whether to draw again. */
 export class Model {
   constructor() {
-    this.changed = { run: 0, job: 0, workers: 0, recoveries: 0, events: 0, stragglers: 0 };
+    this.changed = { run: 0, job: 0, workers: 0, recoveries: 0, events: 0, stragglers: 0, weights: 0 };
     this.mostWindows = NUM_WINDOWS;
     this.reset(null);
   }
@@ -217,6 +217,7 @@ export class Model {
     this.workers = [];
     this.recoveries = [];
     this.stragglers = [];
+    this.weights = []; // what is published, by folder
     this.events = [];
     this.overview = null;
     this.windows = []; // older time that was asked for: {begin, end, store}
@@ -261,7 +262,7 @@ export class Model {
   /** Takes an update: only what changed. */
   update(message) {
     this.now = Math.max(this.now, message.now);
-    for (const part of ["run", "job", "stragglers"]) {
+    for (const part of ["run", "job", "stragglers", "weights"]) {
       if (message[part] !== undefined) {
         this[part] = message[part];
         this.changed[part]++;

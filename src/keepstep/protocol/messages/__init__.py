@@ -57,16 +57,19 @@ from keepstep.protocol.messages.reports import (
     NodeJoined,
     OnceRequested,
     PhasesObserved,
+    PublicationStage,
     RankAwaited,
     RanksStand,
     SafePointReached,
     SnapshotsByRank,
     SnapshotsLeft,
+    StageSpan,
     StateRecovered,
     StateRescued,
     StepObserved,
     StepsFinished,
     StoreRequested,
+    WeightsObserved,
     WorkerDone,
     WorkerEnded,
     WorkerFailed,
@@ -118,6 +121,7 @@ __all__ = [
     "Packet",
     "PassSnapshots",
     "PhasesObserved",
+    "PublicationStage",
     "Question",
     "RankAwaited",
     "RanksStand",
@@ -130,6 +134,7 @@ __all__ = [
     "Seconds",
     "SnapshotsByRank",
     "SnapshotsLeft",
+    "StageSpan",
     "StartWorker",
     "StateRecovered",
     "StateRescued",
@@ -141,6 +146,7 @@ __all__ = [
     "Tag",
     "Terminate",
     "Transfer",
+    "WeightsObserved",
     "WorkerDone",
     "WorkerEnded",
     "WorkerFailed",
@@ -212,7 +218,7 @@ class NodeLeft(Message, frozen=True):
     reason: str
 
 
-Aside: TypeAlias = PhasesObserved | ClockAsked | ClockTold
+Aside: TypeAlias = PhasesObserved | WeightsObserved | ClockAsked | ClockTold
 """What agent and controller say outside of any packet, and nothing is decided by."""
 
 AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | NodeLeft | Aside

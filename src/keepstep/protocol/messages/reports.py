@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias
+
+import msgspec
 
 from keepstep.protocol.messages.base import Cause, Message, Seconds, Tag
 from keepstep.protocol.phases import Phase
@@ -288,6 +291,49 @@ class PhasesObserved(Message, frozen=True):
     node: str
     error_ns: int
     phases: bytes
+
+
+class PublicationStage(enum.StrEnum):
+    """What a rank tells of the weights that it publishes."""
+
+    ATTACHED = "attached"
+    """Consumers have come or gone, or have taken another version."""
+    UNDER_WAY = "under way"
+    COMMITTED = "committed"
+    BROKEN_OFF = "broken off"
+
+
+class StageSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One stage of the pipeline at work on one bucket, in seconds since the update began on its device."""
+
+    stage: str
+    bucket: int
+    begin_s: Seconds
+    end_s: Seconds
+
+
+class WeightsObserved(Message, frozen=True):
+    """How a rank fares that publishes weights. For the eye only, as `PhasesObserved`.
+
+    ``at_s`` is the time of it and ``begun_s`` that at which the update began: on the worker's clock, which the agent
+    puts on the controller's. ``version`` is the one under way or just ended; None for consumers alone. The bytes are
+    those of which this rank is the source. ``consumers`` are those of this rank with the version that each has;
+    ``failures`` name culprits; ``spans`` are the first of an update that has ended.
+    """
+
+    worker: int
+    rank: int
+    generation: int
+    folder: str
+    stage: PublicationStage
+    version: int | None
+    begun_s: Seconds
+    at_s: Seconds
+    sent_bytes: int
+    unchanged_bytes: int
+    consumers: tuple[tuple[str, int | None], ...]
+    failures: tuple[str, ...]
+    spans: tuple[StageSpan, ...]
 
 
 class ClockAsked(Message, frozen=True):

@@ -251,6 +251,9 @@ class VersionLoaded(TransferMessage, frozen=True):
     update: int
     checksum: bytes
     """Of all its buckets together, also of those that have not come."""
+    reloads: tuple[tuple[int, int, int], ...]
+    """When it was busy with the first buckets: bucket, begin and end in nanoseconds on its monotonic clock. For the
+    eye only."""
 
 
 class VersionTaken(TransferMessage, frozen=True):

@@ -8,17 +8,19 @@ from pathlib import Path
 from types import TracebackType
 
 from keepstep.protocol.controller import JournalEntry
-from keepstep.protocol.messages import PhasesObserved, Stop
+from keepstep.protocol.messages import PhasesObserved, Stop, WeightsObserved
 from keepstep.trace.record import runfolder
 from keepstep.trace.record.journal import Journal
 from keepstep.trace.record.phaselog import PhaseLog, records_of
+from keepstep.trace.weights.publications import Publications
 
 Listener = Callable[[list[JournalEntry]], None]
 """Told of entries right after they were written into the journal."""
 
 
 class Recorder:
-    """The journal, without which nothing goes on, and the log of phases, without which everything does."""
+    """The journal, without which nothing goes on; the log of phases and what is known of published weights, without
+    which everything does."""
 
     def __init__(self, folder: Path, listener: Listener | None = None, *, is_durable: bool = False) -> None:
         """Args:
@@ -28,6 +30,9 @@ class Recorder:
         """
         self._listener = listener
         self._journal = Journal(folder / runfolder.JOURNAL, is_durable=is_durable)
+        self._folder = folder
+        self._publications = Publications.read(folder / runfolder.WEIGHTS)
+        self._is_shown = True
         self._phases: PhaseLog | None = None
         try:
             self._phases = PhaseLog(folder / runfolder.PHASES)
@@ -59,6 +64,21 @@ class Recorder:
             except OSError as error:
                 self._give_up_phases(error)
 
+    def published(self, node: str, news: WeightsObserved) -> None:
+        """What a rank of a node tells of the weights that it publishes; `show_weights` writes it."""
+        self._publications.take(node, news)
+        self._is_shown = False
+
+    def show_weights(self) -> None:
+        """Writes what is known of published weights, if there is anything new."""
+        if self._is_shown:
+            return
+        try:
+            self._publications.write(self._folder / runfolder.WEIGHTS)
+        except OSError as error:
+            print(f"keepstep: published weights are not shown, training goes on: {error}", file=sys.stderr, flush=True)
+        self._is_shown = True
+
     def _give_up_phases(self, error: OSError) -> None:
         print(f"keepstep: phases are recorded no more, training goes on: {error}", file=sys.stderr, flush=True)
         if self._phases is not None:
@@ -71,6 +91,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.show_weights()
         self._journal.close()
         if self._phases is not None:
             self._phases.close()

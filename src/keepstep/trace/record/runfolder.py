@@ -23,6 +23,7 @@ JOURNAL = "journal.jsonl"
 PHASES = "phases"
 START_UP = "start-up"
 STORE = "store"
+WEIGHTS = "weights.json"
 _LOCK = "run.lock"
 _EARLIER = "earlier-{}"
 
@@ -147,7 +148,7 @@ def is_occupied(folder: Path) -> bool:
 def begin(folder: Path, info: RunInfo) -> None:
     """A run begins in a folder that is occupied for it. What an earlier one left there is moved aside."""
     if (folder / INFO).exists() or (folder / JOURNAL).exists():
-        move_aside(folder, (INFO, JOURNAL, PHASES, START_UP, STORE))
+        move_aside(folder, (INFO, JOURNAL, PHASES, START_UP, STORE, WEIGHTS))
     write(folder, info)
 
 

@@ -22,6 +22,7 @@ from keepstep.trace.timeline.lives import Lives
 from keepstep.trace.timeline.pace import DURATION_DTYPE, DurationArray, Durations, Pace, SnapshotPace
 from keepstep.trace.timeline.scene import Scene, SceneStage
 from keepstep.trace.timeline.stragglers import StragglerWatch
+from keepstep.trace.weights.publications import Publications
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +37,8 @@ class News:
     """By number: those that have changed."""
     has_decided: bool
     """Whether the journal has new entries."""
+    has_published: bool = False
+    """Whether there is news of published weights."""
 
     @property
     def is_any(self) -> bool:
@@ -62,6 +65,8 @@ class Run:
         self.history = PhaseHistory(self.folder / runfolder.PHASES)
         self.pace = Pace()
         self.snapshots = SnapshotPace()
+        self.publications = Publications()
+        self._weights_changed_ns = 0
         self.stragglers = StragglerWatch(self.info.settings.world_size)
         self.events: list[ControlEvent] = []
         self._journal = JournalTail(self.folder / runfolder.JOURNAL)
@@ -106,6 +111,7 @@ class Run:
             self.pace.take(news.changes, self.info.started_ns)
             self.stragglers.take(news.durations)
         self.snapshots.take(news.moments)
+        news.has_published = self._look_at_weights()
         self.events += news.events
         return news
 
@@ -122,6 +128,17 @@ class Run:
             self.info = info
         else:
             self.is_replaced = True
+
+    def _look_at_weights(self) -> bool:
+        path = self.folder / runfolder.WEIGHTS
+        try:
+            changed_ns = path.stat().st_mtime_ns
+        except OSError:
+            return False
+        if changed_ns == self._weights_changed_ns or self.is_replaced:
+            return False
+        self._weights_changed_ns, self.publications = changed_ns, Publications.read(path)
+        return True
 
     def _live_through(self, entry: JournalEntry, news: News) -> None:
         self._stage.before()

@@ -195,7 +195,7 @@ class Device:
                 self._asked(connection, message)
             case msg.SubscriberCalled(name=name, wants=wants):
                 connection.who = name
-                attached = Attached(Consumer(name, wants), connection, message.delta)
+                attached = Attached(Consumer(name, wants), connection, message.delta, version=message.version)
                 self.subscriber_registry.add(attached, lambda: self.welcome_to(self.shared, connection, until_s))
                 self._came(attached, message.version)
             case other:

@@ -38,7 +38,7 @@ from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import Copy, checksum_in, copy_of, seal
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
-from keepstep.weights.spans import Spans
+from keepstep.weights.spans import Span, Spans
 
 DEVICE_PATIENCE_S = 0.2
 """Beyond a consumer's deadline, for a device that holds a slot: one that waits for its consumer lets that one go
@@ -231,6 +231,8 @@ class ReceiveStage:
         self._taken: set[int] = set()
         self._checksums: dict[int, bytes] = {}
         self.failures: list[SubscriberLost | LoadError | ChecksumMismatch] = []
+        self.reloads: tuple[Span, ...] = ()
+        """The first ones of the first consumer that has everything, on its machine's clock."""
         self.num_moved = 0
 
     def run(self) -> None:
@@ -264,6 +266,8 @@ class ReceiveStage:
         self._outlet = Outlet(self._update, connections, patience_s, stop, self._lose, self._hear, size_of)
         with contextlib.suppress(Cancelled):
             self._outlet.wait_while(lambda: self._outlet.readers - self._taken)
+        for each in self.taken:
+            each.version = version
 
     @property
     def taken(self) -> list[Attached]:
@@ -313,7 +317,8 @@ class ReceiveStage:
 
     def _hear(self, reader: int, message: AnyTransferMessage) -> None:
         match message:
-            case VersionLoaded(update=update, checksum=checksum) if update == self._update:
+            case VersionLoaded(update=update, checksum=checksum, reloads=reloads) if update == self._update:
+                self.reloads = self.reloads or tuple(Span("reload", *each) for each in reloads)
                 self._compare(reader, checksum)
             case VersionTaken(update=update) if update == self._update:
                 self._taken.add(reader)

@@ -28,6 +28,7 @@ class Attached:
         delta: whether it keeps what it has, and need not get it again.
         holds: the version that it took in the latest update, over this connection; used by the publishing thread.
         mapped: buffers beside the one in `Welcomed` in which buckets may lie for it, by the number of the first slot.
+        version: the last that it is known to have, for the eye.
     """
 
     consumer: Consumer
@@ -35,6 +36,7 @@ class Attached:
     delta: bool = False
     holds: int | None = None
     mapped: dict[int, Buffer] = dataclasses.field(default_factory=dict)
+    version: int | None = None
 
     @property
     def name(self) -> str:
@@ -92,6 +94,12 @@ class SubscriberRegistry:
         """The consumers that are there now; those that have gone are forgotten."""
         with self._changed:
             return self._forget_gone()
+
+    def versions(self) -> tuple[tuple[str, int | None], ...]:
+        """Each consumer that is there now, and the version it has. Forgets nobody, so an update may be under way."""
+        with self._changed, contextlib.suppress(OSError, ValueError):  # the thread that publishes closes one just now
+            return tuple((each.name, each.version) for each in self._present.values() if not each.connection.has_ended)
+        return ()
 
     def wait_for(self, num_consumers: int, timeout_s: float) -> bool:
         """Waits until so many are attached; whether they came in time."""

@@ -29,7 +29,7 @@ from keepstep.weights.device.stages import (
 from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorConnection, UpdateFailed
 from keepstep.weights.memory.blocks import NamedBlock
-from keepstep.weights.spans import Spans
+from keepstep.weights.spans import Span, Spans
 
 
 class WeightUpdate:
@@ -49,6 +49,8 @@ class WeightUpdate:
         self.failures: list[KeepstepError] = []
         self.sent_bytes = self.unchanged_bytes = 0
         """Of this device's buckets: what went to at least one device, and what has not changed since the last."""
+        self.reloads: tuple[Span, ...] = ()
+        """The first ones of one consumer here, on its machine's clock."""
         self.served: list[Attached] = []
         """The consumers here that have the version."""
 
@@ -175,7 +177,7 @@ class WeightUpdate:
             stages.close()
         device.sent = outlet.sent(agreed.version)
         self.sent_bytes, self.unchanged_bytes = outlet.sent_bytes, outlet.unchanged_bytes
-        self.served = receiving.loaded
+        self.served, self.reloads = receiving.loaded, receiving.reloads
         receiving.hand_over(agreed.version, self._stop)
         for each in receiving.taken:
             each.holds = agreed.version

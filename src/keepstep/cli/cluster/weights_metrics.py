@@ -1,0 +1,90 @@
+"""``keepstep weights --metrics FILE``: what passes through a node, in a file for Prometheus.
+
+A file, as the textfile collector of Prometheus' node_exporter reads it: the node opens no port for it, so nobody has to
+prove who asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from keepstep.trace.targets import write_whole
+
+if TYPE_CHECKING:
+    from keepstep.weights.remote.switch import Switch
+
+WRITE_S = 5.0
+"""Between two writings: Prometheus asks every 15 s by most people's settings."""
+
+Sample = tuple[Mapping[str, str], float]
+
+
+class MetricsFile:
+    """Writes the file anew from time to time."""
+
+    def __init__(self, path: Path | None, text: Callable[[], str]) -> None:
+        """Args:
+        path: of the file; None: nothing is written.
+        text: what belongs into it now.
+        """
+        self._path, self._text = path, text
+        self._due_s = 0.0
+
+    def tick(self) -> None:
+        """The regular look: writes where it is due. Raises OSError where that cannot be."""
+        if self._path is not None and monotonic() >= self._due_s:
+            self._due_s = monotonic() + WRITE_S
+            write_whole(self._path, self._text().encode())
+
+    def remove(self) -> None:
+        """The node ends: what it has written last is true no more."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def metrics_text(node: str, switch: Switch, links: Mapping[str, tuple[str, float]]) -> str:
+    """All that is told of a node.
+
+    Args:
+        node: its name.
+        switch: what passes through it.
+        links: the nodes that are fed, as far as this one knows: by which (empty: this one), and how many bytes/s each
+            took last.
+    """
+    own = {"node": node}
+    fed = [({"node": name, "feeder": feeder or node}, rate) for name, (feeder, rate) in sorted(links.items())]
+    versions: list[Sample] = [] if switch.version is None else [(own, switch.version)]
+    return "".join(
+        (
+            _family("version", "gauge", "The last version that passed through this node and counts.", versions),
+            _family("tunnels", "gauge", "Consumers that are reached through this node.", [(own, switch.num_tunnels)]),
+            _family(
+                "received_bytes_total", "counter", "Buckets that have come to this node.", [(own, switch.num_bytes)]
+            ),
+            _family(
+                "link_bytes_per_second",
+                "gauge",
+                "How fast buckets came to a node in its latest update; 0 before the first.",
+                fed,
+            ),
+        )
+    )
+
+
+def _family(name: str, kind: str, what: str, samples: Sequence[Sample]) -> str:
+    name = f"keepstep_weights_node_{name}"
+    lines = [f"{name}{{{_labels(labels)}}} {value:.17g}\n" for labels, value in samples]
+    return "".join((f"# HELP {name} {what}\n", f"# TYPE {name} {kind}\n", *lines)) if lines else ""
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
