@@ -24,8 +24,8 @@ from keepstep.integrations.lightning.training import KeepstepFitLoop, LightningT
 class KeepstepStrategy(DDPStrategy):
     """``lightning.pytorch.strategies.DDPStrategy`` for jobs that lose ranks.
 
-    It calls `keepstep.init` first where the script has not. On a spare it waits for a rank. How many devices and nodes
-    there are, ``keepstep run`` says; the Trainer's ``devices`` and ``num_nodes`` may be left out.
+    It calls `keepstep.init` first where the script has not. A spare waits for its rank in ``fit()``. How many devices
+    and nodes there are, ``keepstep run`` says; the Trainer's ``devices`` and ``num_nodes`` may be left out.
     """
 
     strategy_name = "keepstep"

@@ -151,13 +151,15 @@ class Loops(abc.ABC):
 
         def start() -> StepController:
             self._begin_reading(loader)
+            handed.own = self.state("keepstep.epochs", begun=-1)
             return self.begin()
 
         def present(step: Step) -> None:
             self._refuse_going_back()  # with the first step it is known who holds what
             self._hand(step)
 
-        return Epochs(self._reading(loader, num_epochs, accumulate), start, present)
+        handed = Epochs(self._reading(loader, num_epochs, accumulate), start, present)
+        return handed
 
     def _reading(self, loader: DataLoader[Any], epochs: int, accumulate: int) -> Reading:
         return Reading(loader, epochs, accumulate, self._seed, lambda: self.data_rank)
