@@ -150,3 +150,27 @@ def test_what_an_epoch_begins_with_stays_where_its_first_step_comes_again(at: tu
     ((modes, again),) = run_ranks(1, begun_in_order, at)
     assert all(seen == (True, epoch + 1) for (epoch, _position), seen in modes.items())
     assert again == digest
+
+
+def by_steps(_rank: int, _size: int, stop_at: int | None) -> Any:
+    """As many steps as are asked for, over the end of an epoch."""
+    training, places = Training(stands_ready=False), []
+    batches = training.session.batches(DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=True), steps=STEPS + 2)
+    assert len(batches) == STEPS + 2
+    for step, batch in batches:
+        places.append((step.epoch, step.position))
+        if step.index == stop_at and step.attempt == 0:
+            training.link.stop(2)
+        with step:
+            training.model(batch[0]).square().mean().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return places, training.digest()
+
+
+def test_a_length_in_steps_reads_the_loader_as_often_as_it_takes() -> None:
+    ((places, digest),) = run_ranks(1, by_steps, None)
+    assert places == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    ((again, digest_again),) = run_ranks(1, by_steps, STEPS + 1)
+    assert again == [*places, (1, 1)]
+    assert digest_again == digest
