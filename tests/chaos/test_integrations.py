@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import loops
-from tests.support.jobs import SCRIPTS, drill, run
+from tests.support.jobs import EXAMPLES, SCRIPTS, drill, run
 from tests.support.layouts import in_every_phase
 from tests.support.loops import RANKS
 
@@ -23,6 +23,16 @@ def check(tmp_path: Path, name: str, faults: str, spares: int) -> None:
 @pytest.mark.parametrize("name", loops.FILES)
 def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, name: str, spares: int) -> None:
     check(tmp_path, name, loops.in_every_phase(name), spares)
+
+
+def test_the_first_step_of_an_epoch_comes_again_with_what_the_epoch_begins_with(tmp_path: Path) -> None:
+    """The model was evaluated at the end of the epoch before, and is switched to training at the beginning."""
+    faults = "kill@step=5,phase=backward,rank=1;kill@step=10,phase=forward,rank=0"
+    job = ("--nproc-per-node", RANKS, "--spares", 1, "--compare", "out", "--faults", faults)
+    script = EXAMPLES / "integrations/cv_accelerate.py"
+    code, result, output = drill(tmp_path, *job, script, "--epochs", 3, "--size", 48)
+    assert code == 0, output
+    assert result["missed"] == []
 
 
 @pytest.mark.parametrize("name", loops.FILES)

@@ -65,7 +65,7 @@ class Controller(alone.LinkAlone):
 class Training:
     """A session without a job, a model with dropout and a running mean, and what happened in its steps."""
 
-    def __init__(self, **protected: Any) -> None:
+    def __init__(self, *, stands_ready: bool = True, **protected: Any) -> None:
         self.link = Controller()
         alone_link, session = self.link, config.worker_config()
         assert session is None, "the test runs in no job"
@@ -81,7 +81,8 @@ class Training:
         self.controller: StepController = self.session._controller
         self.phases: list[tuple[int, int, bool]] = []
         """(index, attempt, resumed) of each attempt."""
-        self.controller.stand_ready(0)
+        if stands_ready:  # else the session's own loop is begun
+            self.controller.stand_ready(0)
 
     def run(self, body: Callable[[int], None], num_steps: int = NUM_STEPS) -> None:
         """A loop that is not keepstep's."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl, TrainerState
 
@@ -80,6 +80,8 @@ class KeepstepMixin(_Base):
         self._loop = ForeignLoop(session.begin)
         self._data: _StepData | None = None
         self._epoch_arguments: dict[str, Any] = {}
+        self._told_later: Callable[[], Any] | None = None
+        """Tells the callbacks of the beginning, where a spare comes to it before it has a rank."""
         self.callback_handler: Any = _listening(self.callback_handler, self._hear)
 
     # ---- the Trainer's methods, in the order in which it calls them -----------------------------------------------
@@ -93,10 +95,27 @@ class KeepstepMixin(_Base):
         self._data = _StepData(base.dataset, reading)
         return _EpochLoader(self._data)
 
+    def _get_dataloader(self, dataset: Any, *arguments: Any, sampler_fn: Any = None, **keywords: Any) -> Any:
+        """That of the Trainer. On a spare the batches are shared out when they are read, and the rank is known; what a
+        sampler does with the rank, and the user's own method, needs it at once."""
+        make = super()._get_dataloader
+        if make.__func__ is not Trainer._get_dataloader or isinstance(dataset, IterableDataset):
+            return make(dataset, *arguments, sampler_fn=sampler_fn, **keywords)
+
+        def sampler(data: Any) -> Any:
+            with self.session.pretending(False):
+                return sampler_fn(data)
+
+        with self.session.pretending():
+            return make(dataset, *arguments, sampler_fn=sampler_fn and sampler, **keywords)
+
     def _init_training_state(self, *arguments: Any) -> tuple[Any, int]:
         if self._progress.was_entered:
             raise UsageError("train() is called a second time in this process: keepstep protects one training")
-        epochs, batches = super()._init_training_state(*arguments)
+        if self.args.eval_on_start:  # its collectives come before the first step
+            _ = self.session.rank
+        with self.session.pretending():
+            epochs, batches = super()._init_training_state(*arguments)
         self._progress.epoch, self._progress.update_step = epochs, batches // self.args.gradient_accumulation_steps
         return _WhenAsked(self._enter), batches
 
@@ -114,6 +133,12 @@ class KeepstepMixin(_Base):
         """The Trainer asks for its first epoch. A spare comes here, too, and waits for its rank."""
         self._progress.take()
         self._loop.enter()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        if self._told_later is not None:
+            present = self._progress.state_dict()
+            self._told_later()
+            self._progress.load_state_dict(present)  # the job's, not what a callback begins with
         self._progress.put()
         for number, logs in enumerate(self._progress.lines):  # of a unit after which the former rank may have died
             self._say(self._loop.index - 1, number, functools.partial(self._tell, logs))
@@ -249,6 +274,9 @@ class KeepstepMixin(_Base):
     def _hear(self, event: str, call: Callable[[], Any], control: TrainerControl, logs: dict[str, Any] | None) -> Any:
         """An event for the callbacks: those hear of a line of the log when it counts."""
         progress = self._progress
+        if event == "on_train_begin" and self.session.is_waiting_spare:  # callbacks ask which process this is
+            self._told_later = call
+            return control
         if event == "on_log" and progress.was_entered:
             index, number = self._loop.index, len(progress.lines)
             progress.lines.append(_without_times(logs or {}))

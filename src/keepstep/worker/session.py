@@ -181,11 +181,15 @@ class Session(Loops):
         return self._coordination.is_warming_up and self.is_waiting_spare
 
     @contextlib.contextmanager
-    def pretending(self) -> Iterator[None]:
+    def pretending(self, is_wanted: bool = True) -> Iterator[None]:
         """Inside, a spare takes itself for rank 0, and does not wait: for code that asks for the rank and needs it
-        only later, when it is to be told anew. Where this process is no spare that waits, nothing changes."""
+        only later, when it is to be told anew. Where this process is no spare that waits, nothing changes.
+
+        Args:
+            is_wanted: False inside of such code, for a part of it that needs the rank at once.
+        """
         before = self._coordination.is_warming_up
-        self._coordination.is_warming_up = before or self.is_waiting_spare
+        self._coordination.is_warming_up = is_wanted and (before or self.is_waiting_spare)
         try:
             yield
         finally:

@@ -153,6 +153,15 @@ class StepController:
         assert self._index is not None
         self._seed_step(self._index if number is None else number)
 
+    def settle(self, *, is_done: bool) -> None:
+        """What the script has changed since the step was handed out will not come again where that one does.
+
+        Args:
+            is_done: the state had these changes when the step was handed out: they are put back. Else they belong to
+                the state with which the step begins.
+        """
+        self._undoing.settle(is_done=is_done)
+
     def leave_between_steps(self) -> None:
         """From now on stop points raise `StepInterrupted` also where a step was handed out and is not begun.
 

@@ -21,7 +21,7 @@ class Epochs:
     """A training in epochs, and what it has seen."""
 
     def __init__(self, accumulate: int = 1) -> None:
-        self.training = Training()
+        self.training = Training(stands_ready=False)
         self.seen: list[tuple[str, int]] = []
         self.loader = DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=True)
         self.epochs = self.training.session.epochs(self.loader, NUM_EPOCHS, accumulate=accumulate)
@@ -121,3 +121,56 @@ def accumulated(_rank: int, _size: int) -> list[int]:
 
 def test_a_step_has_several_batches_where_gradients_are_accumulated() -> None:
     assert run_ranks(1, accumulated) == [[3, 1] * NUM_EPOCHS]
+
+
+def begun_in_order(_rank: int, _size: int, at: tuple[str, int] | None) -> Any:
+    """Switches the model and counts at the beginning of each epoch, and switches it back at the end."""
+    mine = Epochs()
+    model, counted = mine.training.model, mine.training.session.state(epochs=0)
+    modes = {}
+
+    def body(step: Any, batch: Any) -> None:
+        mine.seen.append(("step", step.epoch * STEPS + step.position))
+        if at:
+            mine.stop_at(at)
+        modes[step.epoch, step.position] = model.training, counted.epochs
+        mine.step(batch)
+
+    for epoch in mine.epochs:
+        model.train()
+        counted.epochs += 1
+        epoch.run(body)
+        model.eval()
+    return modes, mine.digest()
+
+
+@pytest.mark.parametrize("at", [("step", 0), ("step", STEPS), ("step", STEPS + 1)])
+def test_what_an_epoch_begins_with_stays_where_its_first_step_comes_again(at: tuple[str, int]) -> None:
+    ((_modes, digest),) = run_ranks(1, begun_in_order, None)
+    ((modes, again),) = run_ranks(1, begun_in_order, at)
+    assert all(seen == (True, epoch + 1) for (epoch, _position), seen in modes.items())
+    assert again == digest
+
+
+def by_steps(_rank: int, _size: int, stop_at: int | None) -> Any:
+    """As many steps as are asked for, over the end of an epoch."""
+    training, places = Training(stands_ready=False), []
+    batches = training.session.batches(DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=True), steps=STEPS + 2)
+    assert len(batches) == STEPS + 2
+    for step, batch in batches:
+        places.append((step.epoch, step.position))
+        if step.index == stop_at and step.attempt == 0:
+            training.link.stop(2)
+        with step:
+            training.model(batch[0]).square().mean().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return places, training.digest()
+
+
+def test_a_length_in_steps_reads_the_loader_as_often_as_it_takes() -> None:
+    ((places, digest),) = run_ranks(1, by_steps, None)
+    assert places == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    ((again, digest_again),) = run_ranks(1, by_steps, STEPS + 1)
+    assert again == [*places, (1, 1)]
+    assert digest_again == digest

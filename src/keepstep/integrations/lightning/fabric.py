@@ -17,14 +17,18 @@ Without ``epochs()``, `Session.protect`, `Session.batches` and `Session.epochs` 
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from typing import Any
 
 import lightning
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
 from keepstep.errors import ConfigurationError, UsageError
@@ -36,6 +40,8 @@ TESTED = ((2, 6), (2, 7))
 """Releases of Lightning for which the tests have passed, from and below."""
 EXCLUDED = ("2.6.2", "2.6.3")
 """Their wheels carried malware (CVE-2026-44484)."""
+_ASKS, _SETS_UP_A_LOADER = Fabric.global_rank.fget.__code__, Fabric._setup_dataloader.__code__
+"""Fabric asks for the rank there, for a seed of a loader's workers."""
 _REFUSED = {
     "start_method": "keepstep run starts the processes",
     "cluster_environment": "keepstep knows the ranks",
@@ -88,7 +94,6 @@ class KeepstepEnvironment(ClusterEnvironment):
 
     def set_global_rank(self, rank: int) -> None:
         """The job says which rank this is."""
-        rank_zero_only.rank = self.global_rank()
 
     def local_rank(self) -> int:
         """Number of this rank among those of its node."""
@@ -103,7 +108,7 @@ class KeepstepEnvironment(ClusterEnvironment):
 class KeepstepFabricStrategy(DDPStrategy):
     """``lightning.fabric.strategies.DDPStrategy``, which calls `keepstep.init` first where the script has not.
 
-    On a spare it waits for a rank.
+    A spare waits for its rank where that is used.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -148,12 +153,31 @@ class KeepstepFabricStrategy(DDPStrategy):
         return self._session.device
 
     @property
+    def global_rank(self) -> Any:
+        """This process's. On a spare Fabric gets None for a loader's workers, see `process_dataloader`."""
+        call = sys._getframe(1)
+        is_for_workers = call.f_code is _ASKS and call.f_back is not None and call.f_back.f_code is _SETS_UP_A_LOADER
+        return None if is_for_workers and self._session.is_waiting_spare else self._session.rank
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples this rank reads."""
-        return {"num_replicas": self._session.world_size, "rank": self._session.rank}
+        """Which samples this rank reads. On a spare the sampler asks for the rank when it is used."""
+        session = self._session
+        return {"num_replicas": session.world_size, "rank": None if session.is_waiting_spare else session.rank}
 
     def _configure_launcher(self) -> None:
         """No process is to be launched."""
+
+    def _set_world_ranks(self) -> None:
+        """The job has said which rank this is, or will."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Has workers of a loader that was set up on a spare ask for the rank when they begin."""
+        begin: Any = getattr(dataloader, "worker_init_fn", None)
+        is_fabrics = isinstance(begin, functools.partial) and begin.func is pl_worker_init_function
+        if is_fabrics and begin.keywords == {"rank": None}:
+            dataloader.worker_init_fn = _SeedsWorker(self._session)
+        return super().process_dataloader(dataloader)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         """Wraps a module by DDP, and notes it for `epochs`."""
@@ -169,15 +193,58 @@ class KeepstepFabricStrategy(DDPStrategy):
 
 
 def join() -> Session:
-    """The session of this process, which has a rank: a spare waits for one. Calls `keepstep.init` if need be.
+    """The session of this process. Calls `keepstep.init` if need be.
 
     Raises:
         ConfigurationError: the release of Lightning is harmful.
     """
     _check_version(lightning.__version__)
     session = current_session() or init(seed=global_seed())
-    rank_zero_only.rank = session.rank  # Lightning has taken it from the environment, where a spare has none
+    # Lightning has taken it from the environment, where a spare has none.
+    rank_zero_only.rank = _RankOfSpare(session) if session.is_waiting_spare else session.rank
     return session
+
+
+@functools.total_ordering
+class _RankOfSpare:
+    """What ``rank_zero_only`` compares on a spare: it waits for the rank, but for messages, which rank 0 gives."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __index__(self) -> int:
+        return self._session.rank
+
+    def __eq__(self, other: object) -> bool:
+        asks = sys._getframe(1).f_locals.get("fn")
+        is_message = getattr(asks, "__module__", "") == rank_zero_info.__module__
+        return not (is_message and self._session.is_waiting_spare) and self._session.rank == other
+
+    def __lt__(self, other: int) -> bool:
+        return self._session.rank < other
+
+    def __hash__(self) -> int:
+        return hash(self._session.rank)
+
+    def __repr__(self) -> str:
+        return repr(self._session.rank)
+
+
+class _SeedsWorker:
+    """Seeds a worker of a loader as Fabric does, with the rank that there is by then."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, worker: int) -> None:
+        _seed_worker(self._session.rank, worker)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_seed_worker, self._session.rank)
+
+
+def _seed_worker(rank: int, worker: int) -> None:
+    pl_worker_init_function(worker, rank=rank)
 
 
 def global_seed() -> int:

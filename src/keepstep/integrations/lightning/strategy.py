@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -24,8 +25,8 @@ from keepstep.integrations.lightning.training import KeepstepFitLoop, LightningT
 class KeepstepStrategy(DDPStrategy):
     """``lightning.pytorch.strategies.DDPStrategy`` for jobs that lose ranks.
 
-    It calls `keepstep.init` first where the script has not. On a spare it waits for a rank. How many devices and nodes
-    there are, ``keepstep run`` says; the Trainer's ``devices`` and ``num_nodes`` may be left out.
+    It calls `keepstep.init` first where the script has not. A spare waits for its rank in ``fit()``. How many devices
+    and nodes there are, ``keepstep run`` says; the Trainer's ``devices`` and ``num_nodes`` may be left out.
     """
 
     strategy_name = "keepstep"
@@ -76,6 +77,8 @@ class KeepstepStrategy(DDPStrategy):
             if self._training is not None:
                 raise UsageError("fit() is called a second time in this process: keepstep protects one training")
             _refuse(trainer)
+            if self._session.is_late:
+                _have_configuration_saved_again(trainer)
             self._logs = Logs(trainer, self._session)
 
     def setup(self, trainer: Trainer) -> None:
@@ -140,6 +143,15 @@ class _NoSignals(_SignalConnector):
 
     def register_signal_handlers(self) -> None:
         """Leaves them as they are."""
+
+
+def _have_configuration_saved_again(trainer: Trainer) -> None:
+    """``LightningCLI`` does not overwrite its ``config.yaml``, which the job's first rank 0 has written. Its replacement
+    does, with the same content: its callback cannot be left out, for the ranks exchange values in it."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, SaveConfigCallback):
+            save = callback.parser.save
+            callback.parser.save = lambda *values, save=save, **options: save(*values, **options | {"overwrite": True})
 
 
 def _computes_inside(precision: Precision) -> bool:

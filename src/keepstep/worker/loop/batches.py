@@ -13,13 +13,17 @@ from keepstep.worker.loop.stream import StreamReading
 class Batches:
     """What `Session.batches` gives. Iterate it once."""
 
-    def __init__(self, reading: Reading | StreamReading, steps: Callable[[int], Iterator[Step]]) -> None:
+    def __init__(
+        self, reading: Reading | StreamReading, steps: Callable[[int], Iterator[Step]], length: int | None = None
+    ) -> None:
         """Args:
         reading: gives the batches.
         steps: hands out so many steps.
+        length: of the whole training, in steps; by default that of all epochs.
         """
         self._reading = reading
         self._steps = steps
+        self._length = reading.epochs * reading.steps_per_epoch if length is None else length
 
     @property
     def steps_per_epoch(self) -> int:
@@ -28,7 +32,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Steps of the whole training."""
-        return self._reading.epochs * self.steps_per_epoch
+        return self._length
 
     def __iter__(self) -> Iterator[tuple[Step, Any]]:
         try:

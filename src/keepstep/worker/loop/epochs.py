@@ -2,6 +2,10 @@
 
 That code is protected like a step. It has a number of its own among the steps, and the next epoch begins when all ranks
 are through with it: where one is lost before, all ranks come to the end of that epoch again.
+
+Code at the *beginning* of an epoch, such as ``model.train()``, comes once on a rank that lives, and also where its first
+step comes again. So what it changes in the protected state belongs to the state with which that step begins, once for
+the job: a replacement that enters the epoch later runs it as well, and has its changes from the others.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from keepstep.errors import NothingToRecoverFrom, StepInterrupted, UsageError
 from keepstep.worker.loop.reading import Reading
 from keepstep.worker.loop.step import Step
 from keepstep.worker.step_controller import StepController
+from keepstep.worker.values.attributes import State
 
 
 class Epochs:
@@ -29,6 +34,8 @@ class Epochs:
         self._controller: StepController | None = None
         self._index: int | None = None
         """What was handed out last: a step, or the end of an epoch. None: all are through."""
+        self.own: State | None = None
+        """Protected: ``begun`` is the epoch whose beginning counts, the last one. Made by ``start``."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -78,6 +85,15 @@ class Epochs:
             controller.undo()
         self._next()
 
+    def _begin(self, epoch: int) -> None:
+        """The script has come through the beginning of an epoch to its steps."""
+        assert self._controller is not None
+        assert self.own is not None
+        counts = self.own.begun == epoch
+        if not counts:
+            self.own.begun = epoch
+        self._controller.settle(is_done=counts)
+
     def steps_of(self, epoch: int) -> Iterator[tuple[Step, Any]]:
         """The steps of an epoch that are left, each with its batch.
 
@@ -86,6 +102,7 @@ class Epochs:
         """
         controller, num_steps = self._controller, self.steps_per_epoch
         assert controller is not None
+        self._begin(epoch)
         while True:
             present, position = self._place()
             if present != epoch:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import abc
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from keepstep.data.numbers import whole
 from keepstep.errors import ConfigurationError, UsageError
 from keepstep.worker.loop.batches import Batches
 from keepstep.worker.loop.epochs import Epochs
 from keepstep.worker.loop.reading import Reading, check_replicas
 from keepstep.worker.loop.runner import StepRunner
 from keepstep.worker.loop.step import Step
-from keepstep.worker.loop.stream import StreamReading
+from keepstep.worker.loop.stream import StreamReading, is_stream
 from keepstep.worker.step_controller import StepController
 from keepstep.worker.values.attributes import State
 
@@ -109,18 +111,20 @@ class Loops(abc.ABC):
                 is not iterated itself.
             epochs: the length of the training, not of this run.
             accumulate: batches of a step. If more than 1, a step has a list of them, the last of an epoch maybe fewer.
-            steps: the length of the training in place of ``epochs``, for a loader of an iterable dataset that has
-                ``state_dict()`` and ``load_state_dict()``: it is iterated, from its front again where it ends, and
-                comes back to where it stood.
+            steps: the length of the training in place of ``epochs``, which are as many as it takes. A loader that has
+                ``state_dict()`` and ``load_state_dict()``, and one of an iterable dataset that does, is iterated
+                itself, from its front again where it ends, and comes back to where it stood.
 
         Raises:
             ConfigurationError: no batch of the loader could be found again, or a number is below 1.
             UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
         """
-        if steps is not None:
+        if steps is not None and is_stream(loader):
             return self._stream(loader, steps, accumulate)
+        length = None if steps is None else whole("steps", steps, 1)
+        reading = self._reading(loader, epochs if length is None else sys.maxsize, accumulate)
         begin = functools.partial(self._begin_reading, loader)
-        return Batches(self._reading(loader, epochs, accumulate), lambda num_steps: self._loop(num_steps, 0, begin))
+        return Batches(reading, lambda num_steps: self._loop(num_steps, 0, begin), length)
 
     def _stream(self, loader: Any, num_steps: int, accumulate: int) -> Batches:
         own = self.state("batches", per_rank=True, position={})
@@ -151,13 +155,15 @@ class Loops(abc.ABC):
 
         def start() -> StepController:
             self._begin_reading(loader)
+            handed.own = self.state("keepstep.epochs", begun=-1)
             return self.begin()
 
         def present(step: Step) -> None:
             self._refuse_going_back()  # with the first step it is known who holds what
             self._hand(step)
 
-        return Epochs(self._reading(loader, num_epochs, accumulate), start, present)
+        handed = Epochs(self._reading(loader, num_epochs, accumulate), start, present)
+        return handed
 
     def _reading(self, loader: DataLoader[Any], epochs: int, accumulate: int) -> Reading:
         return Reading(loader, epochs, accumulate, self._seed, lambda: self.data_rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.data.numbers import whole
 from keepstep.data.reader import random_numbers_of
@@ -72,6 +72,12 @@ class StreamReading:
     def close(self) -> None:
         """Drops the iterator, and with it the loader's workers."""
         self._iterator = self._next = None
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether a loader is to be iterated: it has a position, or its dataset has no indices."""
+    own, _place = prepared(loader)
+    return _has_state(own) or isinstance(getattr(own, "dataset", None), IterableDataset) or not hasattr(own, "dataset")
 
 
 def positioned(loader: Any) -> Any:

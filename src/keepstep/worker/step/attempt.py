@@ -47,6 +47,13 @@ class Attempt:
         self._layout.hand_out()
         self._coordination.begin_attempt()
 
+    def settle(self, *, is_done: bool) -> None:
+        """See `StepController.settle`."""
+        if is_done:
+            self._snapshot.put_back()
+        else:
+            self._snapshot.take()
+
     def begin(self) -> None:
         """Has all ranks begin in the same way."""
         self._layout.begin_step()
