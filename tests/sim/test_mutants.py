@@ -47,6 +47,7 @@ from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
 from keepstep.sim.cluster import transfers
 from keepstep.sim.cluster.groups import registry
+from keepstep.sim.cluster.groups.mesh import WORLD
 from keepstep.sim.cluster.groups.registry import SimulatedGroup, SimulatedGroups
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.process import SimulatedProcess
@@ -869,6 +870,39 @@ def one_rank_rebuilds_what_the_others_keep(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedGroups, "connect", connect)
 
 
+def the_world_stays_though_a_collective_was_broken_off(patch: pytest.MonkeyPatch) -> None:
+    close_well = SimulatedGroup.close
+
+    def close(self: SimulatedGroup) -> None:
+        if self.under_way is not None and self.under_way[2] == WORLD:
+            self.under_way = None
+        close_well(self)
+
+    patch.setattr(SimulatedGroup, "close", close)
+
+
+def the_world_stays_though_state_was_under_way(patch: pytest.MonkeyPatch) -> None:
+    close_well = SimulatedGroup.close
+
+    def close(self: SimulatedGroup) -> None:
+        if self.group.name == WORLD and self.under_way is not None and self.under_way[2] != WORLD:
+            self.under_way = None
+        close_well(self)
+
+    patch.setattr(SimulatedGroup, "close", close)
+
+
+def the_world_stays_though_second_copies_have_moved(patch: pytest.MonkeyPatch) -> None:
+    begin_well = SimulatedGroups.begin_second_copy
+
+    def begin_second_copy(self: SimulatedGroups) -> None:
+        was_whole = self._groups[WORLD].is_whole
+        begin_well(self)
+        self._groups[WORLD].is_whole = was_whole
+
+    patch.setattr(SimulatedGroups, "begin_second_copy", begin_second_copy)
+
+
 def no_group_ever_stays(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry, "why_rebuilt", lambda claims: "it is new")
 
@@ -885,6 +919,9 @@ MUTANTS: dict[Plant, Check] = {
     a_group_stays_though_a_member_was_replaced: Check.GROUPS,
     a_rank_keeps_what_it_claims_itself: Check.GROUPS,
     one_rank_rebuilds_what_the_others_keep: Check.GROUPS,
+    the_world_stays_though_a_collective_was_broken_off: Check.GROUPS,
+    the_world_stays_though_state_was_under_way: Check.GROUPS,
+    the_world_stays_though_second_copies_have_moved: Check.GROUPS,
     no_group_ever_stays: Check.GROUPS,
     a_rank_does_not_wait_for_its_second_copy: Check.SNAPSHOT,
     a_second_copy_counts_before_all_is_in_it: Check.WRONG_SOURCE,
@@ -1097,7 +1134,24 @@ def a_rank_falls_out_while_others_connect(seed: int) -> Case:
     return Case(seed, layout, kills)
 
 
+def all_are_interrupted_while_state_moves(seed: int) -> Case:
+    """A replacement is there and is sent its state, and no other rank is lost."""
+    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=3)
+    durations = SimulatedDurations(restore_s=0.5)
+    layout = ClusterLayout((NodeLayout("node-0", 4, "rack"),), ("0",) * 3, settings, LIVENESS, durations=durations)
+    error = SimulatedFault("group error", 0.1 + seed % 20 / 20, recovery=1, pick=seed)
+    return Case(seed, layout, (SimulatedFault("kill", 0.0, phase=Phase.BACKWARD, pick=seed), error))
+
+
+def all_are_interrupted_while_second_copies_move(seed: int) -> Case:
+    """As `all_are_interrupted_while_second_copies_are_under_way`, and no collective is broken off."""
+    case = all_are_interrupted_while_second_copies_are_under_way(seed)
+    return dataclasses.replace(case, plan=(SimulatedFault("group error", 3.0 + seed % 40 / 10, pick=seed),))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    the_world_stays_though_state_was_under_way: all_are_interrupted_while_state_moves,
+    the_world_stays_though_second_copies_have_moved: all_are_interrupted_while_second_copies_move,
     a_rank_stays_on_a_closed_device: a_device_is_sick,
     the_rank_of_a_failed_device_is_not_lost: a_device_is_sick,
     a_node_that_joins_again_has_forgotten_what_it_has_closed: a_node_with_a_sick_device_comes_back,
