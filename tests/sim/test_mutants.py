@@ -16,6 +16,7 @@ from keepstep.protocol.controller import AnswersReceived, ControllerMachine, Dra
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.messages import Membership
 from keepstep.protocol.moves import Load, Move, Update
+from keepstep.protocol.node import agent
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
@@ -819,6 +820,23 @@ def second_copies_are_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedProcess, "second_copies", lambda self: ())
 
 
+# ---- Devices of parked spares ---------------------------------------------------------------------------------------
+
+
+def a_parked_spare_takes_a_sick_device(patch: pytest.MonkeyPatch) -> None:
+    right = agent.device_for
+    patch.setattr(agent, "device_for", lambda own, taken, closed, num: right(own, taken, (), num))
+
+
+def a_parked_spare_takes_the_device_of_another_rank(patch: pytest.MonkeyPatch) -> None:
+    right = agent.device_for
+    patch.setattr(agent, "device_for", lambda own, taken, closed, num: right(own, (), closed, num))
+
+
+def a_parked_spare_keeps_the_number_that_it_was_started_with(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent, "device_for", lambda own, taken, closed, num: own)
+
+
 # ---- Groups that stay -----------------------------------------------------------------------------------------------
 
 
@@ -912,6 +930,9 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_stays_on_a_closed_device: Check.DEVICE,
     a_node_that_joins_again_has_forgotten_what_it_has_closed: Check.DEVICE,
     the_rank_of_a_failed_device_is_not_lost: Check.DEVICE,
+    a_parked_spare_takes_a_sick_device: Check.DEVICE,
+    a_parked_spare_takes_the_device_of_another_rank: Check.DEVICE,
+    a_parked_spare_keeps_the_number_that_it_was_started_with: Check.DEVICE,
     what_is_under_way_at_a_stop_is_claimed: Check.GROUPS,
     collectives_of_a_group_are_not_compared: Check.GROUPS,
     messages_of_a_group_are_not_compared: Check.GROUPS,
@@ -1149,7 +1170,20 @@ def all_are_interrupted_while_second_copies_move(seed: int) -> Case:
     return dataclasses.replace(case, plan=(SimulatedFault("group error", 3.0 + seed % 40 / 10, pick=seed),))
 
 
+def two_spares_are_parked_where_one_device_is_left(seed: int) -> Case:
+    """The first takes it, and the other one that of a rank that is lost later; one of the devices fails or is sick."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=2)
+    nodes = (NodeLayout("node-0", 4, "rack", num_devices=3),)
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40, needs_rank=True, parks_spares=True)
+    kills = [SimulatedFault("kill", at_s + seed % 10 / 10, pick=seed // 2) for at_s in (3.0, 9.0, 12.0)]
+    sick = SimulatedFault("sick device", 6.0 + seed % 10 / 10, pick=4 * (seed % 3) + seed % 2, lasts_s=8.0)
+    return Case(seed, layout, (*kills, sick))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    a_parked_spare_takes_a_sick_device: two_spares_are_parked_where_one_device_is_left,
+    a_parked_spare_takes_the_device_of_another_rank: two_spares_are_parked_where_one_device_is_left,
+    a_parked_spare_keeps_the_number_that_it_was_started_with: two_spares_are_parked_where_one_device_is_left,
     the_world_stays_though_state_was_under_way: all_are_interrupted_while_state_moves,
     the_world_stays_though_second_copies_have_moved: all_are_interrupted_while_second_copies_move,
     a_rank_stays_on_a_closed_device: a_device_is_sick,

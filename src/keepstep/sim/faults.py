@@ -328,7 +328,8 @@ class Injector:
     def _sick_device(self, fault: SimulatedFault) -> None:
         """An agent finds one of its devices sick. In half of the cases it has failed, and its rank is lost."""
         node, oracle = self._world.nodes[self._node(fault)], self._world.oracle
-        device, has_failed = fault.pick // 4 % node.layout.slots, fault.pick % 2 == 0
+        num_devices, has_failed = node.layout.num_devices or node.layout.slots, fault.pick % 2 == 0
+        device = fault.pick // 4 % num_devices
         if not node.is_up or device in node.closed:
             return
         oracle.devices.sickens(node.name, device, has_failed=has_failed, is_calm=oracle.is_calm())

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 from keepstep.errors import KeepstepError
-from keepstep.sim.cluster.layout import ClusterLayout, draw_layout, draw_mesh, draw_snapshots
+from keepstep.sim.cluster.layout import ClusterLayout, draw_devices, draw_layout, draw_mesh, draw_snapshots
 from keepstep.sim.faults import Injector, SimulatedFault, draw_group_error, draw_plan, draw_relays, draw_sick_device
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
@@ -53,6 +53,7 @@ def case_of(seed: int) -> Case:
     # From generators of their own: seeds without snapshots, mesh and these faults stand for what they did.
     layout = draw_snapshots(random.Random(f"snapshots of {seed}"), layout)
     layout = draw_mesh(random.Random(f"mesh of {seed}"), layout)
+    layout = draw_devices(random.Random(f"devices of {seed}"), layout)
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
     plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)

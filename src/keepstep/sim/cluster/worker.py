@@ -66,6 +66,7 @@ class SimulatedWorker(SimulatedProcess):
             self.snapshots.inherit(memory, order.rank, order.steps)
         if isinstance(order, msg.Assign):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
+            self.device = self.device if order.device is None else order.device
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
         if (holding := self.machine.holding()) is not None:
             self._say(holding)
