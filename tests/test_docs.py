@@ -395,7 +395,10 @@ def test_simulation_is_all_described() -> None:
     assert [option for option in options if f"`{option}" not in text] == []
     assert [
         kind
-        for kind in (*simulated_faults.WEIGHTS, *simulated_faults.RELAY_FAULTS, *simulated_faults.DEVICE_FAULTS)
+        for kind in (
+            *(*simulated_faults.WEIGHTS, *simulated_faults.RELAY_FAULTS),
+            *(*simulated_faults.DEVICE_FAULTS, *simulated_faults.GROUP_FAULTS),
+        )
         if f"`{kind}`" not in section(SIMULATION, "Faults")
     ] == []
     assert [check for check in Check if f"| {check} |" not in section(SIMULATION, "The oracle")] == []

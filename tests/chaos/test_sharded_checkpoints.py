@@ -111,3 +111,20 @@ def test_half_the_replicas_load_what_stages_and_tensor_parallel_ranks_hold(scrip
     assert len(held[0]) == 4
     assert len(set(held[0])) == 2, "each part is held by two"
     assert held[1] == sorted(set(held[0]))
+
+
+def test_zero_goes_on_from_a_checkpoint_and_loads_it_on_fewer_ranks(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+
+    def trained(num_ranks: int) -> str:
+        script = (SCRIPTS / "zero.py", "--steps", 9, "--checkpoint-dir", saved)
+        code, out, err = run("run", "--nproc-per-node", num_ranks, *script)
+        assert code == 0, err
+        return digest(out)
+
+    undisturbed = trained(4)
+    newest = saved / "step_0000000009"
+    assert [trained(num_ranks) for num_ranks in (2, 1)] == [undisturbed] * 2, "they find that all steps are done"
+    newest.rename(tmp_path / newest.name)
+    assert trained(4) == undisturbed, "three more steps, with the optimizer state of step 6"
+    assert newest.is_dir()

@@ -1,9 +1,11 @@
 """A small DDP model trained by ZeroRedundancyOptimizer: each rank holds the optimizer state of its own parameters.
 
 Usage: keepstep run --nproc-per-node 4 tests/scripts/zero.py [--steps N] [--snapshot-every N] [--buckets] [--group N]
+    [--checkpoint-dir DIR]
 """
 
 import argparse
+import hashlib
 import warnings
 
 import torch
@@ -21,6 +23,7 @@ parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--snapshot-every", default="auto")
 parser.add_argument("--buckets", action="store_true", help="parameters are views of buckets")
 parser.add_argument("--group", type=int, default=0, help="ranks that share the optimizer state; 0: all")
+parser.add_argument("--checkpoint-dir")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -38,7 +41,15 @@ optimizer = ZeroRedundancyOptimizer(
 )
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
 every = int(arguments.snapshot_every) if arguments.snapshot_every.isdecimal() else arguments.snapshot_every
-session.protect(model=ddp, optimizer=optimizer, schedule=schedule, snapshot_every=every)
+where = arguments.checkpoint_dir
+session.protect(
+    model=ddp,
+    optimizer=optimizer,
+    schedule=schedule,
+    snapshot_every=every,
+    checkpoint_dir=where,
+    checkpoint_every=3,
+)
 for step in session.steps(arguments.steps):
     with step:
         x = torch.randn(16, 8)
@@ -48,4 +59,7 @@ for step in session.steps(arguments.steps):
         optimizer.step()
         schedule.step()
 if session.is_main:
-    print("done", flush=True)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    print(digest.hexdigest(), flush=True)

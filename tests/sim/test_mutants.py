@@ -16,6 +16,7 @@ from keepstep.protocol.controller import AnswersReceived, ControllerMachine, Dra
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.messages import Membership
 from keepstep.protocol.moves import Load, Move, Update
+from keepstep.protocol.node import agent
 from keepstep.protocol.node.agent import AgentMachine
 from keepstep.protocol.node.liveness import LivenessMachine
 from keepstep.protocol.phases import Phase, StepEvent, StepMachine
@@ -47,6 +48,7 @@ from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
 from keepstep.sim.cluster import transfers
 from keepstep.sim.cluster.groups import registry
+from keepstep.sim.cluster.groups.mesh import WORLD
 from keepstep.sim.cluster.groups.registry import SimulatedGroup, SimulatedGroups
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.process import SimulatedProcess
@@ -818,6 +820,23 @@ def second_copies_are_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedProcess, "second_copies", lambda self: ())
 
 
+# ---- Devices of parked spares ---------------------------------------------------------------------------------------
+
+
+def a_parked_spare_takes_a_sick_device(patch: pytest.MonkeyPatch) -> None:
+    right = agent.device_for
+    patch.setattr(agent, "device_for", lambda own, taken, closed, num: right(own, taken, (), num))
+
+
+def a_parked_spare_takes_the_device_of_another_rank(patch: pytest.MonkeyPatch) -> None:
+    right = agent.device_for
+    patch.setattr(agent, "device_for", lambda own, taken, closed, num: right(own, (), closed, num))
+
+
+def a_parked_spare_keeps_the_number_that_it_was_started_with(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent, "device_for", lambda own, taken, closed, num: own)
+
+
 # ---- Groups that stay -----------------------------------------------------------------------------------------------
 
 
@@ -869,6 +888,39 @@ def one_rank_rebuilds_what_the_others_keep(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedGroups, "connect", connect)
 
 
+def the_world_stays_though_a_collective_was_broken_off(patch: pytest.MonkeyPatch) -> None:
+    close_well = SimulatedGroup.close
+
+    def close(self: SimulatedGroup) -> None:
+        if self.under_way is not None and self.under_way[2] == WORLD:
+            self.under_way = None
+        close_well(self)
+
+    patch.setattr(SimulatedGroup, "close", close)
+
+
+def the_world_stays_though_state_was_under_way(patch: pytest.MonkeyPatch) -> None:
+    close_well = SimulatedGroup.close
+
+    def close(self: SimulatedGroup) -> None:
+        if self.group.name == WORLD and self.under_way is not None and self.under_way[2] != WORLD:
+            self.under_way = None
+        close_well(self)
+
+    patch.setattr(SimulatedGroup, "close", close)
+
+
+def the_world_stays_though_second_copies_have_moved(patch: pytest.MonkeyPatch) -> None:
+    begin_well = SimulatedGroups.begin_second_copy
+
+    def begin_second_copy(self: SimulatedGroups) -> None:
+        was_whole = self._groups[WORLD].is_whole
+        begin_well(self)
+        self._groups[WORLD].is_whole = was_whole
+
+    patch.setattr(SimulatedGroups, "begin_second_copy", begin_second_copy)
+
+
 def no_group_ever_stays(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry, "why_rebuilt", lambda claims: "it is new")
 
@@ -878,6 +930,9 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_stays_on_a_closed_device: Check.DEVICE,
     a_node_that_joins_again_has_forgotten_what_it_has_closed: Check.DEVICE,
     the_rank_of_a_failed_device_is_not_lost: Check.DEVICE,
+    a_parked_spare_takes_a_sick_device: Check.DEVICE,
+    a_parked_spare_takes_the_device_of_another_rank: Check.DEVICE,
+    a_parked_spare_keeps_the_number_that_it_was_started_with: Check.DEVICE,
     what_is_under_way_at_a_stop_is_claimed: Check.GROUPS,
     collectives_of_a_group_are_not_compared: Check.GROUPS,
     messages_of_a_group_are_not_compared: Check.GROUPS,
@@ -885,6 +940,9 @@ MUTANTS: dict[Plant, Check] = {
     a_group_stays_though_a_member_was_replaced: Check.GROUPS,
     a_rank_keeps_what_it_claims_itself: Check.GROUPS,
     one_rank_rebuilds_what_the_others_keep: Check.GROUPS,
+    the_world_stays_though_a_collective_was_broken_off: Check.GROUPS,
+    the_world_stays_though_state_was_under_way: Check.GROUPS,
+    the_world_stays_though_second_copies_have_moved: Check.GROUPS,
     no_group_ever_stays: Check.GROUPS,
     a_rank_does_not_wait_for_its_second_copy: Check.SNAPSHOT,
     a_second_copy_counts_before_all_is_in_it: Check.WRONG_SOURCE,
@@ -1097,7 +1155,37 @@ def a_rank_falls_out_while_others_connect(seed: int) -> Case:
     return Case(seed, layout, kills)
 
 
+def all_are_interrupted_while_state_moves(seed: int) -> Case:
+    """A replacement is there and is sent its state, and no other rank is lost."""
+    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=3)
+    durations = SimulatedDurations(restore_s=0.5)
+    layout = ClusterLayout((NodeLayout("node-0", 4, "rack"),), ("0",) * 3, settings, LIVENESS, durations=durations)
+    error = SimulatedFault("group error", 0.1 + seed % 20 / 20, recovery=1, pick=seed)
+    return Case(seed, layout, (SimulatedFault("kill", 0.0, phase=Phase.BACKWARD, pick=seed), error))
+
+
+def all_are_interrupted_while_second_copies_move(seed: int) -> Case:
+    """As `all_are_interrupted_while_second_copies_are_under_way`, and no collective is broken off."""
+    case = all_are_interrupted_while_second_copies_are_under_way(seed)
+    return dataclasses.replace(case, plan=(SimulatedFault("group error", 3.0 + seed % 40 / 10, pick=seed),))
+
+
+def two_spares_are_parked_where_one_device_is_left(seed: int) -> Case:
+    """The first takes it, and the other one that of a rank that is lost later; one of the devices fails or is sick."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=2)
+    nodes = (NodeLayout("node-0", 4, "rack", num_devices=3),)
+    layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40, needs_rank=True, parks_spares=True)
+    kills = [SimulatedFault("kill", at_s + seed % 10 / 10, pick=seed // 2) for at_s in (3.0, 9.0, 12.0)]
+    sick = SimulatedFault("sick device", 6.0 + seed % 10 / 10, pick=4 * (seed % 3) + seed % 2, lasts_s=8.0)
+    return Case(seed, layout, (*kills, sick))
+
+
 CASES: dict[Plant, Callable[[int], Case]] = {
+    a_parked_spare_takes_a_sick_device: two_spares_are_parked_where_one_device_is_left,
+    a_parked_spare_takes_the_device_of_another_rank: two_spares_are_parked_where_one_device_is_left,
+    a_parked_spare_keeps_the_number_that_it_was_started_with: two_spares_are_parked_where_one_device_is_left,
+    the_world_stays_though_state_was_under_way: all_are_interrupted_while_state_moves,
+    the_world_stays_though_second_copies_have_moved: all_are_interrupted_while_second_copies_move,
     a_rank_stays_on_a_closed_device: a_device_is_sick,
     the_rank_of_a_failed_device_is_not_lost: a_device_is_sick,
     a_node_that_joins_again_has_forgotten_what_it_has_closed: a_node_with_a_sick_device_comes_back,

@@ -188,7 +188,6 @@ ROWS: dict[str, list[Make]] = {
     "FSDP1": [fsdp1, flat],
     SHARDED: [
         lambda _path: {"model": sharded(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))},
-        lambda path: {**zero()(path), "checkpoint_dir": path},
         zero(_overlap_with_ddp=True),
         zero(process_group=object()),
         zero_of_shards,

@@ -52,6 +52,8 @@ RELAY_FAULTS = ("relay crash", "relay pause")
 """In runs that have relays."""
 DEVICE_FAULTS = ("sick device",)
 """In a tenth of the plans, from a generator of their own."""
+GROUP_FAULTS = ("group error",)
+"""In a tenth of the plans, from a generator of their own."""
 OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
 """What hits a process as soon as there is one that it can hit."""
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
@@ -99,6 +101,15 @@ def draw_sick_device(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tu
     if rng.random() >= 0.1:
         return plan
     return (*plan, SimulatedFault(rng.choice(DEVICE_FAULTS), rng.uniform(0.3, 8.0), None, None, rng.randrange(64), 8.0))
+
+
+def draw_group_error(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
+    """The plan, in which a group that the script has made for itself may fail, in the first recovery or at any time."""
+    if rng.random() >= 0.1:
+        return plan
+    recovery = rng.choice((None, 1))
+    at_s = rng.uniform(0.3, 8.0) if recovery is None else rng.choice((0.1, 1.0)) * rng.random()
+    return (*plan, SimulatedFault(rng.choice(GROUP_FAULTS), at_s, recovery, None, rng.randrange(64)))
 
 
 class Injector:
@@ -208,6 +219,11 @@ class Injector:
         if victim := self._victim(fault):
             victim.lose_connection()
 
+    def _group_error(self, fault: SimulatedFault) -> None:
+        """A group of the script's own fails, in which no step waits: all stop, and what they need is whole."""
+        if victim := self._victim(fault):
+            victim.lose_group()
+
     def _stale_report(self, fault: SimulatedFault) -> None:
         """A report of a generation that is over comes once more."""
         if victim := self._victim(fault):
@@ -312,7 +328,8 @@ class Injector:
     def _sick_device(self, fault: SimulatedFault) -> None:
         """An agent finds one of its devices sick. In half of the cases it has failed, and its rank is lost."""
         node, oracle = self._world.nodes[self._node(fault)], self._world.oracle
-        device, has_failed = fault.pick // 4 % node.layout.slots, fault.pick % 2 == 0
+        num_devices, has_failed = node.layout.num_devices or node.layout.slots, fault.pick % 2 == 0
+        device = fault.pick // 4 % num_devices
         if not node.is_up or device in node.closed:
             return
         oracle.devices.sickens(node.name, device, has_failed=has_failed, is_calm=oracle.is_calm())

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 from keepstep.errors import KeepstepError
-from keepstep.sim.cluster.layout import ClusterLayout, draw_layout, draw_mesh, draw_snapshots
-from keepstep.sim.faults import Injector, SimulatedFault, draw_plan, draw_relays, draw_sick_device
+from keepstep.sim.cluster.layout import ClusterLayout, draw_devices, draw_layout, draw_mesh, draw_snapshots
+from keepstep.sim.faults import Injector, SimulatedFault, draw_group_error, draw_plan, draw_relays, draw_sick_device
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
 from keepstep.sim.story import Story
@@ -50,10 +50,12 @@ def case_of(seed: int) -> Case:
     rng = random.Random(seed)
     layout = draw_layout(rng)
     num_relays, plan = draw_relays(rng, draw_plan(rng, layout))
-    # From generators of their own: the seeds of jobs without snapshots, mesh or sick device stand for what they did.
+    # From generators of their own: seeds without snapshots, mesh and these faults stand for what they did.
     layout = draw_snapshots(random.Random(f"snapshots of {seed}"), layout)
     layout = draw_mesh(random.Random(f"mesh of {seed}"), layout)
+    layout = draw_devices(random.Random(f"devices of {seed}"), layout)
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
+    plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 
 

@@ -42,7 +42,6 @@ from keepstep.worker.loop.wrapped import unwrapped
 from keepstep.worker.once import Once
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.peers import data_ranks, first_tensor_peer, ranks_of_mesh
-from keepstep.worker.parallel.zero import is_zero
 from keepstep.worker.parking import take_parked
 from keepstep.worker.publication import StepPublication, Voice
 from keepstep.worker.recovery import Recovery
@@ -368,11 +367,6 @@ class Session(Loops):
         if every < 1:
             raise ConfigurationError(f"protect(checkpoint_every={every}): allowed are 1 and more")
         assert self._state is not None
-        if any(map(is_zero, self._state.optimizers.values())):
-            raise ConfigurationError(
-                f"protect(checkpoint_dir={str(directory)!r}): checkpoints of ZeroRedundancyOptimizer are not supported "
-                "yet; leave checkpoint_dir out, its snapshots in memory stay"
-            )
         root = self._settings.checkpoint_root if self._settings is not None else None
         path = Path(directory) if root is None else Path(root) / Path(directory).name
         return Checkpoints(self._state, path, every)

@@ -5,7 +5,7 @@ import pytest
 from keepstep.protocol import messages as msg
 from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.agent import AgentMachine
-from keepstep.protocol.node.effects import HandOver
+from keepstep.protocol.node.effects import HandOver, Spawn
 from keepstep.protocol.node.liveness import LivenessSettings
 from keepstep.protocol.node.parked import device_for
 from keepstep.protocol.phases import Phase
@@ -76,3 +76,15 @@ def test_a_spare_with_a_device_of_its_own_keeps_it() -> None:
     node = Node(0)
     node.lose(1)
     assert node.assign(2, 1) is None
+
+
+def test_a_rank_that_is_started_beyond_the_devices_takes_one_that_is_free() -> None:
+    """All ranks start anew, and a sick device has left the controller with numbers that were for parked spares."""
+    node = Node(NUM_GPUS)
+    for worker in range(4):
+        node.lose(worker)
+    node.agent.devices_failed((0,), "fell off the bus", {}, 1.0)
+    [spawn] = [each for each in node.order(msg.StartWorker(4, 0, 2, 0, 1, "anew")) if isinstance(each, Spawn)]
+    assert spawn.device == 1
+    [spawn] = [each for each in node.order(msg.StartWorker(5, 1, 3, 1, 1, "anew")) if isinstance(each, Spawn)]
+    assert spawn.device == 3, "none is left, and the worker says so"

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from keepstep.protocol.node.effects import Spawn
+from keepstep.sim.cluster.groups.mesh import WORLD
 from keepstep.sim.cluster.groups.registry import SimulatedGroup
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.process import SimulatedProcess
@@ -117,6 +118,44 @@ def test_members_do_the_same(world: World, watch: GroupWatch) -> None:
     watch.connects(1, GROUP, 2, stays=True)
     with pytest.raises(ViolationError, match=r"process 2 rebuilds .* another member does not"):
         watch.connects(2, GROUP, 2, stays=False)
+
+
+def connected(world: World) -> GroupWatch:
+    """All four are connected in cohort 1."""
+    watch = GroupWatch(world)
+    watch.met(1, members(world))
+    for process in (1, 2, 3, 4):
+        watch.connects(process, WORLD, 1, stays=False)
+    return watch
+
+
+def test_the_world_stays_where_all_have_ended_what_they_began(world: World) -> None:
+    watch = connected(world)
+    for process in (1, 2, 3, 4):
+        watch.began(WORLD, (1, 1, WORLD), 4)
+        watch.meets(process, (1, 1, WORLD), (1, 5, "gradients"))
+    for _process in (1, 2, 3, 4):
+        watch.ended(WORLD, (1, 1, WORLD))
+    watch.met(2, members(world))
+    for process in (1, 2, 3, 4):
+        watch.connects(process, WORLD, 2, stays=True)
+    assert (watch.num_kept, watch.num_worlds_kept) == (1, 1)
+
+
+def test_the_world_does_not_stay_where_a_receiver_lacks_what_its_source_has_sent(world: World) -> None:
+    watch = connected(world)
+    watch.began(WORLD, (1, 1, "transfer"), 2)
+    watch.ended(WORLD, (1, 1, "transfer"))
+    watch.met(2, members(world))
+    with pytest.raises(ViolationError, match="are under way"):
+        watch.connects(1, WORLD, 2, stays=True)
+
+
+def test_collectives_of_two_attempts_do_not_meet(world: World) -> None:
+    watch = connected(world)
+    watch.meets(1, (1, 4, WORLD), (2, 5, "gradients"))
+    with pytest.raises(ViolationError, match=r"which are in \(2, 5, 'gradients'\), and is in \(2, 5, 'barrier'\)"):
+        watch.meets(2, (1, 4, WORLD), (2, 5, "barrier"))
 
 
 def test_what_was_given_in_another_attempt_is_not_received(watch: GroupWatch) -> None:

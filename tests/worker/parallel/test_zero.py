@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from keepstep.errors import ConfigurationError
 from keepstep.worker.parallel.choose import layout_of
 from keepstep.worker.parallel.zero import local_optimizer
+from keepstep.worker.state.checkpoint import Checkpoints
+from keepstep.worker.state.dcp.content import Share
 from keepstep.worker.state.image import describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
@@ -120,6 +122,61 @@ def test_each_rank_holds_the_state_of_its_own_parameters(tmp_path: Path, seed: i
 def test_ranks_that_own_the_same_in_several_groups_are_replicas(tmp_path: Path, seed: int) -> None:
     (first, *_), (second, *_), (third, *_), (fourth, *_) = run_ranks(4, shards_and_state, tmp_path, 2, seed)
     assert first == third != second == fourth
+
+
+def saves(rank: int, size: int, path: Path, options: dict[str, Any], seed: int) -> dict[str, bytes]:
+    join(path, rank, size)
+    me = Rank(seed, **options)
+    for step in range(2):
+        me.forward_backward(step)
+        me.update()
+    shards = [""] * size
+    dist.all_gather_object(shards, me.state.shard())
+    checkpoints = Checkpoints(me.state, path / "saved", every=1)
+    checkpoints.after_step(2, 1, Share(rank, tuple(shards)))
+    checkpoints.flush()
+    dist.barrier()
+    assert checkpoints.steps() == (2,)
+    return me.contents()
+
+
+def loads(rank: int, size: int, path: Path, options: dict[str, Any], seed: int) -> tuple[dict[str, bytes], set[str]]:
+    join(path, rank, size)
+    me = Rank(seed + 1, **options)
+    me.optimizer.param_groups[0]["lr"] = 0.5
+    checkpoints = Checkpoints(me.state, path.parent / "saved", every=1)
+    checkpoints.inspect()
+    checkpoints.load(2)
+    assert me.optimizer.param_groups[0]["lr"] == 0.05
+    contents = me.contents()
+    me.forward_backward(2)
+    me.update()
+    return contents, {name for name in me.contents() if name.startswith("optimizer/")}
+
+
+@pytest.mark.parametrize(("num_readers", "options"), [(1, {}), (2, {"parameters_as_bucket_view": True}), (3, {})])
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks(
+    num_readers: int, options: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    written = run_ranks(3, saves, tmp_path, options, seed)
+    (tmp_path / "again").mkdir()
+    read = run_ranks(num_readers, loads, tmp_path / "again", options, seed)
+    together: dict[str, bytes] = {}
+    for contents in reversed(written):  # DDP has all ranks begin a forward with the buffers of rank 0
+        together |= contents
+    assert {name: content for contents, _names in read for name, content in contents.items()} == together
+    for contents, names in read:
+        assert {name for name in contents if name.startswith("optimizer/")} == names, "its own, and no other's"
+
+
+def test_each_parameter_is_written_by_the_rank_that_updates_it(tmp_path: Path, seed: int) -> None:
+    run_ranks(3, saves, tmp_path, {}, seed)
+    saved = tmp_path / "saved" / "step_0000000002"
+    parts = sum(file.stat().st_size for file in saved.glob("*.distcp"))
+    (tmp_path / "alone").mkdir()
+    run_ranks(1, saves, tmp_path / "alone", {}, seed)
+    alone = sum(file.stat().st_size for file in (tmp_path / "alone" / "saved" / saved.name).glob("*.distcp"))
+    assert parts == alone
 
 
 def refusal(_rank: int, _size: int, path: Path, spoil: Callable[[Any], None]) -> str:

@@ -213,19 +213,22 @@ class AgentMachine:
     def _obey(self, order: msg.AgentOrder, now_s: float) -> None:
         match order:
             case msg.StartWorker():
-                self._processes[order.worker] = _Process(order.rank, order.device)
+                device = order.device if order.rank is None else self._device_of_rank(order.device)
+                self._processes[order.worker] = _Process(order.rank, device)
                 self.liveness.watch(order.worker, order.rank, now_s)
                 local = (order.local_rank, order.local_world_size)
-                self._effects.append(Spawn(order.worker, order.rank, order.device, *local))
+                self._effects.append(Spawn(order.worker, order.rank, device, *local))
             case msg.FenceWorker():
                 self._fence(order.worker)
             case msg.EndJob():
                 self._heartbeat_s = now_s  # the controller waits to hear that it was heard
                 self._effects.append(Leave(order.exit_code, order.reason))
             case msg.Assign():
-                if order.worker in self._processes:
-                    order = self._with_device(order)
-                    self._processes[order.worker].rank = order.rank
+                if (process := self._processes.get(order.worker)) is not None:
+                    if self._devices_of_parked and process.rank is None:
+                        process.device = self._device_of_rank(process.device)
+                        order = msgspec.structs.replace(order, device=process.device)
+                    process.rank = order.rank
                     self.liveness.watch(order.worker, order.rank, now_s)
                     self._effects.append(HandOver((order.worker,), order))
             case msg.PassSnapshots():
@@ -265,14 +268,12 @@ class AgentMachine:
         if holders:
             self._effects.append(HandOver(holders, order))
 
-    def _with_device(self, order: msg.Assign) -> msg.Assign:
-        """The order as a parked spare gets it: with the device that it takes."""
-        process = self._processes[order.worker]
-        if not self._devices_of_parked or process.rank is not None:
-            return order
+    def _device_of_rank(self, own: int) -> int:
+        """The device of a process that gets a rank; the controller has numbers beyond the devices for parked spares."""
+        if not self._devices_of_parked:
+            return own
         taken = {other.device for other in self._processes.values() if other.rank is not None}
-        process.device = device_for(process.device, taken, self._joined.closed, self._devices_of_parked)
-        return msgspec.structs.replace(order, device=process.device)
+        return device_for(own, taken, self._joined.closed, self._devices_of_parked)
 
     def _with_membership(self, order: msg.Recover) -> msg.Recover:
         """The order as workers get it: with the whole membership, be it new or a change of the last one."""

@@ -11,14 +11,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.kept_groups import GroupClaim
+from keepstep.sim.cluster.groups.mesh import WORLD
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 Key = tuple[int, int, str]
-"""(number of the cohort, step, what for); in a group beside the world's (the cohort that connected it, how many such
-operations there were since, and what names them)."""
+"""(the cohort that connected the group, how many such operations there were since, and what names them)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +52,11 @@ class Collective:
     deaf: set[int] = dataclasses.field(default_factory=set)
     """Processes that its part will never reach."""
 
+    @property
+    def group(self) -> str:
+        """The group's name."""
+        return WORLD if self.operation is None else self.operation.group
+
 
 class Collectives:
     """All collectives under way."""
@@ -74,6 +79,7 @@ class Collectives:
         if operation is not None:
             self._enter_group(collective, process, rank, operation)
             return
+        self._world.oracle.groups.began(WORLD, key, self._world.layout.world_size)
         collective.inside[process] = node
         self._look(collective)
 
@@ -97,8 +103,7 @@ class Collectives:
             del collective.inside[process]
             collective.deaf.discard(process)
             collective.was_left = True
-            if collective.operation is not None:
-                self._world.oracle.groups.cut(collective.operation.group, collective.key[0], process)
+            self._world.oracle.groups.cut(collective.group, collective.key[0], process)
             for other in collective.inside:
                 if self._world.coin():
                     delay_s = self._world.rng.uniform(0.0, 0.02)
@@ -114,8 +119,7 @@ class Collectives:
             collective.deaf.add(process)
             return
         del collective.inside[process]
-        if collective.operation is not None:
-            self._world.oracle.groups.ended(collective.operation.group, key)
+        self._world.oracle.groups.ended(collective.group, key)
         self._close_if_empty(collective)
         self._world.workers[process].collective_ended(key, collective.rows)
 
@@ -164,7 +168,7 @@ class SimulatedRendezvous:
         self._waiting: dict[int, dict[int, int]] = {}
         """generation -> rank -> process."""
         self._claims: dict[int, dict[int, dict[str, GroupClaim]]] = {}
-        """generation -> rank -> what it claims of its groups beside the world's."""
+        """generation -> rank -> what it claims of its groups."""
         self.said: dict[int, dict[int, dict[str, GroupClaim]]] = {}
         """cohort -> rank -> the same."""
 
@@ -184,13 +188,11 @@ class SimulatedRendezvous:
         if (other := waiting.get(rank, process)) != process:
             self._world.oracle.came_twice(rank, process, other)
         waiting[rank] = process
-        if self._world.layout.has_mesh:
-            self._claims.setdefault(generation, {})[rank] = claims
+        self._claims.setdefault(generation, {})[rank] = claims
         if len(waiting) == self._world.layout.world_size:
             members = self._waiting.pop(generation)
             cohort = self._world.oracle.connected({rank: self._world.workers[p] for rank, p in members.items()})
-            if self._world.layout.has_mesh:
-                self.said[cohort.number] = self._claims.pop(generation)
+            self.said[cohort.number] = self._claims.pop(generation)
             for member in members.values():
                 delay_s = self._world.draw(self._world.layout.durations.connect_s)
                 event = Event(f"worker {member}", "groups_connected", (generation, cohort.number))

@@ -18,6 +18,8 @@ class NodeLayout:
     domain: str
     clock_offset_s: float = 0.0
     clock_rate: float = 1.0
+    num_devices: int = 0
+    """Where spares are parked, in memory of the host, the devices that its ranks take; 0: each slot is a device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,6 +172,15 @@ def draw_snapshots(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
     checkpoint_every = layout.checkpoint_every if rng.random() < 0.3 else None
     every = rng.choice((1, 1, 2, 3))
     return dataclasses.replace(layout, snapshot_every=every, durations=durations, checkpoint_every=checkpoint_every)
+
+
+def draw_devices(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:
+    """The same job, where spares are parked in half of the cases without a device: they take one with their rank."""
+    if not (layout.parks_spares and layout.needs_rank) or rng.random() < 0.5:
+        return layout
+    most = layout.settings.ranks_per_node or layout.world_size
+    nodes = (dataclasses.replace(node, num_devices=min(node.slots, most)) for node in layout.nodes)
+    return dataclasses.replace(layout, nodes=tuple(nodes))
 
 
 def draw_mesh(rng: random.Random, layout: ClusterLayout) -> ClusterLayout:

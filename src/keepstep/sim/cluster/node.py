@@ -57,7 +57,7 @@ class SimulatedNode:
     def _agent(self) -> AgentMachine:
         closed = tuple(sorted(self.closed))
         joined = msg.NodeJoined(self.name, self.layout.slots, self.layout.domain, 0, 0, closed)
-        return AgentMachine(joined, self._incarnation, self.world.layout.liveness)
+        return AgentMachine(joined, self._incarnation, self.world.layout.liveness, self.layout.num_devices)
 
     @property
     def channel(self) -> ReliableChannel:
@@ -117,6 +117,11 @@ class SimulatedNode:
         else:
             self._machine.close_devices((device,), "row remapping pending")
         self._proceed()
+
+    @property
+    def incarnation(self) -> int:
+        """Of its agent, which begins another one when it was given up."""
+        return self._machine.incarnation
 
     def should_be_left(self, device: int) -> None:
         """A device has been sick for long."""
@@ -178,12 +183,16 @@ class SimulatedNode:
         for effect in self._machine.take():
             match effect:
                 case Spawn():
+                    if effect.rank is not None:
+                        self.world.oracle.devices.given(self, effect.worker, effect.device)
                     self._starting[effect.worker] = []
                     event = Event(self.name, "spawn", (self._machine.incarnation, effect))
                     self.world.schedule.after(self.world.draw(self._durations.spawn_s), event)
                 case Kill():
                     self._kill(effect.worker)
                 case HandOver():
+                    if isinstance(effect.order, msg.Assign) and effect.order.device is not None:
+                        self.world.oracle.devices.given(self, effect.order.worker, effect.order.device)
                     for number in effect.workers:
                         self._hand_over(number, effect.order)
                 case LookCloser():
@@ -289,6 +298,7 @@ class SimulatedNode:
         if self.is_up and incarnation == self._machine.incarnation:
             snapshots = self._snapshots_of(number)
             worker = self.workers.pop(number)
+            self.world.oracle.devices.left(self, number)
             if snapshots:
                 self.memories[number] = worker.memory
             cause, detail = worker.exit

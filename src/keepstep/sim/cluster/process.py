@@ -12,7 +12,7 @@ from keepstep.protocol.messages import Cause, Tag
 from keepstep.protocol.node.effects import Spawn
 from keepstep.protocol.node.liveness import Observation, was_passed
 from keepstep.protocol.phases import Phase
-from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
+from keepstep.protocol.waiting.operations import OperationCount
 from keepstep.protocol.worker import WorkerMachine, WorkerState
 from keepstep.sim.cluster.collectives import Key
 from keepstep.sim.cluster.groups.registry import SimulatedGroups
@@ -97,7 +97,7 @@ class SimulatedProcess(ABC):
         self._tag_since_s = 0.0
         self._passed: list[tuple[Phase, float, float]] = []
         self.groups = SimulatedGroups(world, self)
-        """Those beside the world's."""
+        """The world's, and those of its mesh."""
         self.in_collective: Key | None = None
         self.entered_s = 0.0
         """When it had last begun a collective; 0: never."""
@@ -143,13 +143,9 @@ class SimulatedProcess(ABC):
         return passed
 
     def counts(self) -> tuple[OperationCount, ...]:
-        """What its page shows of the group that it waits in; of the world's the barriers of its steps are counted."""
-        if self.in_collective is None:
-            return ()
-        if (count := self.groups.count()) is not None:
-            return (count,)
-        step = max(0, self.in_collective[1])
-        return (OperationCount("world", Operation.BARRIER, ALL_MEMBERS, step + 1, step),)
+        """What its page shows of the group that it waits in; all that the world does is a barrier there."""
+        count = self.groups.count() if self.in_collective is not None else None
+        return () if count is None else (count,)
 
     def _show(self) -> None:
         """Writes where the training thread is into the page."""
@@ -271,6 +267,10 @@ class SimulatedProcess(ABC):
     @abstractmethod
     def lose_connection(self) -> None:
         """A connection to a peer ends for no reason."""
+
+    @abstractmethod
+    def lose_group(self) -> None:
+        """A group of the script's own fails, in which no step waits."""
 
     @abstractmethod
     def sent(self) -> None:

@@ -39,7 +39,9 @@ class Transfers:
         under_way = self._open.setdefault((generation, transfer), _UnderWay(transfer, step))
         assert worker.machine.rank is not None
         under_way.there[worker.machine.rank] = worker
-        if not transfer.sources or len(under_way.there) < len(transfer.sources) + len(transfer.receivers):
+        num_members = len(transfer.sources) + len(transfer.receivers)
+        worker.groups.begin_transfer(generation, str(transfer), num_members)
+        if not transfer.sources or len(under_way.there) < num_members:
             return
         for rank in (*transfer.sources, *transfer.receivers):
             delay_s = self._world.draw(self._world.layout.durations.restore_s)
@@ -53,6 +55,7 @@ class Transfers:
         if under_way is None or rank not in under_way.there or under_way.there[rank].process != process:
             return
         worker = under_way.there[rank]
+        worker.groups.end_transfer()
         if rank in under_way.transfer.sources:
             worker.sent()
             return
@@ -104,6 +107,8 @@ class SimulatedSecondCopies:
         if receiver.memory.find(snapshot.rank, snapshot.step) is not None:
             sender.second_copy_there(snapshot)
             return
+        sender.groups.begin_second_copy()
+        receiver.groups.begin_second_copy()
         before = receiver.memory.whole
         slot = receiver.memory.open(snapshot.rank, sender.snapshots.kept_step)
         self._world.oracle.snapshots.written_over(receiver, before)

@@ -44,6 +44,8 @@ class SimulatedWorker(SimulatedProcess):
         """The generation in which it connects, or did last."""
         self._loading_step = self._awaits_copy = 0
         """The activity in which the training thread waits for a snapshot, in front of the gradient barrier."""
+        self._entered = -1, ""
+        """The step of the last collective of all ranks, and which of them it was."""
         self._reads_checkpoint = False
         self._to_do: list[msg.Transfer] = []
         """The transfers of a recovery in which it is still to take part."""
@@ -64,6 +66,7 @@ class SimulatedWorker(SimulatedProcess):
             self.snapshots.inherit(memory, order.rank, order.steps)
         if isinstance(order, msg.Assign):
             self.local_rank, self.local_world_size = order.local_rank, order.local_world_size
+            self.device = self.device if order.device is None else order.device
         self._heed(self.machine.receive(order), getattr(order, "generation", 0))
         if (holding := self.machine.holding()) is not None:
             self._say(holding)
@@ -75,6 +78,11 @@ class SimulatedWorker(SimulatedProcess):
         """A connection to a peer ends for no reason."""
         if self.in_collective is not None:
             self.peer_reset(self.in_collective)
+
+    def lose_group(self) -> None:
+        """A group of the script's own fails, in which no step waits."""
+        if self.cohort is not None and (report := self.machine.collective_failed("0-1.7", "connection reset by peer")):
+            self._say(report)
 
     def _heed(self, urgency: Urgency, generation: int) -> None:
         if urgency is Urgency.BREAK:
@@ -380,10 +388,8 @@ class SimulatedWorker(SimulatedProcess):
             self._enter(machine.steps.step, "gradients")
 
     def _enter(self, step: int, what: str) -> None:
-        assert self.cohort is not None
-        key = (self.cohort, step, what)
-        self.wait_in(key)
-        self.world.collectives.enter(key, self.process, self.rank, self.place, self.local.value)
+        self._entered = step, what
+        self.groups.enter_world(step, what, self.local.value)
 
     def wait_in(self, key: Key) -> None:
         """The training thread waits in a collective from now on."""
@@ -398,7 +404,7 @@ class SimulatedWorker(SimulatedProcess):
         """Every rank's part has arrived."""
         if self.in_collective != key or self.is_stuck:
             return
-        machine, (_, step, what) = self.machine, key
+        machine, (step, what) = self.machine, self._entered
         self.in_collective = None
         self._progress += 1
         if self.groups.ended(key, rows):
@@ -453,7 +459,8 @@ class SimulatedWorker(SimulatedProcess):
             return
         count = self.groups.count()
         self._heed(self.machine.settled(), 0)
-        report = self.machine.collective_failed(count.group if count else "world", "connection reset by peer")
+        assert count is not None
+        report = self.machine.collective_failed(count.group, "connection reset by peer")
         if report is not None:
             self._say(report)
         self._leave_groups()

@@ -83,7 +83,7 @@ class Untimed:
 def _line(event: Event) -> tuple[object, ...]:
     """What keeps its order."""
     match event.what:
-        case "order":
+        case "order" | "perform":
             return event.part, event.what
         case "worker_said":
             return event.part, event.what, event.arguments[1]

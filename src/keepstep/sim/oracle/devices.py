@@ -1,4 +1,5 @@
-"""What the oracle knows of sick devices: that nothing is started on them, and that ranks leave them."""
+"""What the oracle knows of devices: that nothing is started on sick ones, that ranks leave them, and that each rank has
+one of its own where spares are parked without any."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.drain import SPARE_IS_WARM_S
 
 if TYPE_CHECKING:
+    from keepstep.sim.cluster.node import SimulatedNode
     from keepstep.sim.cluster.process import SimulatedProcess
     from keepstep.sim.world import World
 
@@ -26,6 +28,8 @@ class DeviceWatch:
         """node -> the devices of which the controller has heard, in what it has written down."""
         self._began: list[tuple[float, bool, bool]] = []
         """When each device became sick, whether it has failed, and whether nothing else was going on then."""
+        self._held: dict[tuple[str, int], dict[int, int]] = {}
+        """Of each life of a node, where spares are parked: the devices of its ranks, by worker."""
 
     def sickens(self, node: str, device: int, *, has_failed: bool, is_calm: bool) -> None:
         """A device becomes sick."""
@@ -35,6 +39,25 @@ class DeviceWatch:
     def is_sick(self, worker: SimulatedProcess) -> bool:
         """Whether a process is on such a device: it may be killed."""
         return (worker.node.name, worker.device) in self._sick
+
+    def given(self, node: SimulatedNode, worker: int, device: int) -> None:
+        """An agent gives a device to a process that has, or gets, a rank.
+
+        Raises:
+            ViolationError: it is sick, another rank's, or none at all, and one that is free and well is left over.
+        """
+        held = self._held.setdefault((node.name, node.incarnation), {})
+        taken = {each for number, each in held.items() if number != worker} | node.closed
+        free = set(range(node.layout.num_devices)) - taken
+        if free and device not in free:
+            raise ViolationError(
+                Check.DEVICE, f"worker {worker} takes device {device} of {node.name}, and {sorted(free)} are free"
+            )
+        held[worker] = device
+
+    def left(self, node: SimulatedNode, worker: int) -> None:
+        """An agent knows that a process has ended."""
+        self._held.get((node.name, node.incarnation), {}).pop(worker, None)
 
     def decided(self, entry: JournalEntry) -> None:
         """The controller has decided something, and written it down.

@@ -1,4 +1,4 @@
-"""Which groups beside the world's may stay in a recovery: by what the oracle has seen happen on their connections.
+"""Which groups may stay in a recovery: by what the oracle has seen happen on their connections.
 
 It never looks at a claim or a counter of a rank. It sees operations begin and end, connections break and processes end.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from keepstep.sim.cluster.groups.mesh import mesh_groups
+from keepstep.sim.cluster.groups.mesh import WORLD, groups_of
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ class GroupWatch:
         """Of each group and cohort, why the group could not stay when it was connected; None: it could."""
         self._stayed: dict[Connections, bool] = {}
         """What the first member has done."""
-        self.num_kept = 0
+        self._attempts: dict[Key, tuple[int, int, str]] = {}
+        """Of each collective of all ranks that is under way, what the first rank has begun there."""
+        self.num_kept = self.num_worlds_kept = 0
 
     # ---- what happens on connections --------------------------------------------------------------------------------
 
@@ -49,6 +51,24 @@ class GroupWatch:
         operations[key] -= 1
         if not operations[key]:
             del operations[key]
+            self._attempts.pop(key, None)
+
+    def meets(self, process: int, key: Key, attempt: tuple[int, int, str]) -> None:
+        """A process begins a collective of all ranks: those that the others begin with it are of the same attempt.
+
+        Args:
+            process: the process.
+            key: its place on the connections.
+            attempt: the cohort and the step that the process is in, and what it is.
+
+        Raises:
+            ViolationError: they are not.
+        """
+        first = self._attempts.setdefault(key, attempt)
+        if attempt != first:
+            raise ViolationError(
+                Check.GROUPS, f"process {process} meets others in {key}, which are in {first}, and is in {attempt}"
+            )
 
     def cut(self, group: str, cohort: int, process: int) -> None:
         """A process has broken its connections in the middle of an operation."""
@@ -77,9 +97,7 @@ class GroupWatch:
 
     def met(self, cohort: int, members: Mapping[int, SimulatedProcess]) -> None:
         """All ranks have come to connect: from here on it is settled which groups may stay."""
-        if not self._world.layout.has_mesh:
-            return
-        for group in mesh_groups(self._world.layout.shards):
+        for group in groups_of(self._world.layout.shards, self._world.layout.has_mesh):
             processes = [members[rank].process for rank in group.members]
             self._why_not[group.name, cohort] = self._why_no_longer(group.name, processes)
 
@@ -109,6 +127,7 @@ class GroupWatch:
         if (group, cohort) not in self._stayed:
             self._stayed[group, cohort] = stays
             self.num_kept += stays
+            self.num_worlds_kept += stays and group == WORLD
         elif self._stayed[group, cohort] is not stays:
             what = "keeps" if stays else "rebuilds"
             raise ViolationError(Check.GROUPS, f"process {process} {what} group {group}, and another member does not")

@@ -36,6 +36,18 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
+def writes_buffers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this rank writes the buffers into a checkpoint: not where ranks before it share a ZeRO optimizer.
+
+    Each has running statistics of its own, and DDP begins the next forward with those of its first rank.
+    """
+    if not is_zero(optimizer):
+        return True
+    zero: Any = optimizer
+    group: SurvivingGroup = zero.process_group
+    return group.rank() == 0
+
+
 class ZeroRedundancy(Replicated):
     """The adapter of ZeRO-1."""
 

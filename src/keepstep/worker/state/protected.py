@@ -197,7 +197,7 @@ class ProtectedState:
             (f"{name}/{index}", parameter)
             for name, optimizer in self.optimizers.items()
             if is_zero(optimizer)
-            for index, parameter in _parameters_here(optimizer)
+            for index, parameter in parameters_here(optimizer)
         ]
         return shard_of(self.layout.blocks([*self.parameters(), *owned]), self.label)
 
@@ -347,7 +347,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parameters_here(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+def parameters_here(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
     """The parameters of which this rank holds the optimizer state, with their index among all."""
     here = {id(parameter) for parameter in parameters_of(local_optimizer(optimizer))}
     return [(index, each) for index, each in enumerate(parameters_of(optimizer)) if id(each) in here]

@@ -6,7 +6,7 @@ import pytest
 
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.sim.cluster.groups import registry
-from keepstep.sim.cluster.groups.mesh import mesh_groups
+from keepstep.sim.cluster.groups.mesh import WORLD, groups_of, mesh_groups
 from keepstep.sim.run import case_of, run
 
 NUM_SEEDS = 300
@@ -16,6 +16,12 @@ def test_a_mesh_has_a_group_for_each_copy_of_the_model_and_one_for_each_shard() 
     groups = mesh_groups(("0", "1", "0", "1", "0", "1"))
     assert [group.name for group in groups if not group.holds_one_shard] == ["0-1.0", "2-3.0", "4-5.0"]
     assert [group.members for group in groups if group.holds_one_shard] == [(0, 2, 4), (1, 3, 5)]
+
+
+def test_every_job_has_the_group_of_all_its_ranks() -> None:
+    shards = ("0", "1", "0", "1")
+    assert [(group.name, group.members) for group in groups_of(shards, False)] == [(WORLD, (0, 1, 2, 3))]
+    assert groups_of(shards, True)[1:] == mesh_groups(shards)
 
 
 def test_jobs_with_several_shards_and_several_replicas_have_one() -> None:

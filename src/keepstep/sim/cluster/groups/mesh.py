@@ -1,9 +1,12 @@
-"""Which groups a job has whose ranks form a mesh: one for each copy of the model, and one for each shard."""
+"""Which groups a job has: that of all ranks, and in a mesh one for each copy of the model and one for each shard."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+
+WORLD = "world"
+"""The name of the group of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -14,11 +17,22 @@ class MeshGroup:
     """As the real registry names it."""
     members: tuple[int, ...]
     """Their ranks."""
-    holds_one_shard: bool
-    """Whether its members are the replicas of one shard. Else they hold one copy of the model, in shards."""
+    holds_one_shard: bool | None
+    """Whether its members are the replicas of one shard, or hold one copy of the model, in shards; None: the world."""
 
 
 @functools.cache
+def groups_of(shards: tuple[str, ...], has_mesh: bool) -> tuple[MeshGroup, ...]:
+    """All groups of a job.
+
+    Args:
+        shards: of each rank.
+        has_mesh: see `mesh_groups`.
+    """
+    world = MeshGroup(WORLD, tuple(range(len(shards))), None)
+    return (world, *(mesh_groups(shards) if has_mesh else ()))
+
+
 def mesh_groups(shards: tuple[str, ...]) -> tuple[MeshGroup, ...]:
     """The groups of HSDP. The n-th ranks of all shards hold the n-th copy.
 

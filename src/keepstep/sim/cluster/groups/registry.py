@@ -1,11 +1,14 @@
-"""The mesh groups of one simulated process: what it does in them, and which of them stay in a recovery.
+"""The groups of one simulated process: what it does in them, and which of them stay in a recovery.
 
 As `keepstep.worker.groups.registry` does it: closed at a stop, claimed where they are whole, decided with the same
 `why_rebuilt`. Only how an operation ends is modelled (`keepstep.sim.cluster.collectives`).
 
-A step has up to four operations. At the end of its forward each copy of the model has a broadcast, each time from
-another member, which does not wait for the others. When it begins its backward a member may send a message to the next
-one in its copy, which receives it at the end of its own backward. Then the replicas of each shard reduce their
+All ranks have one group, the world. What they do together in it is the process's to say (`enter_world`), and restored
+state and second copies of snapshots move on its connections, too.
+
+In a mesh a step has up to four operations more. At the end of its forward each copy of the model has a broadcast, each
+time from another member, which does not wait for the others. When it begins its backward a member may send a message to
+the next one in its copy, which receives it at the end of its own backward. Then the replicas of each shard reduce their
 gradients.
 """
 
@@ -19,7 +22,7 @@ from keepstep.errors import InternalError
 from keepstep.protocol.kept_groups import GroupClaim, why_rebuilt
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
 from keepstep.sim.cluster.collectives import GroupOperation, Key
-from keepstep.sim.cluster.groups.mesh import MeshGroup, mesh_groups
+from keepstep.sim.cluster.groups.mesh import WORLD, MeshGroup, groups_of
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
@@ -83,7 +86,7 @@ class SimulatedGroup:
 
 
 class SimulatedGroups:
-    """Those of one process. It has none until it is connected, and in a job without a mesh none at all."""
+    """Those of one process. It has none until it is connected."""
 
     def __init__(self, world: World, member: GroupMember) -> None:
         self._world = world
@@ -96,12 +99,12 @@ class SimulatedGroups:
 
     def begin_step(self) -> None:
         """The script begins a step, and with it the forward."""
-        self._to_do = [Operation.BROADCAST] if self._groups else []
+        self._to_do = [Operation.BROADCAST] if self._world.layout.has_mesh else []
 
     def begin_backward(self) -> None:
         """The forward is over."""
-        self._to_do = [Operation.ALL_REDUCE] if self._groups else []
-        if self._groups and self._world.layout.sends_in_mesh:
+        self._to_do = [Operation.ALL_REDUCE] if self._world.layout.has_mesh else []
+        if self._world.layout.has_mesh and self._world.layout.sends_in_mesh:
             self._send(self._of_kind(holds_one_shard=False))
             self._to_do.insert(0, Operation.RECV)
 
@@ -118,6 +121,47 @@ class SimulatedGroups:
             if waits:
                 return True
         return False
+
+    def enter_world(self, step: int, what: str, part: int) -> None:
+        """Gives a part to all ranks and waits for theirs.
+
+        Args:
+            step: the step.
+            what: which of its collectives of all ranks.
+            part: what this rank gives.
+        """
+        world, member = self._groups[WORLD], self._member
+        self._check_open(world)
+        world.collectives += 1
+        world.under_way = key = (world.cohort, world.collectives, WORLD)
+        member.wait_in(key)
+        self._world.oracle.groups.meets(member.process, key, (member.cohort or 0, step, what))
+        self._world.collectives.enter(key, member.process, member.rank, member.place, part)
+
+    def begin_transfer(self, generation: int, name: str, num_members: int) -> None:
+        """State is to move from or to this process, on the world's connections.
+
+        Args:
+            generation: of the recovery.
+            name: of the transfer.
+            num_members: how many take part.
+        """
+        world = self._groups[WORLD]
+        world.under_way = key = (world.cohort, generation, name)
+        self._world.oracle.groups.began(WORLD, key, num_members)
+
+    def end_transfer(self) -> None:
+        """All of it is there, or sent."""
+        world = self._groups[WORLD]
+        if world.under_way is not None:
+            self._world.oracle.groups.ended(WORLD, world.under_way)
+            world.under_way = None
+
+    def begin_second_copy(self) -> None:
+        """A snapshot moves on the world's connections, by a thread of which nobody knows what it does next."""
+        world = self._groups[WORLD]
+        world.is_whole = False
+        self._world.oracle.groups.cut(WORLD, world.cohort, self._member.process)
 
     def _of_kind(self, *, holds_one_shard: bool) -> SimulatedGroup:
         return next(each for each in self._groups.values() if each.group.holds_one_shard is holds_one_shard)
@@ -159,34 +203,41 @@ class SimulatedGroups:
 
     def _begin(self, group: SimulatedGroup, key: Key, operation: GroupOperation, *, waits: bool) -> bool:
         member = self._member
-        if not group.is_open:
-            raise InternalError(f"rank {member.rank} begins {key}, and its groups are closed")
+        self._check_open(group)
         if waits:
             group.under_way = key
             member.wait_in(key)
         self._world.collectives.enter(key, member.process, member.rank, member.place, self._attempt(), operation)
         return waits
 
+    def _check_open(self, group: SimulatedGroup) -> None:
+        if not group.is_open:
+            raise InternalError(f"rank {self._member.rank} begins what is closed: {group}")
+
     def _attempt(self) -> int:
         """Names the attempt at the step: what is begun in one must never be received in another."""
         return (self._member.cohort or 0) << 32 | self._member.step
 
     def ended(self, key: Key, rows: tuple[int, ...]) -> bool:
-        """An operation that this process waited in has ended; False: it is none of these groups'."""
+        """An operation that this process waited in has ended; False: it is one of all ranks."""
         for group in self._groups.values():
             if group.under_way == key:
                 group.under_way = None
+                if group.group.name == WORLD:
+                    return False
                 self._world.oracle.groups.received(self._member.process, key, rows, self._attempt())
                 return True
         return False
 
     def count(self) -> OperationCount | None:
-        """What the process's page shows of the operation that it waits in; None: it waits in none of these groups."""
+        """What the process's page shows of the operation that it waits in; None: it waits in none."""
         group = next((each for each in self._groups.values() if each.under_way is not None), None)
         if group is None or group.under_way is None:
             return None
         _cohort, number, of = group.under_way
         name = group.group.name
+        if name == WORLD:
+            return OperationCount(WORLD, Operation.BARRIER, ALL_MEMBERS, number, number - 1)
         if of != name:
             return OperationCount(name, Operation.RECV, group.rank - 1, number, number - 1)
         operation = Operation.ALL_REDUCE if group.group.holds_one_shard else Operation.BROADCAST
@@ -218,11 +269,9 @@ class SimulatedGroups:
             cohort: the one that the process is connected in.
             said: what each rank has claimed when it came to connect in a cohort.
         """
-        if not self._world.layout.has_mesh:
-            return
         claimed = said[cohort]
         mine = claimed[self._member.rank]
-        for group in mesh_groups(self._world.layout.shards):
+        for group in groups_of(self._world.layout.shards, self._world.layout.has_mesh):
             if self._member.rank not in group.members:
                 continue
             claims = [claimed[member].get(group.name) for member in group.members]

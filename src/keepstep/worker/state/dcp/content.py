@@ -18,9 +18,10 @@ import xxhash
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.worker.parallel.layout import Replicated
+from keepstep.worker.parallel.zero import writes_buffers
 from keepstep.worker.state import tree
 from keepstep.worker.state.layout import TensorHeader, headers_of
-from keepstep.worker.state.protected import Modes, Named, ProtectedState, parameters_of
+from keepstep.worker.state.protected import Modes, Named, ProtectedState, parameters_here, parameters_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,12 +80,13 @@ class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, torch.Tensor]]:
-    """What this rank holds: the content, and its tensors by name, which are the live ones."""
+    """What this rank writes of what it holds: the content, and its tensors by name, which are the live ones."""
     names = SavedNames(state)
     others: Named = []
     host = _pack(state.step_state(), f"host/{share.rank}", others)
     scalars = {name: _pack(values, f"scalars/{name}", others) for name, values in names.scalars()}
-    blocks = [*names.live_blocks(), *Replicated().blocks(others)]
+    own = [block for block in names.live_blocks() if block.names[0] not in names.left_to_others]
+    blocks = [*own, *Replicated().blocks(others)]
     parameters = [name for name, _parameter in state.parameters()]
     content = Content(
         headers_of(blocks),
@@ -117,14 +119,22 @@ class SavedNames:
         self._state = state
         by_place = {id(parameter): name for name, parameter in state.parameters()}
         self.indices: dict[str, str] = {}
-        """``optimizer/parameter`` -> ``optimizer/index``, as `ProtectedState.optimizer_tensors` has it."""
+        """``optimizer/parameter`` -> ``optimizer/index``, as `ProtectedState.optimizer_tensors` has it: of those whose
+        optimizer state this rank holds."""
         self.parameters: dict[str, torch.Tensor] = {}
-        """By the same names."""
+        """By the same names, of all."""
+        self.left_to_others: set[str] = set()
+        """Under ZeRO, by their names there: parameters that another rank updates, and buffers, of which each rank has
+        its own: DDP goes on with those of its first rank."""
         for optimizer, thing in state.optimizers.items():
-            for index, parameter in enumerate(parameters_of(thing)):
-                name = f"{optimizer}/{self.of(by_place[id(parameter)])}"
-                self.indices[name] = f"{optimizer}/{index}"
-                self.parameters[name] = parameter
+            self.parameters |= {f"{optimizer}/{self.of(by_place[id(p)])}": p for p in parameters_of(thing)}
+            here = parameters_here(thing)
+            self.indices |= {f"{optimizer}/{self.of(by_place[id(p)])}": f"{optimizer}/{index}" for index, p in here}
+            owned = {id(parameter) for _index, parameter in here}
+            others = (by_place[id(each)] for each in parameters_of(thing) if id(each) not in owned)
+            self.left_to_others |= {f"model/{self.of(name)}" for name in others}
+            if not writes_buffers(thing):
+                self.left_to_others |= {f"model/{self.of(name)}" for name, _buffer in state.buffers()}
         self._by_index = {index: name for name, index in self.indices.items()}
 
     def of(self, name: str) -> str:

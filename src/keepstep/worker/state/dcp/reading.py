@@ -167,11 +167,11 @@ class StateReader:
             if not saved.name.startswith("optimizer/"):
                 continue
             place = saved.name.removeprefix("optimizer/").rpartition("/")[0]
-            if place in self._names.parameters:
+            if place in self._names.indices:
                 header = self._cut(saved, self._names.parameters[place], place)
                 live = existing[saved.name].held.tensor if forms.get(saved.name) == header else None
                 found[saved.name] = _Wanted(header, live)
-            elif not (self._state.has_stages or self._state.label):
+            elif place not in self._names.parameters and not (self._state.has_stages or self._state.label):
                 raise StateMismatch(f"{source} has '{saved.name}', whose parameter no optimizer of this rank has")
         return found
 
