@@ -321,7 +321,8 @@ def test_flags_of_the_drill_are_all_described() -> None:
 def test_flags_of_weights_are_all_described() -> None:
     described = section(ROOT / "docs" / "WEIGHTS.md", "Several machines")
     _, commands = weights._parsers()
-    options = {action.option_strings[-1] for each in commands for action in each._actions if action.option_strings}
+    told = [action for each in commands for action in each._actions if action.help != argparse.SUPPRESS]
+    options = {action.option_strings[-1] for action in told if action.option_strings}
     assert {option for option in options if f"`{option}" not in described} == {"--help"}
 
 

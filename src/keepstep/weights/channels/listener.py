@@ -178,12 +178,15 @@ def _dial_first(
 ) -> tuple[Connection, Welcomed]:
     """Tries one way after the other, until one of them leads to a listener that answers."""
     while True:
-        problem = "nobody listens"
+        problem, is_absent = "nobody listens", False
         for way in ways():
             try:
                 return _dial(way, who, until_s, stop)
             except FileNotFoundError as error:
-                problem = str(error) if way.unless is None else f"{problem}; {NO_BRIDGE}"
+                if way.unless is None:
+                    problem, is_absent = str(error), True
+                elif is_absent:  # not only silent
+                    problem = f"{problem}; {NO_BRIDGE}"
             except (ConnectionError, BlockingIOError, PeerLost) as error:
                 problem = what_of(error)
         if time.monotonic() + RETRY_S >= until_s:

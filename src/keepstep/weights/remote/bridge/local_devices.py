@@ -28,6 +28,8 @@ from keepstep.weights.remote.switch import BucketInSlot
 SEND_S = 1.0
 """For a device to take a message: they are short, and its socket holds hundreds of them."""
 FOREVER_S = 1e9
+LOOK_FOR_RANK_S = 0.1
+"""Between two looks whether a rank is on this node: every node looks for what a device of another one wants."""
 LOOK_S = 3600.0
 """The kernel waits no longer than some weeks at a time."""
 
@@ -131,6 +133,8 @@ class LocalDevices:
         tunnel, who = opened.tunnel, f"rank {opened.rank}"
         path = listener_path(self._folder, opened.rank)
         try:
+            while not path.exists():  # on most nodes it never will
+                wait([], time.monotonic() + LOOK_FOR_RANK_S, stop)
             connection, welcomed = dial(path, opened.introduction, who, time.monotonic() + FOREVER_S, stop)
             place = welcomed.buffer
             try:
