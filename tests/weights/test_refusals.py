@@ -156,7 +156,7 @@ def too_little_memory(rank: int, size: int, path: Path) -> tuple[str, int, int]:
 
 def test_buffers_that_do_not_fit_into_memory_are_an_error_and_not_the_end(tmp_path: Path) -> None:
     ((message, num_leaked, version),) = run_ranks(1, too_little_memory, tmp_path)
-    assert message.startswith("2.0 MiB of shared memory for 2 buckets cannot be had (EFBIG")
+    assert message.startswith("4.0 MiB of shared memory for 4 buckets cannot be had (EFBIG")
     assert (num_leaked, version) == (0, 0)
 
 
