@@ -1,13 +1,14 @@
 """How long it takes to publish weights to other machines, whose links are limited, and how much of a link is used.
 
-    python benchmarks/weights_nodes.py                          1, 2 and 4 nodes, 1 and 5 Gbit/s; minutes, as root
+    python benchmarks/weights_nodes.py                          1, 2 and 4 nodes, 1 and 5 Gbit/s; 6 minutes, as root
     python benchmarks/weights_nodes.py --nodes 2 --gbit 1       one case
     python benchmarks/weights_nodes.py --quick                  a smoke test; nothing is written
 
 The machines are network namespaces of this one (`weights_links.py`), so they share its processors. On each node there
 is one consumer; the publisher is on a machine of its own, with `keepstep weights serve` beside it. Beside keepstep, in
-plain and with TLS, stand `torch.distributed.broadcast` over gloo, and a safetensors file over HTTP that every node
-reads. The floor is one plain TCP connection between two of the machines.
+plain and with TLS, stand `torch.distributed.broadcast` over gloo, and a safetensors file and a checkpoint of
+`torch.distributed.checkpoint` over HTTP that every node reads. The floor is one plain TCP connection between two of the
+machines. For 100 and 1,000 nodes there is a model (`weights_model.py`).
 
 Prints tables, and writes ``benchmarks/results/DATE-weights-nodes.md`` with the raw figures in a .json beside it. The
 machine should have nothing else to do.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import page
+import weights_model
 from jobs import JobFailed
 from page import RESULTS, Section
 from rich.console import Console
@@ -38,27 +40,40 @@ from keepstep.config import SECRET_VARIABLE
 from keepstep.trust.tokens import Secret
 
 MIB = 1 << 20
-QUICK = {"mib": 4, "nodes": [1, 2], "gbit": [1.0], "runs": 1}
+QUICK = {"mib_per_gbit": 4, "nodes": [1, 2], "gbit": [1.0], "runs": 1}
 PORT = 29700
 ROLES = Path(__file__).with_name("weights_roles.py")
 FIRST, TLS, BROADCAST, HTTP = "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP"
+CHECKPOINT = "checkpoint, HTTP"
 WAYS = {
     FIRST: "`Publisher.publish`, until every consumer has switched; a chain of nodes",
     TLS: "the same with TLS 1.3 on every link",
     BROADCAST: "all weights as one tensor, `dist.broadcast` from rank 0, until all have it",
     HTTP: "a safetensors file in memory, made anew; all nodes read it at once from one web server and copy it",
+    CHECKPOINT: "`torch.distributed.checkpoint` to a folder in memory, made anew; all nodes read its files at once "
+    "from one web server into a folder of their own and load them",
 }
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=512, help="size of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--mib-per-gbit",
+        type=int,
+        default=128,
+        help="size of the weights for each Gbit/s of a link, so that an update takes as long (default: %(default)s)",
+    )
     parser.add_argument(
         "--nodes", type=int, action="append", help="nodes with consumers; repeatable (default: 1, 2, 4)"
     )
     parser.add_argument("--gbit", type=float, action="append", help="of each link; repeatable (default: 1, 5)")
-    parser.add_argument("--runs", type=int, default=5, help="of each way, after a first one (default: %(default)s)")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=3,
+        help="of keepstep, after a first one; one less of the others (default: %(default)s)",
+    )
     parser.add_argument("--results", type=Path, help="folder for the page (default: benchmarks/results)")
     parser.add_argument("--json", action="store_true", help="print the raw figures instead of tables; no page")
     args = page.parsed(parser, QUICK)
@@ -182,18 +197,18 @@ def measure_broadcast(machines: Machines, num_bytes: int, runs: int) -> list[flo
     return seconds[1:]
 
 
-def measure_http(machines: Machines, num_bytes: int, runs: int) -> list[float]:
-    """The same by a file; saving and the slowest node count."""
-    common = {"meeting": f"{address(0)}:{PORT}", "num_bytes": num_bytes}
+def measure_http(machines: Machines, num_bytes: int, runs: int, kind: str) -> list[float]:
+    """The same by files, ``safetensors`` or ``checkpoint``; saving and the slowest node count."""
+    common = {"meeting": f"{address(0)}:{PORT}", "num_bytes": num_bytes, "kind": kind}
     roles = [(0, {"role": "web_server", **common})]
     roles += [(node, {"role": "web_client", **common}) for node in range(1, machines.num_nodes)]
     seconds = []
     with members(machines, roles) as (server, *clients):
         for _ in range(runs + 1):
-            saved = server.ask(do="save")["seconds"]
+            saved = server.ask(do="save")
             for each in clients:
-                each.tell(do="load")
-            seconds.append(saved + max(each.answer()["seconds"] for each in clients))
+                each.tell(do="load", files=saved["files"])
+            seconds.append(saved["seconds"] + max(each.answer()["seconds"] for each in clients))
     return seconds[1:]
 
 
@@ -212,30 +227,34 @@ def measure_floor(machines: Machines, num_bytes: int, runs: int) -> list[float]:
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All cases."""
     cases = []
-    num_bytes = args.mib * MIB
+    others = max(1, args.runs - 1)
     for gbit_per_s in args.gbit:
+        num_bytes = round(args.mib_per_gbit * gbit_per_s) * MIB
         for num_nodes in args.nodes:
             console.print(f"{gbit_per_s:g} Gbit/s, {num_nodes} nodes ...", highlight=False)
             with Machines(num_nodes + 1, gbit_per_s).built() as machines:
                 cases.append({
                     "gbit_per_s": gbit_per_s,
                     "nodes": num_nodes,
-                    "floor": measure_floor(machines, num_bytes, args.runs),
+                    "mib": num_bytes // MIB,
+                    "floor": measure_floor(machines, num_bytes, others),
                     FIRST: measure_keepstep(machines, num_bytes, args.runs, is_encrypted=False),
                     TLS: measure_keepstep(machines, num_bytes, args.runs, is_encrypted=True),
-                    BROADCAST: measure_broadcast(machines, num_bytes, args.runs),
-                    HTTP: measure_http(machines, num_bytes, args.runs),
+                    BROADCAST: measure_broadcast(machines, num_bytes, others),
+                    HTTP: measure_http(machines, num_bytes, others, "safetensors"),
+                    CHECKPOINT: measure_http(machines, num_bytes, others, "checkpoint"),
                 })  # fmt: skip
-    return {"cases": cases}
+    console.print("the model ...", highlight=False)
+    model = weights_model.sections(((1 / 64, 5.0),), nodes=(1, 3)) if args.quick else weights_model.sections()
+    return {"cases": cases, "model": [vars(section) for section in model]}
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
     """The tables."""
-    num_bits = result["settings"]["mib"] * MIB * 8
     columns = ["", *(f"{case['gbit_per_s']:g} Gbit/s, {case['nodes']} nodes" for case in result["cases"])]
     rows = [["floor, plain TCP", *(f"{statistics.median(case['floor']):.3f}" for case in result["cases"])]]
     rows += [[way, *(_spread(case[way]) for case in result["cases"])] for way in WAYS]
-    rows += [[f"{way}: share of the link", *_shares(result["cases"], way, num_bits)] for way in WAYS]
+    rows += [[f"{way}: share of the link", *_shares(result["cases"], way)] for way in WAYS]
     rows += [[f"{way}: times as long as with the fewest nodes", *_against_fewest(result["cases"], way)] for way in WAYS]
     notes = [
         "Seconds: median (min–max). floor: one connection, to one node, of as many bytes.",
@@ -243,11 +262,16 @@ def sections(result: dict[str, Any]) -> list[Section]:
         "share of the link: the bits of the weights by the median and the rate of one link, one way. Headers of "
         "Ethernet, IP and TCP take some 5 % of it where packets have 1,500 bytes.",
     ]
-    return [Section("Publishing to other machines", columns, rows, notes)]
+    return [
+        Section("Publishing to other machines", columns, rows, notes),
+        *(Section(**each) for each in result["model"]),
+    ]
 
 
-def _shares(cases: list[dict[str, Any]], way: str, num_bits: int) -> list[str]:
-    return [f"{num_bits / (case['gbit_per_s'] * 1e9 * statistics.median(case[way])):.0%}" for case in cases]
+def _shares(cases: list[dict[str, Any]], way: str) -> list[str]:
+    return [
+        f"{case['mib'] * MIB * 8 / (case['gbit_per_s'] * 1e9 * statistics.median(case[way])):.0%}" for case in cases
+    ]
 
 
 def _against_fewest(cases: list[dict[str, Any]], way: str) -> list[str]:
@@ -262,7 +286,8 @@ def _spread(seconds: list[float]) -> str:
 def markdown(result: dict[str, Any], raw: str) -> str:
     """The page."""
     setup = (
-        f"* {result['settings']['mib']} MiB of weights in bf16, one publisher, one consumer on each node, in place.\n"
+        f"* {result['settings']['mib_per_gbit']} MiB of weights in bf16 for each Gbit/s of a link, one publisher, one\n"
+        "  consumer on each node, in place.\n"
         "* The machines are network namespaces on these cores, joined by the kernel's bridge; tc-tbf limits each\n"
         "  link, both ways.\n"
     )
@@ -274,7 +299,7 @@ def main() -> int:
     """Measures, shows, writes."""
     args = parse_arguments()
     console = Console(stderr=args.json)
-    settings = {name: getattr(args, name) for name in ("mib", "runs")}
+    settings = {name: getattr(args, name) for name in ("mib_per_gbit", "runs")}
     known = {**page.provenance("weights_nodes.py"), "settings": settings}
     folder = args.results or (None if args.quick or args.json else RESULTS)
     return page.carry_out(

@@ -13,9 +13,11 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,53 +116,73 @@ def broadcaster(settings: dict[str, Any]) -> Iterator[Do]:
 
 @contextlib.contextmanager
 def web_server(settings: dict[str, Any]) -> Iterator[Do]:
-    """``save``: the weights as a safetensors file, which it hands out."""
-    from safetensors.torch import save
+    """``save``: the weights as files in memory, a safetensors file or a checkpoint, which it hands out."""
+    from safetensors.torch import save_file
+    from torch.distributed import checkpoint as dcp
 
     held = weights(settings["num_bytes"])
-    file = b""
+    with tempfile.TemporaryDirectory(prefix="kb", dir="/dev/shm") as folder:
 
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(file)))
-            self.end_headers()
-            self.wfile.write(file)
+        class Answer(http.server.SimpleHTTPRequestHandler):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments, directory=folder)
 
-        def log_message(self, *_: object) -> None:
-            return
+            def log_message(self, *_: object) -> None:
+                return
 
-    host, port = settings["meeting"].split(":")
-    server = http.server.ThreadingHTTPServer((host, int(port)), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+        host, port = settings["meeting"].split(":")
+        server = http.server.ThreadingHTTPServer((host, int(port)), Answer)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def do(order: dict[str, Any]) -> dict[str, Any]:
-        nonlocal file
-        began_s = time.monotonic()
-        file = save(held)
-        return {"seconds": time.monotonic() - began_s}
+        def do(order: dict[str, Any]) -> dict[str, Any]:
+            began_s = time.monotonic()
+            if settings["kind"] == "safetensors":
+                save_file(held, f"{folder}/weights.safetensors")
+            else:
+                with quiet_checkpoint():
+                    dcp.save(dict(held), storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=True)
+            return {"seconds": time.monotonic() - began_s, "files": sorted(os.listdir(folder))}
 
-    yield do
-    server.shutdown()
-    server.server_close()
+        yield do
+        server.shutdown()
+        server.server_close()
 
 
 @contextlib.contextmanager
 def web_client(settings: dict[str, Any]) -> Iterator[Do]:
-    """``load``: reads the file and copies it into its own tensors."""
+    """``load``: reads the files and copies them into its own tensors."""
     from safetensors.torch import load
+    from torch.distributed import checkpoint as dcp
 
     into = weights(settings["num_bytes"])
+    with tempfile.TemporaryDirectory(prefix="kb", dir="/dev/shm") as folder:
 
-    def do(order: dict[str, Any]) -> dict[str, Any]:
-        began_s = time.monotonic()
-        with urllib.request.urlopen(f"http://{settings['meeting']}/", timeout=DEADLINE_S) as answer:
-            found = load(answer.read())
-        for name, tensor in into.items():
-            tensor.copy_(found[name])
-        return {"seconds": time.monotonic() - began_s}
+        def read(name: str) -> bytes:
+            with urllib.request.urlopen(f"http://{settings['meeting']}/{name}", timeout=DEADLINE_S) as answer:
+                return bytes(answer.read())
 
-    yield do
+        def do(order: dict[str, Any]) -> dict[str, Any]:
+            began_s = time.monotonic()
+            if settings["kind"] == "safetensors":
+                found = load(read("weights.safetensors"))
+                for name, tensor in into.items():
+                    tensor.copy_(found[name])
+            else:
+                for name in order["files"]:
+                    Path(folder, name).write_bytes(read(name))
+                with quiet_checkpoint():
+                    dcp.load(dict(into), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+            return {"seconds": time.monotonic() - began_s}
+
+        yield do
+
+
+@contextlib.contextmanager
+def quiet_checkpoint() -> Iterator[None]:
+    """One process saves or loads all of it: that is meant, and warned of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 @contextlib.contextmanager

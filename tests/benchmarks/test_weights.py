@@ -77,8 +77,10 @@ def test_tiny_machines() -> None:
     command = [sys.executable, str(BENCHMARKS / "weights_nodes.py"), "--quick", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False)
     assert ended.returncode == 0, ended.stderr
-    cases = json.loads(ended.stdout)["cases"]
+    result = json.loads(ended.stdout)
+    assert [section["rows"][0][0] for section in result["model"]] == ["1"]
+    cases = result["cases"]
     assert [(case["gbit_per_s"], case["nodes"]) for case in cases] == [(1.0, 1), (1.0, 2)]
     for case in cases:
-        ways = ("floor", "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP")
+        ways = ("floor", "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP", "checkpoint, HTTP")
         assert {way: len(case[way]) for way in ways} == dict.fromkeys(ways, 1)

@@ -14,6 +14,7 @@ from tests.worker.ranks import DEADLINE_S, meet, run_ranks
 from keepstep.errors import KeepstepError
 from keepstep.protocol.transfer.consumer import Condition
 from keepstep.weights.device import stages
+from keepstep.weights.device.device import NUM_SLOTS
 from keepstep.weights.publisher import Publisher
 from keepstep.weights.subscriber import Subscriber
 
@@ -126,7 +127,7 @@ def with_a_failing_device(rank: int, size: int, path: Path, how: str, lost: int,
         if rank == size - 1:
             meet(path, others, "the failure is known")
         elif rank == lost:
-            fail_at_third_bucket(how)
+            fail_in_the_middle(how)
         live = weights_of(0)
         with publish(path, live, me, DEVICES, deadline_s=PATIENCE_S) as publisher:
             publisher.wait_for_consumers(1, DEADLINE_S)
@@ -155,14 +156,14 @@ def with_a_failing_device(rank: int, size: int, path: Path, how: str, lost: int,
     return story
 
 
-def fail_at_third_bucket(how: str) -> None:
-    """From here on this process fails in the middle of its second update."""
+def fail_in_the_middle(how: str) -> None:
+    """From here on this process fails in its second update, when others have read in all of its slots."""
     number = iter(range(1 << 30))
     seal = stages.seal
 
     def seal_or_fail(slot: torch.Tensor, bucket: Any, checksum: bytes) -> None:
         seal(slot, bucket, checksum)
-        if float(slot[:4].view(torch.float32)[0]) == 1.0 and next(number) == 2:
+        if float(slot[:4].view(torch.float32)[0]) == 1.0 and next(number) == NUM_SLOTS:
             fail(how)
 
     stages.seal = seal_or_fail

@@ -21,7 +21,7 @@ from keepstep.weights.channels.connection import Connection
 from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import dial_rank
 from keepstep.weights.device.device import Device, Settings
-from keepstep.weights.device.source_connections import Source
+from keepstep.weights.device.source_connections import SourceBuffer
 from keepstep.weights.device.stages import (
     CannotGoOn,
     IpcBuffer,
@@ -133,7 +133,7 @@ class LateSubscribers:
         rank, deadline_s = self._settings.rank, self._settings.deadline_s
         layout = serve_one(kept.layout, rank, attached.consumer)
         update, plan = device.number_update(), RankPlan(layout, rank)
-        sources: dict[int, Source] = {}
+        sources: dict[int, SourceBuffer] = {}
         for source in sorted({bucket.source for bucket in plan.coming}):
             called = msg.CatchUpCalled(rank, device.generation, update, kept.version, layout)
             sources[source] = self._ask(source, called)
@@ -148,12 +148,12 @@ class LateSubscribers:
         receiving.run()
         receiving.hand_over(kept.version, self._stop)
 
-    def _ask(self, source: int, called: msg.CatchUpCalled) -> Source:
+    def _ask(self, source: int, called: msg.CatchUpCalled) -> SourceBuffer:
         until_s = time.monotonic() + self._settings.deadline_s
         try:
             connection, welcomed = dial_rank(self._settings.folder, source, called, until_s, self._stop)
             buffer = attach_buffer(welcomed.buffer, connection)
-            return Source(connection, buffer, self._settings.first_late_slot(source))
+            return SourceBuffer(connection, buffer, self._settings.first_late_slot(source))
         except (PeerLost, RemoteProtocolError) as error:
             raise CannotGoOn.because_of(source, error) from None
 

@@ -18,7 +18,7 @@ from keepstep.weights.memory.buffers import Buffer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class SourceBuffer:
     """A device as one that reads from it sees it.
 
     Attributes:
@@ -47,11 +47,11 @@ class SourceConnections:
         folder: of the listeners.
         rank, world_size: of this device.
         buffers_on: where all devices have their buffers.
-        first_slot: of each rank; see `Source`.
+        first_slot: of each rank; see `SourceBuffer`.
         """
         self._folder, self._rank, self._world_size, self._buffers_on = folder, rank, world_size, buffers_on
         self._first_slot = first_slot
-        self.sources: dict[int, Source] = {}
+        self.sources: dict[int, SourceBuffer] = {}
 
     def connect(self, generation: int, until_s: float, stop: CancelToken) -> None:
         """Opens what is missing.
@@ -68,14 +68,14 @@ class SourceConnections:
             if rank not in self.sources:
                 self.sources[rank] = self._open(rank, generation, until_s, stop)
 
-    def _open(self, rank: int, generation: int, until_s: float, stop: CancelToken) -> Source:
+    def _open(self, rank: int, generation: int, until_s: float, stop: CancelToken) -> SourceBuffer:
         introduction = DeviceCalled(self._rank, generation)
         connection, welcomed = dial_rank(self._folder, rank, introduction, until_s, stop)
         buffer = attach_buffer(welcomed.buffer, connection)
         kind = buffer.view(0).device.type
         if kind != self._buffers_on.type:  # the checksums are not the same
             raise RemoteProtocolError(f"rank {rank} has its buffers on {kind}, this rank on {self._buffers_on.type}")
-        return Source(connection, buffer, self._first_slot(rank))
+        return SourceBuffer(connection, buffer, self._first_slot(rank))
 
     def drop(self) -> None:
         """Closes every connection: what an update that broke off left on them shall meet no other."""

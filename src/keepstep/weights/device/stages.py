@@ -33,7 +33,7 @@ from keepstep.protocol.transfer.plan import Bucket
 from keepstep.weights.channels.connection import Connection, ConnectionStalled, what_of
 from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
-from keepstep.weights.device.source_connections import Source
+from keepstep.weights.device.source_connections import SourceBuffer
 from keepstep.weights.device.subscriber_registry import Attached
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import Copy, checksum_in, copy_of, seal
@@ -195,7 +195,7 @@ class ReceiveStage:
         self,
         update: int,
         plan: RankPlan,
-        sources: Mapping[int, Source],
+        sources: Mapping[int, SourceBuffer],
         ipc: IpcBuffer | None,
         consumers: Mapping[int, Attached],
         deadline_s: float,
