@@ -8,10 +8,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.cli.cluster.weights_metrics import MetricsFile, metrics_text
+from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, secret_of
@@ -30,6 +29,8 @@ def main(arguments: list[str]) -> int:
     """Runs ``keepstep weights serve`` or ``receive`` until a signal comes, and returns the exit code."""
     parser, _commands = _parsers()
     chosen = parser.parse_args(arguments)
+    if chosen.metrics is not None:
+        check_target("--metrics", Path(chosen.metrics))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda _number, _frame: stop.set())
@@ -84,20 +85,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
     return parser, (serve, receive)
 
 
-def _wait(stop: threading.Event, metrics: MetricsFile) -> None:
+def _wait(stop: threading.Event) -> None:
     """Looks from time to time: a signal that comes just before a wait without an end would not be seen."""
-    try:
-        while not stop.wait(LOOK_S):
-            metrics.tick()
-    except OSError as error:  # a disk that is full ends the metrics, and nothing else
-        _note(f"metrics are written no more: {error}")
-        while not stop.wait(LOOK_S):
-            pass
-    metrics.remove()
-
-
-def _metrics_file(chosen: argparse.Namespace, text: Callable[[], str]) -> MetricsFile:
-    return MetricsFile(None if chosen.metrics is None else check_target("--metrics", Path(chosen.metrics)), text)
+    while not stop.wait(LOOK_S):
+        pass
 
 
 def _note(text: str) -> None:
@@ -109,13 +100,13 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
 
     if secret is None:
         raise ConfigurationError(f"other nodes need a secret that they share with this one: {HOW_TO_SHARE}")
-    metrics = _metrics_file(chosen, lambda: metrics_text(SERVER, server.switch, server.nodes))
     links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
         Path(chosen.folder), chosen.listen, secret, rank=chosen.rank, fanout=chosen.fanout, links=links, note=_note
     )
     _note(f"listening at {server.address}")
-    _wait(stop, metrics)
+    with metrics_in(chosen.metrics, lambda: metrics_text(SERVER, server.switch, server.nodes), _note):
+        _wait(stop)
     server.close()
     return 0
 
@@ -123,7 +114,6 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
 def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Event) -> int:
     from keepstep.weights.remote.node import Links, WeightReceiver
 
-    metrics = _metrics_file(chosen, lambda: metrics_text(chosen.node, receiver.switch, {}))
     receiver = WeightReceiver(
         Path(chosen.folder), chosen.root, _credentials(chosen, secret), secret=secret, listen=chosen.listen,
         links=Links(chosen.streams, chosen.tls, chosen.deadline), keeps=chosen.keep, note=_note,
@@ -139,7 +129,8 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     thread = threading.Thread(target=run, name="keepstep-receive")
     thread.start()
-    _wait(stop, metrics)
+    with metrics_in(chosen.metrics, lambda: metrics_text(chosen.node, receiver.switch, {}), _note):
+        _wait(stop)
     receiver.close()
     thread.join()
     if errors:
