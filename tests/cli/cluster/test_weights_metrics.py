@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from keepstep.cli.cluster import weights
-from keepstep.cli.cluster.weights_metrics import MetricsFile, metrics_text
+from keepstep.cli.cluster import weights, weights_metrics
+from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
+from keepstep.errors import ConfigurationError
 
 BEFORE: Any = SimpleNamespace(version=None, num_tunnels=0, num_bytes=0)
 LATER: Any = SimpleNamespace(version=17, num_tunnels=3, num_bytes=2**40)
@@ -48,33 +49,45 @@ def test_a_node_may_be_called_anything() -> None:
 def test_the_file_is_written_from_time_to_time_and_goes_with_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times_s = iter((100.0, 100.0, 104.0, 106.0, 106.0))
-    monkeypatch.setattr("keepstep.cli.cluster.weights_metrics.monotonic", lambda: next(times_s))
-    written = iter("abc")
-    file = MetricsFile(tmp_path / "x.prom", lambda: next(written))
-    seen = []
-    for _ in range(3):
-        file.tick()
-        seen.append((tmp_path / "x.prom").read_text())
-    assert seen == ["a", "a", "b"]
-    file.remove()
+    monkeypatch.setattr(weights_metrics, "WRITE_S", 0.001)
+    num_written, has_several = 0, threading.Event()
+
+    def text() -> str:
+        nonlocal num_written
+        num_written += 1
+        if num_written == 3:  # the second one lies there
+            seen.append(target.read_text())
+            has_several.set()
+        return str(num_written)
+
+    target, seen, notes = tmp_path / "x.prom", list[str](), list[str]()
+    with metrics_in(str(target), text, notes.append):
+        assert has_several.wait(10)
+    assert (seen, notes) == (["2"], [])
     assert list(tmp_path.iterdir()) == []
-    nothing = MetricsFile(None, lambda: next(written))
-    nothing.tick()
-    nothing.remove()
-    assert list(written) == ["c"]
 
 
-def test_a_file_that_cannot_be_written_ends_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(weights, "LOOK_S", 0.001)
-    stop = threading.Event()
-    (tmp_path / "x.prom").mkdir()
-    waiting = threading.Thread(target=weights._wait, args=(stop, MetricsFile(tmp_path / "x.prom", lambda: "")))
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    stop.set()
-    waiting.join(10)
-    assert capsys.readouterr().err.count("metrics are written no more") == 1
+def test_without_a_file_nothing_is_written() -> None:
+    with metrics_in(None, lambda: 1 / 0, print):  # type: ignore[arg-type, return-value]  # it is not called
+        pass
+
+
+def test_a_file_that_cannot_be_written_ends_nothing_else(tmp_path: Path) -> None:
+    notes, has_noted = list[str](), threading.Event()
+
+    def text() -> str:
+        (tmp_path / "x.prom").mkdir()
+        return ""
+
+    with metrics_in(str(tmp_path / "x.prom"), text, lambda note: (notes.append(note), has_noted.set())[-1]):
+        assert has_noted.wait(10)
+    (note,) = notes
+    assert note.startswith("metrics are written no more: ")
+
+
+@pytest.mark.parametrize("command", [["serve"], ["receive", "--from", "host:1"]])
+def test_a_file_that_can_be_nowhere_is_refused(tmp_path: Path, command: list[str]) -> None:
+    name, *flags = command
+    arguments = [name, str(tmp_path / "w"), *flags, "--listen", "host:1", "--metrics", str(tmp_path / "no/x.prom")]
+    with pytest.raises(ConfigurationError, match=r"--metrics .*no/x\.prom: the folder .* does not exist"):
+        weights.main(arguments)

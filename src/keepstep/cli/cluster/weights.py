@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.cli.cluster.weights_metrics import MetricsFile, metrics_text
+from keepstep.cli.cluster.weights_metrics import metrics_in, metrics_text
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.cluster.flags import add_secret_flag, endpoint_of
 from keepstep.launcher.cluster.trust import HOW_TO_SHARE, believing, secret_of
@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     if getattr(chosen, "parent", None) is not None:
         end_with_parent(chosen.parent, signal.SIGTERM)
+    if chosen.metrics is not None:
+        check_target("--metrics", Path(chosen.metrics))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda _number, _frame: stop.set())
@@ -104,20 +106,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
     return parser, (serve, receive)
 
 
-def _wait(stop: threading.Event, metrics: MetricsFile, is_over: Callable[[], bool] = lambda: False) -> None:
+def _wait(stop: threading.Event, is_over: Callable[[], bool] = lambda: False) -> None:
     """Looks from time to time: a signal that comes just before a wait without an end would not be seen."""
-    try:
-        while not (stop.wait(LOOK_S) or is_over()):
-            metrics.tick()
-    except OSError as error:  # a disk that is full ends the metrics, and nothing else
-        _note(f"metrics are written no more: {error}")
-        while not (stop.wait(LOOK_S) or is_over()):
-            pass
-    metrics.remove()
-
-
-def _metrics_file(chosen: argparse.Namespace, text: Callable[[], str]) -> MetricsFile:
-    return MetricsFile(None if chosen.metrics is None else check_target("--metrics", Path(chosen.metrics)), text)
+    while not (stop.wait(LOOK_S) or is_over()):
+        pass
 
 
 def _note(text: str) -> None:
@@ -140,7 +132,6 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
         raise ConfigurationError(
             f"--listen {chosen.listen}: with --job, name the address by which others reach this node"
         )
-    metrics = _metrics_file(chosen, lambda: metrics_text(chosen.node, server.switch, server.nodes))
     links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
     server = WeightServer(
         Path(chosen.folder), chosen.listen, secret, node=chosen.node, rank=chosen.rank, fanout=chosen.fanout,
@@ -153,7 +144,8 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
         publishers = _publishers(chosen, credentials, server.address, server.reach)
     else:
         server.reach(chosen.peer)
-    _wait(stop, metrics)
+    with metrics_in(chosen.metrics, lambda: metrics_text(chosen.node, server.switch, server.nodes), _note):
+        _wait(stop)
     if publishers is not None:
         publishers.close()
     server.close()
@@ -165,7 +157,6 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     if (chosen.root is None) == (chosen.job is None):
         raise ConfigurationError("one of --from and --job says where the publishers are found")
-    metrics = _metrics_file(chosen, lambda: metrics_text(chosen.node, receiver.switch, {}))
     credentials = _credentials(chosen, secret)
     publishers = None
     if chosen.job is not None:
@@ -185,7 +176,8 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     thread = threading.Thread(target=run, name="keepstep-receive")
     thread.start()
-    _wait(stop, metrics, lambda: publishers is not None and publishers.error is not None)
+    with metrics_in(chosen.metrics, lambda: metrics_text(chosen.node, receiver.switch, {}), _note):
+        _wait(stop, lambda: publishers is not None and publishers.error is not None)
     receiver.close()
     thread.join()
     if publishers is not None:

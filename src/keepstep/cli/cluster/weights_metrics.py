@@ -7,9 +7,9 @@ prove who asks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from keepstep.trace.targets import write_whole
@@ -23,28 +23,38 @@ WRITE_S = 5.0
 Sample = tuple[Mapping[str, str], float]
 
 
-class MetricsFile:
-    """Writes the file anew from time to time."""
+@contextlib.contextmanager
+def metrics_in(path: str | None, text: Callable[[], str], note: Callable[[str], None]) -> Iterator[None]:
+    """Writes a file anew from time to time, in a thread, until the block is left; then the file goes.
 
-    def __init__(self, path: Path | None, text: Callable[[], str]) -> None:
-        """Args:
+    Args:
         path: of the file; None: nothing is written.
         text: what belongs into it now.
-        """
-        self._path, self._text = path, text
-        self._due_s = 0.0
+        note: told once if it cannot be written any more; nothing else ends with it.
+    """
+    if path is None:
+        yield
+        return
+    target, stop = Path(path), threading.Event()
 
-    def tick(self) -> None:
-        """The regular look: writes where it is due. Raises OSError where that cannot be."""
-        if self._path is not None and monotonic() >= self._due_s:
-            self._due_s = monotonic() + WRITE_S
-            write_whole(self._path, self._text().encode())
+    def write() -> None:
+        try:
+            while True:
+                write_whole(target, text().encode())
+                if stop.wait(WRITE_S):
+                    return
+        except OSError as error:
+            note(f"metrics are written no more: {error}")
 
-    def remove(self) -> None:
-        """The node ends: what it has written last is true no more."""
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+    thread = threading.Thread(target=write, name="keepstep-metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            target.unlink()  # what it says is true no more
 
 
 def metrics_text(node: str, switch: Switch, links: Mapping[str, tuple[str, float]]) -> str:
