@@ -1239,7 +1239,7 @@ QUICKEST_SEED: dict[Plant, int] = {
     the_world_stays_though_a_collective_was_broken_off: 169,
     snapshots_of_a_past_that_is_computed_again_count: 178,
     a_lost_node_still_has_its_snapshots: 420,
-    reports_of_old_generations_are_heard: 762,
+    reports_of_old_generations_are_heard: 783,
     a_synced_rank_takes_the_barrier_for_passed: 172,
     a_synced_rank_cannot_advance: 793,
     a_barrier_that_was_cut_off_was_passed: 172,
