@@ -12,7 +12,8 @@ a: as many ranks as there are GPUs, at most eight, connect an NCCL group, abort 
 recovery waits for. b: NCCL's own ways from one communicator to the next. c: steps of kernels of a given length, and
 what the host waits for before the gradient barrier: what the lost run-ahead costs. d: a plain loop and keepstep's. e: a
 state restored from two holders, beside copies of the same bytes. f: snapshots, beside the copies alone. g: weights
-published with buffers on the GPU. h: the parts of a recovery, from a drill.
+published with buffers on the GPU. h: the parts of a recovery, from a drill. i: the same of three and of four ranks that
+share the first GPU, whose tensors gloo carries, though NCCL is there: a rank killed in each phase of a step.
 
 Prints tables, and writes ``benchmarks/results/DATE-gpu-NAME.md`` with the raw figures in a .json beside it. No figures
 of a GPU have been written so far.
@@ -48,7 +49,7 @@ TESTS = ("tests/gpu", "tests/worker/backends", "tests/weights/test_gpu.py")
 TESTS_TIMEOUT_S = 240
 BUDGET_S = 370
 """Behind which no part begins. Each takes a minute at most, but for a drill's two and a half."""
-LETTERS = "abcdefgh"
+LETTERS = "abcdefghi"
 STEPS = {20: 20, 100: 6, 500: 2}
 QUICK_STEPS = {20: 3}
 """How many steps of each length in milliseconds a turn has."""
@@ -119,6 +120,7 @@ def parts(args: argparse.Namespace) -> list[tuple[str, str, Callable[[argparse.N
         ("snapshots", lambda turns, folder: gpu_state.snapshots(kind, turns, folder, size, long_steps)),
         ("weights", lambda turns, folder: gpu_state.weights(kind, turns, folder, size)),
         ("recovery", lambda turns, folder: gpu_state.recovery(kind, turns, folder)),
+        ("shared", lambda turns, folder: gpu_state.shared(kind, turns, folder)),
     ]
     return [
         (letter, name, guarded(name, function)) for letter, (name, function) in zip(LETTERS, functions, strict=True)
@@ -156,6 +158,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
         "snapshots": of_snapshots,
         "weights": of_weights,
         "recovery": of_recovery,
+        "shared": of_shared,
     }
     found = []
     for name, table in tables.items():
@@ -252,14 +255,28 @@ def of_weights(found: dict[str, Any]) -> Section:
     return Section("Weights, buffers on the GPU", ["from", "", "ms", "GiB/s"], rows, notes)
 
 
-def of_recovery(found: dict[str, Any]) -> Section:
-    names = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
-    rows = [
+MOMENTS = ("detect", "stop", "decide", "reset", "restore", "resume", "gap")
+
+
+def of_faults(found: dict[str, Any]) -> list[list[str]]:
+    return [
         [f"{fault['fault']} in {fault['phase']}"]
-        + ["-" if fault.get(f"{name}_ms") is None else f"{fault[f'{name}_ms']:.1f}" for name in names]
+        + ["-" if fault.get(f"{name}_ms") is None else f"{fault[f'{name}_ms']:.1f}" for name in MOMENTS]
         for fault in found["faults"]
     ]
-    return Section("A recovery of two ranks, ms", ["", *names], rows, [f"identical: {found['identical']}"])
+
+
+def of_recovery(found: dict[str, Any]) -> Section:
+    return Section(
+        "A recovery of two ranks, ms", ["", *MOMENTS], of_faults(found), [f"identical: {found['identical']}"]
+    )
+
+
+def of_shared(found: dict[str, Any]) -> Section:
+    drills = {number: drill for number, drill in found.items() if isinstance(drill, dict)}
+    rows = [[f"{number} ranks: {row[0]}", *row[1:]] for number, drill in drills.items() for row in of_faults(drill)]
+    notes = [f"{number} ranks: identical: {drill['identical']}" for number, drill in drills.items()]
+    return Section("Recoveries of ranks that share a GPU, by gloo, ms", ["", *MOMENTS], rows, notes)
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:

@@ -17,6 +17,7 @@ from checkout import ROOT
 from gpu_groups import Steps, device_of, kernels_on, through
 from tests.worker.ranks import DEADLINE_S, meet, plain_gloo, run_ranks
 
+from keepstep import config
 from keepstep.cancel import CancelToken
 from keepstep.protocol.messages import Member, Membership, Transfer
 from keepstep.shared import snapshotfile
@@ -38,6 +39,7 @@ ROUTE = Transfer((0, 1), (2,))
 LAYERS = 8
 WEIGHTS_BUCKET_BYTES = 32 << 20
 DRILL_TIMEOUT_S = 150
+PHASES = ("forward", "backward", "synced", "optimizer")
 SCRIPT = ROOT / "tests" / "gpu" / "scripts" / "train.py"
 
 
@@ -245,14 +247,44 @@ def recovery(kind: str, _turns: int, folder: Path) -> dict[str, Any]:
         needed = ".".join(map(str, SHARED_SINCE))
         return {"skipped": f"two ranks and a spare need three GPUs, or NCCL {needed}: there are {number}"}
     faults = [f"kill@step={step},phase={phase},rank=1" for step, phase in ((6, "forward"), (10, "backward"))]
-    command = [sys.executable, "-m", "keepstep.cli.main", "drill", "--nproc-per-node", "2", "--spares", "1", *shares]
-    report = folder / "drill.json"
-    command += ["--json", str(report), "--faults", ";".join(faults), str(SCRIPT)]
+    return drilled(folder / "drill.json", 2, faults, shares, {})
+
+
+def shared(kind: str, _turns: int, folder: Path) -> dict[str, Any]:
+    """The same of three and of four ranks and a spare on one GPU, whose tensors gloo carries: a kill in each phase.
+
+    Without a GPU, of three on the CPU, and one kill.
+    """
+    found: dict[str, Any] = {}
+    for number in (3, 4) if kind == "cuda" else (3,):
+        places = list(zip(range(3, 19, 4), PHASES, strict=True))[: None if kind == "cuda" else 1]
+        faults = [f"kill@step={step},phase={phase},rank={step % number}" for step, phase in places]
+        shares, environment = [], {}
+        if kind == "cuda":
+            shares = ["--share-gpus"]
+            environment = {config.GPU_BACKEND_VARIABLE: "gloo", config.VISIBLE_DEVICES: first_gpu()}
+        found[str(number)] = drilled(folder / f"drill-{number}.json", number, faults, shares, environment)
+    return found
+
+
+def first_gpu() -> str:
+    """Of those that this process sees, as CUDA_VISIBLE_DEVICES names it."""
+    return (config.visible_devices() or "0").partition(",")[0]
+
+
+def drilled(
+    report: Path, num_ranks: int, faults: list[str], options: list[str], environment: dict[str, str]
+) -> dict[str, Any]:
+    """What a drill of ranks and one spare says, with these faults.
+
+    Raises:
+        RuntimeError: it ended in an error.
+    """
+    command = [sys.executable, "-m", "keepstep.cli.main", "drill", "--nproc-per-node", str(num_ranks), "--spares", "1"]
+    command += [*options, "--json", str(report), "--faults", ";".join(faults), str(SCRIPT)]
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])  # environ: the job inherits it
-    environment = os.environ | {"PYTHONPATH": paths}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=DRILL_TIMEOUT_S, env=environment, check=False
-    )
+    own = os.environ | {"PYTHONPATH": paths} | environment
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DRILL_TIMEOUT_S, env=own, check=False)
     if ended.returncode or not report.exists():
         raise RuntimeError(f"the drill ended with exit code {ended.returncode}: {(ended.stdout + ended.stderr)[-800:]}")
     result = json.loads(report.read_text(encoding="utf-8"))

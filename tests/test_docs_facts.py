@@ -154,13 +154,13 @@ def test_numbers_in_words_are_those_of_the_code() -> None:
 
 def test_mutants_are_counted() -> None:
     assert f"has fired for one of the {len(test_mutants.MUTANTS)}." in flat(SIMULATION)
-    assert len(test_mutants.CASES) == 13
-    assert "Thirteen mutants need what hardly any seed has" in flat(SIMULATION)
-    assert [*test_mutants.MUTANTS.values()].count(Check.GROUPS) == 8
-    assert "Eight mutants are found: among them claims that are compared without the generation" in flat(PROTOCOL)
+    assert len(test_mutants.CASES) == 19
+    assert "Nineteen mutants need what hardly any seed has" in flat(SIMULATION)
+    assert [*test_mutants.MUTANTS.values()].count(Check.GROUPS) == 11
+    assert "Eleven mutants are found: among them claims that are compared without the generation" in flat(PROTOCOL)
     devices = [plant for plant, check in test_mutants.MUTANTS.items() if check is Check.DEVICE]
-    assert len(devices) == 4
-    assert "leaves it if spares of other devices are warm. Four mutants are found." in flat(PROTOCOL)
+    assert len(devices) == 7
+    assert "each with its rank takes a device that is free and well. Seven mutants are found." in flat(PROTOCOL)
     drains = [plant for plant in test_mutants.MUTANTS if "drain" in plant.__name__]
     assert len(drains) == 6
     assert "that a warm spare could have taken. Six mutants are found." in flat(PROTOCOL)

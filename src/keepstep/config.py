@@ -1,6 +1,7 @@
 """Settings that travel through the environment; the only file that reads environment variables.
 
-A launcher gives each worker its settings as variables named ``KEEPSTEP_*``; a user never sets them by hand.
+A launcher gives each worker its settings as variables named ``KEEPSTEP_*``; a user never sets them by hand. One
+is for tests: ``KEEPSTEP_GPU_BACKEND=gloo``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ SECRET_VARIABLE = "KEEPSTEP_JOB_SECRET"
 TOKEN_VARIABLE = "KEEPSTEP_TOKEN"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+GPU_BACKEND_VARIABLE = "KEEPSTEP_GPU_BACKEND"
 
 NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -184,6 +186,18 @@ def numbers_devices_by_bus() -> bool:
 def ranks_may_share_a_gpu() -> bool:
     """Whether the environment has NCCL accept two ranks on one GPU, as ``--share-gpus`` does (NCCL 2.30 and newer)."""
     return os.environ.get(MULTI_RANK_VARIABLE) == "1"
+
+
+def forces_gloo() -> bool:
+    """Whether gloo is to carry tensors on GPUs as well, though torch has NCCL: several ranks on one GPU can, then.
+
+    Raises:
+        ConfigurationError: the variable names another backend.
+    """
+    name = os.environ.get(GPU_BACKEND_VARIABLE, "nccl")
+    if name not in ("nccl", "gloo"):
+        raise ConfigurationError(f"{GPU_BACKEND_VARIABLE}={name}: allowed are nccl, where torch has it, and gloo")
+    return name == "gloo"
 
 
 def job_secret() -> str | None:

@@ -52,6 +52,10 @@ def test_the_page_says_what_was_skipped_and_why(gpu: ModuleType) -> None:
         "waits": {"20": {"runs ahead": [0.02], "device": [0.0213, 0.0212]}, "took_s": 1.0},
         "restore": {"bytes": 1 << 30, "seconds": {"from GPU to GPU": [0.5, 0.25, 0.25]}},
         "weights": {"failed": "weights: rank 0:\nTraceback"},
+        "shared": {
+            "3": {"identical": True, "faults": [{"fault": "kill", "phase": "synced", "gap_ms": 250.0}]},
+            "took_s": 20.0,
+        },
     }
     page = gpu.markdown(result, "raw.json")
     for text in (
@@ -63,6 +67,8 @@ def test_the_page_says_what_was_skipped_and_why(gpu: ModuleType) -> None:
         "| 20 ms | 20.000 | 21.250 |",
         "| from GPU to GPU | 250.0 | 4.00 |",
         "| weights: rank 0: Traceback |",
+        "| 3 ranks: kill in synced | - | - | - | - | - | - | 250.0 |",
+        "3 ranks: identical: True",
     ):
         assert text in page
     assert "gloo, CPU" not in page

@@ -21,7 +21,14 @@ from keepstep.protocol.recovery import RecoverySettings
 from keepstep.protocol.recovery.placement.kept import SnapshotRegister
 from keepstep.protocol.recovery.placement.quarantine import Quarantine
 from keepstep.protocol.recovery.placement.roster import Roster, Worker
-from keepstep.protocol.recovery.stages.decision import MAX_SOURCES, decide, kept_step, reachable_step, tied_ranks
+from keepstep.protocol.recovery.stages.decision import (
+    MAX_SOURCES,
+    decide,
+    kept_step,
+    out_of_reach,
+    reachable_step,
+    tied_ranks,
+)
 from keepstep.protocol.resume import Action
 
 GENERATION = 4
@@ -267,7 +274,7 @@ def test_a_keeper_that_is_lost_as_well_has_a_neighbour_send() -> None:
     keeper = worker_of(roster, 2)
     register.left(keeper, ((2, (4,)), (0, (4,))))
     roster.mark_lost(keeper, gone=True)
-    assert tied_ranks(roster, register, membership, 4, GENERATION) == {2: frozenset("b")}, "its own rank's are there"
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {2: "b"}, "its own rank's are there"
     for rank in (0, 1, 2):
         roster.add("b", rank).inherits = frozenset({4} if rank == 2 else ())
     copies = decide(roster, register, membership, 4, GENERATION).copies
@@ -283,7 +290,7 @@ def test_a_copy_on_a_node_without_ranks_ties_its_rank_to_that_node() -> None:
         keeper = worker_of(roster, rank)
         register.left(keeper, ((rank - 2, (4,)),))
         roster.mark_lost(keeper, gone=True)
-    assert tied_ranks(roster, register, membership, 4, GENERATION) == {0: frozenset("b")}, "the others follow it"
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {0: "b"}, "the others follow it"
 
 
 def test_a_node_without_a_device_for_the_replacement_has_another_rank_send_its_snapshot() -> None:
@@ -304,6 +311,36 @@ def test_a_node_without_a_device_for_the_replacement_has_another_rank_send_its_s
         Transfer((3,), (1,)),
         Transfer((3,), (2,)),
     }
+
+
+def test_no_more_are_tied_to_a_node_than_it_takes_in() -> None:
+    """The others are sent theirs by the one that comes there."""
+    roster, register, membership = two_nodes({0: (4,), 1: (4,)})
+    for rank in (2, 3):
+        keeper = worker_of(roster, rank)
+        register.left(keeper, ((rank, (4,)), (rank - 2, (4,))))
+        roster.mark_lost(keeper, gone=True)
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {2: "b", 3: "b"}
+    roster.close_devices("b", range(3), "sick")
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {2: "b"}
+
+
+def test_a_copy_that_no_process_can_come_to_does_not_count() -> None:
+    """All devices of node b have failed. Its agent lives, and holds what its ranks have kept."""
+    roster, register, membership = two_nodes({0: (4,), 1: (4,)})
+    for rank in (2, 3):
+        keeper = worker_of(roster, rank)
+        register.left(keeper, ((rank, (4,)), (rank - 2, (4,))))
+        roster.mark_lost(keeper, gone=True)
+    roster.add_node(NodeJoined("c", 4, "c", 0, 0, ()))
+    assert reachable_step(roster, register, membership, GENERATION) == 4
+    assert out_of_reach(roster, register) is None
+    roster.close_devices("b", range(4), "sick")
+    assert reachable_step(roster, register, membership, GENERATION) is None
+    assert tied_ranks(roster, register, membership, 4, GENERATION) == {}
+    assert out_of_reach(roster, register) == (
+        "the snapshots of ranks [0, 1, 2, 3] are in memory of b, where no rank is and none has room"
+    )
 
 
 def test_a_node_with_room_or_a_spare_takes_a_replacement_in() -> None:

@@ -820,6 +820,13 @@ def second_copies_are_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedProcess, "second_copies", lambda self: ())
 
 
+def snapshots_that_no_process_can_read_count(patch: pytest.MonkeyPatch) -> None:
+    def readable(roster: Roster, snapshots: SnapshotRegister) -> dict[int, list[Any]]:
+        return {rank: list(kept) for rank in roster.missing_ranks() if (kept := snapshots.all_of(rank))}
+
+    patch.setattr(decision, "readable", readable)
+
+
 # ---- Devices of parked spares ---------------------------------------------------------------------------------------
 
 
@@ -930,6 +937,7 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_stays_on_a_closed_device: Check.DEVICE,
     a_node_that_joins_again_has_forgotten_what_it_has_closed: Check.DEVICE,
     the_rank_of_a_failed_device_is_not_lost: Check.DEVICE,
+    snapshots_that_no_process_can_read_count: Check.ENDED,
     a_parked_spare_takes_a_sick_device: Check.DEVICE,
     a_parked_spare_takes_the_device_of_another_rank: Check.DEVICE,
     a_parked_spare_keeps_the_number_that_it_was_started_with: Check.DEVICE,
@@ -1170,6 +1178,23 @@ def all_are_interrupted_while_second_copies_move(seed: int) -> Case:
     return dataclasses.replace(case, plan=(SimulatedFault("group error", 3.0 + seed % 40 / 10, pick=seed),))
 
 
+def all_snapshots_are_where_no_process_can_come(seed: int) -> Case:
+    """The device of one node fails, and the other node, with the buddy, is lost in the recovery. A third node is there.
+
+    Half of the jobs have checkpoints.
+    """
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
+    nodes = (
+        *(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(2)),
+        NodeLayout("node-2", 2, "rack-2"),
+    )
+    layout = ClusterLayout(
+        nodes, ("0", "1"), settings, LIVENESS, num_steps=40, snapshot_every=1, checkpoint_every=3 if seed % 2 else None
+    )
+    fails = SimulatedFault("sick device", 5.0 + seed % 10 / 10, pick=0, lasts_s=8.0)
+    return Case(seed, layout, (fails, SimulatedFault("node loss", 0.0, recovery=1, pick=1, lasts_s=30.0)))
+
+
 def two_spares_are_parked_where_one_device_is_left(seed: int) -> Case:
     """The first takes it, and the other one that of a rank that is lost later; one of the devices fails or is sick."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=2)
@@ -1181,6 +1206,7 @@ def two_spares_are_parked_where_one_device_is_left(seed: int) -> Case:
 
 
 CASES: dict[Plant, Callable[[int], Case]] = {
+    snapshots_that_no_process_can_read_count: all_snapshots_are_where_no_process_can_come,
     a_parked_spare_takes_a_sick_device: two_spares_are_parked_where_one_device_is_left,
     a_parked_spare_takes_the_device_of_another_rank: two_spares_are_parked_where_one_device_is_left,
     a_parked_spare_keeps_the_number_that_it_was_started_with: two_spares_are_parked_where_one_device_is_left,
@@ -1208,10 +1234,12 @@ QUICKEST_SEED: dict[Plant, int] = {
     a_missing_value_does_no_harm: 1067,
     a_restarted_controller_forgets_what_came_in_bundles: 183,
     a_rank_is_synced_before_its_snapshot_is_complete: 107,
-    a_copy_goes_on_while_the_state_is_restored: 556,
+    a_copy_goes_on_while_the_state_is_restored: 595,
+    a_replacement_is_not_told_of_the_snapshots: 206,
+    the_world_stays_though_a_collective_was_broken_off: 169,
     snapshots_of_a_past_that_is_computed_again_count: 178,
     a_lost_node_still_has_its_snapshots: 420,
-    reports_of_old_generations_are_heard: 762,
+    reports_of_old_generations_are_heard: 783,
     a_synced_rank_takes_the_barrier_for_passed: 172,
     a_synced_rank_cannot_advance: 793,
     a_barrier_that_was_cut_off_was_passed: 172,

@@ -184,8 +184,6 @@ class World:
         """How many ranks the machines that are up have room for."""
         limit = self.layout.settings.ranks_per_node
         up = [node for node in self.nodes.values() if node.is_up]
-        if self.layout.snapshot_every and any(node.closed for node in up):
-            return 0  # the only snapshots of a shard may be in the memory of a node that has no device left
         slots = [node.layout.slots - len(node.closed) for node in up]
         return sum(min(each, limit or each) for each in slots)
 

@@ -16,8 +16,10 @@ from tests.worker.ranks import DEADLINE_S, Watcher, join, meet, run_ranks
 from torch import distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
+from keepstep.config import forces_gloo
+from keepstep.errors import ConfigurationError
 from keepstep.protocol.waiting.operations import Operation
-from keepstep.worker.backends.by_device import backends_of
+from keepstep.worker.backends.by_device import backends_of, nccl_version
 from keepstep.worker.backends.communicator import FailureCause
 from keepstep.worker.backends.gloo.communicator import GlooCommunicator
 from keepstep.worker.groups import communicators, registry
@@ -40,6 +42,25 @@ def two_types() -> Iterator[None]:
 def test_a_process_without_a_device_of_its_own_has_one_backend() -> None:
     assert list(backends_of(CPU)) == ["cpu"]
     assert list(backends_of(torch.device("cuda", 1))) == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize(("name", "version"), [(None, (2, 30, 1)), ("nccl", (2, 30, 1)), ("gloo", ())])
+def test_gloo_carries_tensors_of_a_gpu_where_it_is_forced(
+    name: str | None, version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose torch has NCCL, with which several ranks on one GPU may not be possible."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    if name is not None:
+        monkeypatch.setenv("KEEPSTEP_GPU_BACKEND", name)
+    assert nccl_version() == version
+    assert (backends_of(torch.device("cuda", 0))["cuda"] is GlooCommunicator) is (version == ())
+
+
+def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_GPU_BACKEND", "mpi")
+    with pytest.raises(ConfigurationError, match="KEEPSTEP_GPU_BACKEND=mpi: allowed are nccl"):
+        forces_gloo()
 
 
 def test_the_first_tensor_decides_and_none_goes_by_the_cpu() -> None:

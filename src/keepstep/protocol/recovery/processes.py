@@ -81,33 +81,31 @@ class Processes:
                 return
             self._start_spare(node.name, reason)
 
-    def start_fresh(self, missing_ranks: list[int], tied: Mapping[int, Collection[str]]) -> bool:
+    def start_fresh(self, missing_ranks: list[int], tied: Mapping[int, str]) -> bool:
         """Starts what the spares that are there, warm or still starting, do not cover.
 
         Args:
             missing_ranks: those that no live worker holds.
-            tied: those of them whose process has to be on one of some nodes.
+            tied: those of them whose process has to be on a node.
 
         Returns:
             False where the budget is used up. Where there is no room, a node that joins may bring it.
         """
         there = Counter(spare.node for spare in self._roster.spares())
-        for rank, nodes in tied.items():
-            if there_is := next((node for node in nodes if there[node]), None):
-                there[there_is] -= 1
+        for rank, node in tied.items():
+            there[node] -= 1
+            if there[node] >= 0:
                 continue
             if not self._roster.may_start():
                 return False
-            there_are = (node for node in nodes if node in self._roster.nodes)
-            free = next((node for node in there_are if self._roster.nodes[node].num_free), None)
-            if free is not None:
-                self._start_spare(free, f"a fresh process takes rank {rank}, whose snapshot is in the memory there")
+            if self._roster.nodes[node].num_room:
+                self._start_spare(node, f"a fresh process takes rank {rank}, whose snapshot is in the memory there")
         for rank in missing_ranks[len(self._roster.spares()) :]:
             if not self._roster.may_start():
                 return False
-            node = self._roster.roomiest(near=self._roster.node_of(rank)) or self._roster.least_oversubscribed()
-            if node is not None:
-                self._start_spare(node.name, "no spare is left: a fresh process takes the rank")
+            place = self._roster.roomiest(near=self._roster.node_of(rank)) or self._roster.least_oversubscribed()
+            if place is not None:
+                self._start_spare(place.name, "no spare is left: a fresh process takes the rank")
         return True
 
     def fence_spares(self, reason: str) -> None:

@@ -41,6 +41,8 @@ class SimulatedNode:
         self.layout = layout
         self.name = layout.name
         self.is_up = False
+        self.is_leaving = False
+        """Nothing more is started there."""
         self.workers: dict[int, SimulatedProcess] = {}
         """The processes of the present incarnation of its agent, by worker number."""
         self.memories: dict[int, SimulatedMemory] = {}
@@ -76,7 +78,7 @@ class SimulatedNode:
         """The agent starts, for the first time or after the node or the agent was lost."""
         if self.is_up:
             return
-        self.is_up = True
+        self.is_up, self.is_leaving = True, False
         self._incarnation = self._machine.incarnation + 1
         self._machine = self._agent()
         self.workers = {}
@@ -98,6 +100,7 @@ class SimulatedNode:
     def drain(self) -> None:
         """SIGTERM for the agent."""
         if self.is_up:
+            self.is_leaving = True
             self._machine.drain("SIGTERM")
             self._proceed()
 
@@ -122,6 +125,12 @@ class SimulatedNode:
     def incarnation(self) -> int:
         """Of its agent, which begins another one when it was given up."""
         return self._machine.incarnation
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a process can read what is in its memory: one that is there, or one that can still come."""
+        takes_in = len(self.closed) < self.layout.slots and not self.is_leaving
+        return self.is_up and (takes_in or any(worker.is_alive for worker in self.workers.values()))
 
     def should_be_left(self, device: int) -> None:
         """A device has been sick for long."""

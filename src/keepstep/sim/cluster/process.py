@@ -35,6 +35,10 @@ class Host(Protocol):
     is_up: bool
 
     @property
+    def is_read(self) -> bool:
+        """Whether a process can read what is in its memory."""
+
+    @property
     def clock_s(self) -> float:
         """The time that the machine's own clock shows."""
 

@@ -438,7 +438,7 @@ class Oracle:
 
     def _newest_snapshot(self) -> int | None:
         """The newest step to which the memory of the nodes can take all ranks back."""
-        return self.snapshots.newest(lambda worker: worker.node.is_up and not self._is_unreachable(worker))
+        return self.snapshots.newest(lambda worker: worker.node.is_read and not self._is_unreachable(worker))
 
     def _check_history(self, worker: SimulatedProcess, step: int) -> None:
         rank = worker.machine.rank

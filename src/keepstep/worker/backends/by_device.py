@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import distributed as dist
 
+from keepstep import config
 from keepstep.worker.backends.communicator import CommunicatorFactory
 from keepstep.worker.backends.gloo.communicator import GlooCommunicator
 from keepstep.worker.backends.nccl.communicator import NcclCommunicator
@@ -19,13 +20,13 @@ CPU: Final = "cpu"
 def backends_of(device: torch.device) -> dict[str, CommunicatorFactory]:
     """The backends of a process, by the type of the `torch.device` whose tensors each one carries; the CPU's first.
 
-    NCCL carries those on a GPU where torch was built with it, else gloo does.
+    NCCL carries those on a GPU where torch was built with it, unless ``KEEPSTEP_GPU_BACKEND=gloo``; else gloo does.
 
     Args:
         device: the process's own.
     """
     backends: dict[str, CommunicatorFactory] = {CPU: GlooCommunicator}
-    if device.type == "cuda" and dist.is_nccl_available():
+    if device.type == "cuda" and nccl_version():
         backends[device.type] = lambda name, observer, _host: NcclCommunicator(name, observer, CudaDevice(device))
     elif device.type != CPU:
         backends[device.type] = GlooCommunicator
@@ -33,5 +34,5 @@ def backends_of(device: torch.device) -> dict[str, CommunicatorFactory]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that torch was built with; empty where it was built without."""
-    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else ()
+    """The version of NCCL that carries tensors on a GPU; empty where gloo does."""
+    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() and not config.forces_gloo() else ()

@@ -17,7 +17,7 @@ def refuse_sharing(settings: config.WorkerConfig, num_gpus: int, nccl_version: S
     Args:
         settings: this process's.
         num_gpus: how many torch finds; at least one.
-        nccl_version: of the NCCL that torch was built with; empty: without it gloo carries tensors on a GPU.
+        nccl_version: of the NCCL that carries tensors on a GPU; empty: gloo does.
 
     Raises:
         ConfigurationError: another process has the same GPU, and may not, or NCCL is too old for it.

@@ -68,10 +68,6 @@ class SnapshotRegister:
         """Where the snapshot of a step is."""
         return [kept for kept in self.all_of(rank) if step in kept.steps]
 
-    def steps(self, rank: int) -> frozenset[int]:
-        """The steps to which a replacement can bring the rank."""
-        return frozenset().union(*(kept.steps for kept in self.all_of(rank)))
-
     def on_node(self, rank: int, node: str) -> list[KeptSnapshots]:
         """What a replacement on a node can load."""
         return [kept for kept in self.all_of(rank) if kept.node == node and kept.steps]

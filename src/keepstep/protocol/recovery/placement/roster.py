@@ -204,10 +204,10 @@ class Roster:
         there = [node for node in self.nodes.values() if node.num_free > 0]
         return min(there, key=lambda node: (self.penalty(node.name), node.name != near, -node.num_free))
 
-    def takes_in(self, node: str) -> bool:
-        """Whether a replacement can be on a node: it has room, or a spare is there."""
-        has_room = node in self.nodes and self.nodes[node].num_room > 0
-        return has_room or any(spare.node == node for spare in self._spares.values())
+    def takes_in(self, node: str) -> int:
+        """How many replacements can be on a node: what it has room for, and its spares."""
+        num_room = self.nodes[node].num_room if node in self.nodes else 0
+        return num_room + sum(spare.node == node for spare in self._spares.values())
 
     def is_held(self, node: str) -> bool:
         """Whether a node is in quarantine."""
@@ -378,13 +378,13 @@ class Roster:
         """Where the rank is, or was last."""
         return self._last_place[rank].node
 
-    def replacements(self, tied: Mapping[int, Collection[str]]) -> dict[int, Worker] | None:
+    def replacements(self, tied: Mapping[int, str]) -> dict[int, Worker] | None:
         """A spare for every missing rank, or None where there are too few. Nothing is given out yet.
 
         Those that stand at their first step come before those that only wait for a rank.
 
         Args:
-            tied: ranks whose spare has to be on one of some nodes; they choose first.
+            tied: ranks whose spare has to be on a node; they choose first.
         """
         ready = {spare.worker: self._place(spare) for spare in self.spares() if spare.ready}
         waiting = {spare.worker: self._place(spare) for spare in self.spares() if spare.awaits_rank and not spare.ready}
@@ -392,9 +392,9 @@ class Roster:
         for rank in sorted(self.missing_ranks(), key=lambda rank: rank not in tied):
             pool = ready or waiting
             if rank in tied:
-                pool = next((each for each in (ready, waiting) if any(p.node in tied[rank] for p in each.values())), {})
+                pool = next((each for each in (ready, waiting) if any(p.node == tied[rank] for p in each.values())), {})
             was_at = self._last_place[rank]
-            there = {number: place for number, place in pool.items() if rank not in tied or place.node in tied[rank]}
+            there = {number: place for number, place in pool.items() if place.node == tied.get(rank, place.node)}
             spare = choose_spare(was_at, there, node_at_fault=was_at.node not in self.nodes)
             if spare is None:
                 return None

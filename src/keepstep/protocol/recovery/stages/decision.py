@@ -69,8 +69,8 @@ def reachable_step(
     shards: dict[str, set[Report | None]] = {shard: set() for shard in membership.shards}
     for (number, _), worker in spoken.items():
         shards[membership.shards[number]].add(_last_word(worker, generation))
-    for rank in roster.missing_ranks():
-        if steps := snapshots.steps(rank):
+    for rank, listed in readable(roster, snapshots).items():
+        if steps := frozenset().union(*(kept.steps for kept in listed)):
             shards[membership.shard(rank)].add(((), None, tuple(sorted(steps))))
     if not all(_reaches(_last_word(worker, generation)) for worker in spoken.values()):
         for rank, steps in _sendable(roster, snapshots, membership, generation).items():
@@ -83,6 +83,28 @@ def reachable_step(
     reaches = (reach for of_shard in live.values() for reach in of_shard)
     common = resume.common_step(reaches, would_communicate=would_communicate)
     return greatest if common is None else common
+
+
+def readable(roster: Roster, snapshots: SnapshotRegister) -> dict[int, list[KeptSnapshots]]:
+    """What is known of lost ranks' snapshots, but for those in memory of a node that no rank is on or can come to.
+
+    No other process reads what is in a node's memory.
+    """
+    known = {rank: kept for rank in roster.missing_ranks() if (kept := snapshots.all_of(rank))}
+    nodes = {kept.node for listed in known.values() for kept in listed}
+    here = {each.node for each in roster.holders()} if nodes else set()
+    read = {node for node in nodes if node in here or roster.takes_in(node)}
+    return {rank: [kept for kept in listed if kept.node in read] for rank, listed in known.items()}
+
+
+def out_of_reach(roster: Roster, snapshots: SnapshotRegister) -> str | None:
+    """Which snapshots of lost ranks are there and cannot be read; None: none are."""
+    read = readable(roster, snapshots)
+    lost = [kept for rank in read for kept in snapshots.all_of(rank) if kept.steps and kept not in read[rank]]
+    if not lost:
+        return None
+    ranks, nodes = sorted({kept.rank for kept in lost}), sorted({kept.node for kept in lost})
+    return f"the snapshots of ranks {ranks} are in memory of {', '.join(nodes)}, where no rank is and none has room"
 
 
 def _sendable(
@@ -108,30 +130,33 @@ def _sendable(
 
 def tied_ranks(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership, step: int, generation: int
-) -> dict[int, frozenset[str]]:
-    """The lost ranks whose replacement has to be on one of some nodes, where its snapshot of ``step`` is in memory.
+) -> dict[int, str]:
+    """The lost ranks whose replacement has to be on a node, where its snapshot of ``step`` is in memory.
 
     One for each shard that no live rank has at that step: the shard's other ranks get it from that one. Where only
     second copies are left, or the snapshot's node has no device for the replacement any more, a rank on that node can
     send it to wherever the replacement is. Only if there will be none on it, the replacement has to come there.
     """
-    missing = roster.missing_ranks()
-    if not any(snapshots.of(rank, step) for rank in missing):
+    listed = readable(roster, snapshots).items()
+    found = {rank: there for rank, kept in listed if (there := [each for each in kept if step in each.steps])}
+    if not found:
         return {}
     words = {each.rank or 0: _last_word(each, generation) for each in roster.holders()}
     held = {membership.shard(rank) for rank, word in words.items() if step in _reaches(word)}
     lost: dict[str, list[KeptSnapshots]] = defaultdict(list)
-    for rank in missing:
+    for rank, there in found.items():
         if membership.shard(rank) not in held:
-            lost[membership.shard(rank)] += snapshots.of(rank, step)
+            lost[membership.shard(rank)] += there
     nodes = {each.node for each in roster.holders()}
-    tied: dict[int, frozenset[str]] = {}
+    room = {each.node: roster.takes_in(each.node) for there in lost.values() for each in there}
+    tied: dict[int, str] = {}
     for own in (True, False):
         for shard, there in list(lost.items()):
-            kept = [each for each in there if not own or (each.is_own and roster.takes_in(each.node))]
-            if kept and (own or not any(each.node in nodes for each in kept)):
-                tied[kept[0].rank] = frozenset(each.node for each in kept if each.rank == kept[0].rank)
-                nodes |= tied[kept[0].rank] if len(tied[kept[0].rank]) == 1 else set()
+            place = next((each for each in there if room[each.node] and (each.is_own or not own)), None)
+            if place is not None and (own or not any(each.node in nodes for each in there)):
+                tied[place.rank] = place.node
+                room[place.node] -= 1
+                nodes.add(place.node)
                 del lost[shard]
     return tied
 

@@ -10,7 +10,7 @@ from keepstep.protocol.recovery.end import verdicts
 from keepstep.protocol.recovery.job import JobState
 from keepstep.protocol.recovery.placement.roster import Worker
 from keepstep.protocol.recovery.records import Failure, Warmth
-from keepstep.protocol.recovery.stages.decision import begins_again, reachable_step, tied_ranks
+from keepstep.protocol.recovery.stages.decision import begins_again, out_of_reach, reachable_step, tied_ranks
 from keepstep.protocol.recovery.stages.stage import RecoveryStage
 from keepstep.protocol.recovery.transitions import (
     GiveUp,
@@ -133,11 +133,13 @@ class Stopping(RecoveryStage):
 
     def _no_step_is_reached(self, now_s: float) -> Next:
         job = self.job
+        unread = out_of_reach(job.roster, job.snapshots)
         if job.progress.trained_to > 0 and not job.writes_checkpoints:
-            return ToEnded(verdicts.nothing_to_recover(job.generation, job.record.detail))
+            detail = job.record.detail if unread is None else f"{job.record.detail}; {unread}"
+            return ToEnded(verdicts.nothing_to_recover(job.generation, detail))
         if job.drain.reason is not None:
             return ToEnded(verdicts.drained_in_vain(job.drain.reason, job.record.detail))
-        reason = "no live rank reaches a step: all ranks start anew"
+        reason = f"no live rank reaches a step{'' if unread is None else f', and {unread}'}: all ranks start anew"
         job.processes.fence_ranks(reason)
         job.processes.fence_spares("all ranks start anew, and it started with the former ones")
         if job.roster.unfenced():
