@@ -75,6 +75,10 @@ def test_torchruns_spelling_with_underscores_works_too(script: str) -> None:
     assert options("--nproc_per_node=2", "--max_restarts=3", script).agent.place.world_size == 2
 
 
+def test_options_of_the_script_that_abbreviate_several_flags_are_its_own(script: str) -> None:
+    assert options(script, "--logs", "out", "--run", 3).agent.command == (script, "--logs", "out", "--run", "3")
+
+
 def test_a_module_or_any_program_may_stand_for_the_script() -> None:
     assert (options("-m", "package.train", "x").agent.module, options("--no-python", "prog").agent.raw) == (True, True)
 

@@ -223,8 +223,14 @@ def _put(sources: Sequence[RandomSource], states: list[Any]) -> None:
         source.put(state)
 
 
-def reader_of(loader: DataLoader[Any], seed: int) -> BatchReader:
-    """What reads a loader's batches as the loader would, with random numbers of each batch's own."""
+def reader_of(loader: DataLoader[Any], seed: int, *, restores: bool = True) -> BatchReader:
+    """What reads a loader's batches as the loader would, with random numbers of each batch's own.
+
+    Args:
+        loader: it is not iterated itself.
+        seed: of these numbers.
+        restores: see `BatchReader`.
+    """
     workers = LoaderWorkers(
         loader.num_workers,
         loader.timeout,
@@ -233,6 +239,5 @@ def reader_of(loader: DataLoader[Any], seed: int) -> BatchReader:
         loader.worker_init_fn,
     )
     collates = loader.batch_sampler is not None
-    return BatchReader(
-        loader.dataset, loader.collate_fn, seed, workers, collates=collates, pin_memory=loader.pin_memory
-    )
+    options = {"collates": collates, "pin_memory": loader.pin_memory, "restores": restores}
+    return BatchReader(loader.dataset, loader.collate_fn, seed, workers, **options)

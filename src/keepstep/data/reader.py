@@ -81,6 +81,7 @@ class BatchReader:
         *,
         collates: bool = True,
         pin_memory: bool = False,
+        restores: bool = True,
     ) -> None:
         """Args:
         dataset: map-style. Loader workers get a copy of it.
@@ -89,8 +90,10 @@ class BatchReader:
         workers: which loader workers there are.
         collates: whether a request has the indices of several samples.
         pin_memory: as for torch's loader.
+        restores: puts the process's random numbers back after each batch: it takes 0.1 ms, and is of no use where
+            a step seeds them anew before it draws any.
         """
-        self._batches = _Batches(dataset, collate, seed, collates)
+        self._batches = _Batches(dataset, collate, seed, collates, restores)
         self._order = _Order()
         self._workers, self._pin_memory = workers, pin_memory
         self._loader: DataLoader[Any] | None = None
@@ -148,6 +151,9 @@ class BatchReader:
 
     def _begin(self, requests: Callable[[], Iterator[Request]]) -> None:
         self._order.requests = requests
+        if self._workers.num == 0 and not self._pin_memory:
+            self._ahead = map(self._batches.__getitem__, requests())  # torch's loader takes 0.05 ms more for each
+            return
         if self._loader is None and self._workers.num == 0:
             self._loader = DataLoader(
                 self._batches,
@@ -187,10 +193,14 @@ class BatchReader:
 class _Batches(torch.utils.data.Dataset[Any]):
     """Collated batches by their requests; what a loader worker gets a copy of."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, collates: bool) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, collates: bool, restores: bool) -> None:
         self.dataset, self._collate, self._seed, self._collates = dataset, collate, seed, collates
+        self._restores = restores
 
     def __getitem__(self, request: Request) -> Any:
+        if not self._restores:
+            seed_process(digest("augmentation", self._seed, request.rank, request.number))
+            return self._collate(self._samples(request.indices))
         with random_numbers_of(self._seed, request.rank, request.number):
             return self._collate(self._samples(request.indices))
 

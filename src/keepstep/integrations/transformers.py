@@ -45,6 +45,10 @@ _FURTHER = ("_metrics", "_total_train_tokens")
 """Attributes in which derived trainers, such as TRL's, sum up what they log."""
 _OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Attributes of ``TrainerState`` that are not carried to other ranks, or apart from the others."""
+_SHARED = [each.name for each in dataclasses.fields(TrainerState) if each.name not in _OF_THIS_RANK]
+"""Those that are."""
+_NUMBERS = ("epoch", "update_step", "is_pending", "is_stopped", "grad_norm", "learning_rate")
+"""Attributes of `_Progress` that are carried, too."""
 
 
 have_accelerate_wait(current_session)  # before a spare makes TrainingArguments
@@ -91,7 +95,8 @@ class KeepstepMixin(_Base):
         loader = super().get_train_dataloader()
         session = self.session
         base = getattr(loader, "base_dataloader", loader)
-        reading = Reading(base, sys.maxsize, 1, self.args.seed, lambda: session.data_rank)
+        # A step seeds what it draws, behind the reading of its batches.
+        reading = Reading(base, sys.maxsize, 1, self.args.seed, lambda: session.data_rank, restores=False)
         self._data = _StepData(base.dataset, reading)
         return _EpochLoader(self._data)
 
@@ -123,7 +128,7 @@ class KeepstepMixin(_Base):
         model, loader = super()._prepare_for_training(*arguments)
         others = {"scheduler": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
         protected = {name: thing for name, thing in others.items() if thing is not None}
-        self._progress.own = self.session.state("trainer", per_rank=True, loss=torch.zeros(()), flos=0.0)
+        self._progress.own = self.session.state("trainer", per_rank=True, sums=(0.0, 0.0))
         self.session.protect(
             model=model, optimizer=self.optimizer, trainer=self._progress, **protected, **self.keepstep_options
         )
@@ -320,7 +325,7 @@ class _Progress:
         is_stopped: whether the training ended before its last epoch.
         grad_norm: of the last step.
         learning_rate: likewise.
-        own: what this rank has for itself (`Session.state`).
+        own: what this rank has for itself (`Session.state`): ``sums``, its running loss and number of operations.
         lines: of the log, in the last unit.
         was_entered: whether a training has begun.
     """
@@ -342,35 +347,32 @@ class _Progress:
         state: TrainerState = trainer.state
         if len(state.log_history) != self._log[0]:
             self._log = len(state.log_history), json.dumps([_without_times(line) for line in state.log_history])
-        fields = [each.name for each in dataclasses.fields(state) if each.name not in _OF_THIS_RANK]
-        numbers = ("epoch", "update_step", "is_pending", "is_stopped", "grad_norm", "learning_rate")
-        return {
-            "state": json.dumps({name: getattr(state, name) for name in fields}),
-            "log": self._log[1],
-            "lines": json.dumps(self.lines),
-            "control": dict(vars(trainer.control)),
-            "callbacks": json.dumps([callback.state()["attributes"] for callback in self._callbacks()]),
+        values = {
+            "state": {name: getattr(state, name) for name in _SHARED},
+            "lines": self.lines,
+            "control": vars(trainer.control),
+            "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
             "loss": trainer._total_loss_scalar if self.was_entered else 0.0,
             "logged": trainer._globalstep_last_logged if self.was_entered else 0,
-            "progress": {name: getattr(self, name) for name in numbers},
-            "further": json.dumps({name: getattr(trainer, name) for name in _FURTHER if hasattr(trainer, name)}),
+            "progress": {name: getattr(self, name) for name in _NUMBERS},
+            "further": {name: getattr(trainer, name) for name in _FURTHER if hasattr(trainer, name)},
         }
+        return {"values": json.dumps(values), "log": self._log[1]}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Puts it back. The Trainer's tensors follow with `put`."""
-        trainer, state = self._trainer, self._trainer.state
-        for name, value in json.loads(content["state"]).items():
-            setattr(state, name, value)
+        trainer, state, values = self._trainer, self._trainer.state, json.loads(content["values"])
+        vars(state).update(values["state"])
         lines, own = json.loads(content["log"]), state.log_history
         is_own = [_without_times(line) for line in own[: len(lines)]] == lines
         own[:] = own[: len(lines)] if is_own else lines
-        vars(trainer.control).update(content["control"])
-        for callback, attributes in zip(self._callbacks(), json.loads(content["callbacks"]), strict=True):
+        vars(trainer.control).update(values["control"])
+        for callback, attributes in zip(self._callbacks(), values["callbacks"], strict=True):
             vars(callback).update(attributes)
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = content["loss"], content["logged"]
-        vars(self).update(content["progress"])
-        self.lines = json.loads(content["lines"])
-        for name, value in json.loads(content["further"]).items():
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = values["loss"], values["logged"]
+        vars(self).update(values["progress"])
+        self.lines = values["lines"]
+        for name, value in values["further"].items():
             setattr(trainer, name, _as_before(getattr(trainer, name), value))
 
     def _callbacks(self) -> list[ExportableState]:
@@ -380,12 +382,12 @@ class _Progress:
     def take(self) -> None:
         """Takes over what this rank has for itself, before its step or unit counts."""
         self.was_entered = True
-        self.own.loss, self.own.flos = self._trainer._tr_loss.detach().cpu().clone(), float(self._trainer.current_flos)
+        self.own.sums = (self._trainer._tr_loss.item(), float(self._trainer.current_flos))
 
     def put(self) -> None:
         """Gives it back to the Trainer."""
-        self._trainer._tr_loss.copy_(self.own.loss)
-        self._trainer.current_flos = self.own.flos
+        loss, self._trainer.current_flos = self.own.sums
+        self._trainer._tr_loss.fill_(loss)
 
 
 def _without_times(line: dict[str, Any]) -> dict[str, Any]:

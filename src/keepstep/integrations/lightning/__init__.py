@@ -5,8 +5,8 @@
     trainer = Trainer(strategy=KeepstepStrategy(), max_epochs=3)
     trainer.fit(model, loader)
 
-Where a configuration file or ``LightningCLI`` names the strategy, ``strategy="keepstep"`` is the same from the import of
-this package on.
+Where a configuration file or ``LightningCLI`` names the strategy, ``strategy="keepstep"`` is the same, from the import
+of this package on.
 
 The batches, hooks, validation and checkpoints are Lightning's own. `keepstep.integrations.lightning.training` says how
 its loops are left where a step is interrupted, and entered again.

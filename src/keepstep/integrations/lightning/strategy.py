@@ -146,8 +146,11 @@ class _NoSignals(_SignalConnector):
 
 
 def _have_configuration_saved_again(trainer: Trainer) -> None:
-    """``LightningCLI`` does not overwrite its ``config.yaml``, which the job's first rank 0 has written. Its replacement
-    does, with the same content: its callback cannot be left out, for the ranks exchange values in it."""
+    """Has the replacement of rank 0 write ``LightningCLI``'s ``config.yaml`` anew, with the same content.
+
+    The job's first rank 0 has written it, and by itself its callback overwrites nothing. It cannot be left out: the
+    ranks exchange values in it.
+    """
     for callback in trainer.callbacks:
         if isinstance(callback, SaveConfigCallback):
             save = callback.parser.save

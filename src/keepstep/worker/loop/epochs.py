@@ -3,9 +3,9 @@
 That code is protected like a step. It has a number of its own among the steps, and the next epoch begins when all ranks
 are through with it: where one is lost before, all ranks come to the end of that epoch again.
 
-Code at the *beginning* of an epoch, such as ``model.train()``, comes once on a rank that lives, and also where its first
-step comes again. So what it changes in the protected state belongs to the state with which that step begins, once for
-the job: a replacement that enters the epoch later runs it as well, and has its changes from the others.
+Code at the *beginning* of an epoch, such as ``model.train()``, runs once on a rank that lives, also where the epoch's
+first step comes again. So what it changes in the protected state belongs to the state with which that step begins, once
+for the job: a replacement that enters the epoch later runs it as well, and has its changes from the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from keepstep.errors import NothingToRecoverFrom, StepInterrupted, UsageError
 from keepstep.worker.loop.reading import Reading
 from keepstep.worker.loop.step import Step
 from keepstep.worker.step_controller import StepController
-from keepstep.worker.values.attributes import State
 
 
 class Epochs:
@@ -34,8 +33,8 @@ class Epochs:
         self._controller: StepController | None = None
         self._index: int | None = None
         """What was handed out last: a step, or the end of an epoch. None: all are through."""
-        self.own: State | None = None
-        """Protected: ``begun`` is the epoch whose beginning counts, the last one. Made by ``start``."""
+        self.own: Any = None
+        """A `State`, made by ``start``: its ``begun`` is the last epoch whose beginning counts."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -88,7 +87,6 @@ class Epochs:
     def _begin(self, epoch: int) -> None:
         """The script has come through the beginning of an epoch to its steps."""
         assert self._controller is not None
-        assert self.own is not None
         counts = self.own.begun == epoch
         if not counts:
             self.own.begun = epoch

@@ -18,7 +18,14 @@ class Reading:
     """Reads the batches of a step of an epoch."""
 
     def __init__(
-        self, loader: DataLoader[Any], epochs: int, accumulate: int, seed: int, rank: Callable[[], int]
+        self,
+        loader: DataLoader[Any],
+        epochs: int,
+        accumulate: int,
+        seed: int,
+        rank: Callable[[], int],
+        *,
+        restores: bool = True,
     ) -> None:
         """Args:
         loader: see `Session.batches`.
@@ -26,6 +33,7 @@ class Reading:
         accumulate: see there.
         seed: of the session.
         rank: whose samples this process reads; asked when the first batch is read.
+        restores: see `BatchReader`.
 
         Raises:
             ConfigurationError: the loader's order cannot be found again, or a number is below 1.
@@ -33,7 +41,7 @@ class Reading:
         self._accumulate = whole("accumulate", accumulate, 1)
         loader, self._place = prepared(loader)
         self._order = LoaderOrder(loader, epochs, seed)
-        self._reader = reader_of(loader, seed)
+        self._reader = reader_of(loader, seed, restores=restores)
         self._rank = rank
 
     @property

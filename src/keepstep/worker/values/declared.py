@@ -279,6 +279,6 @@ def _gather(own: bytes, world_size: int) -> list[bytes]:
     if world_size == 1:
         return [own]
     source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    output = torch.empty(world_size, len(own), dtype=torch.uint8)
-    dist.all_gather(list(output), source)
-    return [row.tobytes() for row in output.numpy()]
+    output = torch.empty(world_size * len(own), dtype=torch.uint8)
+    dist.all_gather_into_tensor(output, source)
+    return [row.tobytes() for row in output.view(world_size, -1).numpy()]
