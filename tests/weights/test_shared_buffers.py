@@ -13,6 +13,7 @@ from tests.weights.cast import publish, subscribe
 from tests.worker.ranks import DEADLINE_S, meet, run_ranks
 
 from keepstep.errors import PublisherLost
+from keepstep.weights.device.device import Settings
 from keepstep.weights.memory.buffers import SlotBuffer
 
 DEVICES = 2
@@ -139,3 +140,37 @@ def replaced(rank: int, size: int, path: Path) -> Any:
 def test_a_source_that_is_replaced_has_another_buffer(tmp_path: Path) -> None:
     *_sources, story = run_ranks(DEVICES + 1, replaced, tmp_path)
     assert story == [(version, {float(version)}) for version in range(1, 5)]
+
+
+def by_way_of_another_buffer(rank: int, size: int, path: Path, is_late: bool) -> Any:
+    """As on GPUs, which copy what comes to a buffer of the device's own; here both buffers are in host memory."""
+    Settings.has_ipc = property(lambda self: True)  # type: ignore[assignment]  # in this process alone
+    if rank < DEVICES:
+        with publish(path, own_tensor(rank), rank, DEVICES, copies=is_late) as publisher:
+            if rank == 0 and not is_late:
+                publisher.wait_for_consumers(1, DEADLINE_S)
+            publisher.publish(1)
+            meet(path, size, "published")
+            meet(path, size, "through")
+            assert publisher._device.ipc is not None
+            late = publisher._late_subscribers._buffers.get("ipc")
+            return file_of(late) if is_late and rank == 0 else file_of(publisher._device.ipc)
+    found: dict[str, tuple[int, list[float]]] = {}
+    if is_late:
+        meet(path, size, "published")
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        found[name] = file_at(tensor.data_ptr()), tensor.unique().tolist()
+
+    with subscribe(path, load=load) as consumer:
+        consumer.receive(DEADLINE_S)
+        if not is_late:
+            meet(path, size, "published")
+        meet(path, size, "through")
+    return found
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in time", "late"])
+def test_where_there_is_an_ipc_buffer_a_consumer_reads_in_that_of_its_device(is_late: bool, tmp_path: Path) -> None:
+    first, _second, found = run_ranks(DEVICES + 1, by_way_of_another_buffer, tmp_path, is_late)
+    assert found == {f"of rank {rank}": (first, [1.0]) for rank in range(DEVICES)}
