@@ -47,8 +47,8 @@ from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
 from keepstep.sim.cluster import transfers
+from keepstep.sim.cluster.collectives import WORLD
 from keepstep.sim.cluster.groups import registry
-from keepstep.sim.cluster.groups.mesh import WORLD
 from keepstep.sim.cluster.groups.registry import SimulatedGroup, SimulatedGroups
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout, SimulatedDurations
 from keepstep.sim.cluster.process import SimulatedProcess

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from keepstep.protocol.node.effects import Spawn
-from keepstep.sim.cluster.groups.mesh import WORLD
+from keepstep.sim.cluster.collectives import WORLD
 from keepstep.sim.cluster.groups.registry import SimulatedGroup
 from keepstep.sim.cluster.layout import LIVENESS, SETTINGS, ClusterLayout, NodeLayout
 from keepstep.sim.cluster.process import SimulatedProcess

@@ -11,12 +11,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.kept_groups import GroupClaim
-from keepstep.sim.cluster.groups.mesh import WORLD
 from keepstep.sim.cluster.schedule import Event
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
 
+WORLD = "world"
+"""The name of the group of all ranks."""
 Key = tuple[int, int, str]
 """(the cohort that connected the group, how many such operations there were since, and what names them)."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from keepstep.sim.cluster.groups.mesh import WORLD, groups_of
+from keepstep.sim.cluster.collectives import WORLD
+from keepstep.sim.cluster.groups.mesh import groups_of
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:

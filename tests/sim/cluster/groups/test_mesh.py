@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from keepstep.protocol.kept_groups import GroupClaim
+from keepstep.sim.cluster.collectives import WORLD
 from keepstep.sim.cluster.groups import registry
-from keepstep.sim.cluster.groups.mesh import WORLD, groups_of, mesh_groups
+from keepstep.sim.cluster.groups.mesh import groups_of, mesh_groups
 from keepstep.sim.run import case_of, run
 
 NUM_SEEDS = 300

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-WORLD = "world"
-"""The name of the group of all ranks."""
+from keepstep.sim.cluster.collectives import WORLD
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 from keepstep.errors import InternalError
 from keepstep.protocol.kept_groups import GroupClaim, why_rebuilt
 from keepstep.protocol.waiting.operations import ALL_MEMBERS, Operation, OperationCount
-from keepstep.sim.cluster.collectives import GroupOperation, Key
-from keepstep.sim.cluster.groups.mesh import WORLD, MeshGroup, groups_of
+from keepstep.sim.cluster.collectives import WORLD, GroupOperation, Key
+from keepstep.sim.cluster.groups.mesh import MeshGroup, groups_of
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
