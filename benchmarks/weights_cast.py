@@ -29,9 +29,7 @@ from keepstep.weights.publisher import Buffers, Publisher
 from keepstep.weights.subscriber import Subscriber
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["keepstep.weights.publisher", "keepstep.weights.subscriber", "torch.distributed.checkpoint", "rich.console"]
-)
+PRELOAD = ["keepstep.weights.publisher", "keepstep.weights.subscriber", "torch.distributed.checkpoint", "rich.console"]
 IN_MEMORY = Path("/dev/shm")
 """Where files that take the place of a fast disk lie."""
 
@@ -203,6 +201,7 @@ class Cast:
         self.notes: list[object] = []
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
+        CONTEXT.set_forkserver_preload(PRELOAD)  # a process has one fork server: not to be set by an import
         for number in self.all:
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_live, args=(number, setup, theirs), daemon=True)

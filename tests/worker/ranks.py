@@ -25,7 +25,8 @@ from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.groups.registry import GroupRegistry
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "hypothesis", "pytest", "keepstep.worker.session"])
+PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "keepstep.worker.session", "tests.worker.frozen"]
+CONTEXT.set_forkserver_preload(PRELOAD)
 DEADLINE_S = 60.0
 """For the whole of a test's processes; it ends a test that hangs and is no measure of anything."""
 
