@@ -49,7 +49,10 @@ def values_of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
     if hint in SCALARS:
         return SCALARS[hint]
     if typing.get_origin(hint) is tuple:
-        return st.lists(values_of(typing.get_args(hint)[0]), max_size=2).map(tuple)
+        parts = typing.get_args(hint)
+        if parts[-1] is not ...:
+            return st.tuples(*map(values_of, parts))
+        return st.lists(values_of(parts[0]), max_size=2).map(tuple)
     if hint == Recipe:
         return recipes()
     if typing.get_origin(hint) is types.UnionType:

@@ -39,7 +39,7 @@ class Consumer:
         (bucket,) = began.layout.plan().buckets
         ready = self._next(msg.BucketReady)
         checksum = checksum_of_version([checksum_in(self.buffer.view(ready.slot), bucket)])
-        self.connection.send(msg.VersionLoaded(began.update, checksum), later())
+        self.connection.send(msg.VersionLoaded(began.update, checksum, ()), later())
         self.connection.send(msg.SlotFreed(began.update, ready.slot), later())
         self._next(msg.VersionCommitted)
         self.connection.send(msg.VersionTaken(began.update), later())
