@@ -203,9 +203,11 @@ def test_a_rank_that_is_lost_is_named_and_may_come_back_on_another_node(tmp_path
         wait_for(lambda: sum(len(each.consumers) for each in made.publishers.values()) == 1)
         made.publish_well(1)
         made.publishers.pop(3).close()
-        for error in made.publish(2).values():
-            assert isinstance(error, PublisherLost)
-            assert re.search(r"ranks? (3|\[.*3\])", str(error))  # a slow machine gives up several
+        failed = made.publish(2)
+        print(failed)
+        assert all(isinstance(error, PublisherLost) for error in failed.values())
+        # The coordinator's own rank knows who has not come; on a slow machine others may give it up first.
+        assert re.search(r"ranks? (3|\[.*3\])", str(failed[0]))
         assert subscriber.version == 1
         made.start(3, node=0)
         held["a"].add_(1)
