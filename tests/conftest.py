@@ -17,6 +17,8 @@ SEED_VARIABLE = "KEEPSTEP_TEST_SEED"
 SEED = pytest.StashKey[int]()
 SECONDS = Counter[str]()
 """How long each test took, by its id."""
+FROZEN: set[Path] = set()
+"""Files of tests in front of which that was done."""
 LISTED_S = 1.0
 """Of a record of durations: a test that takes less is not listed by itself."""
 
@@ -58,6 +60,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a file of tests leaves behind, and what it has imported, is as little in the next one's way."""
+    if item.path not in FROZEN:
+        FROZEN.add(item.path)
+        gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

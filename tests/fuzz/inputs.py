@@ -28,39 +28,42 @@ INTEGERS = (0, 1, 2, 3, 31, 32, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 
 FLOATS = (0.0, -0.0, 1.0, 0.1, -1e-300, 1e308, 5e-324)
 TEXTS = ("", "a", "0", "node-1", "\x00", "ä", "\u2028", "\U0001f600", "x" * 31, "x" * 32, "x" * 300)
 MAX_ITEMS = 3
+MAX_DEPTH = 8
+"""Of structures within each other: recipes hold recipes."""
 NEAR_THE_LIMIT = (MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES + 1, 2**31, 2**32 - 1)
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def instance(kind: type[msgspec.Struct], random: Random) -> Any:
+def instance(kind: type[msgspec.Struct], random: Random, depth: int = 0) -> Any:
     """A message of one type, with any values in its fields."""
     if kind is Membership:
         return Membership.of(instance(Member, random) for _ in range(random.randint(0, MAX_ITEMS)))
     hints = typing.get_type_hints(kind)
     while True:
-        fields = {name: value(hints[name], random) for name in kind.__struct_fields__}
+        fields = {name: value(hints[name], random, depth + 1) for name in kind.__struct_fields__}
         try:
             return kind(**fields)
         except KeepstepError:  # such values it does not take; others it does
             continue
 
 
-def value(hint: Any, random: Random) -> Any:
+def value(hint: Any, random: Random, depth: int = 0) -> Any:
     """A value of one annotation; fails on an annotation that it does not know."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return value(random.choice(parts), random)
+        flat = [part for part in parts if part in _SCALARS]
+        return value(random.choice(flat if flat and depth > MAX_DEPTH else parts), random, depth)
     if origin is tuple and parts[-1] is Ellipsis:
-        return tuple(value(parts[0], random) for _ in range(random.randint(0, MAX_ITEMS)))
+        return tuple(value(parts[0], random, depth) for _ in range(random.randint(0, MAX_ITEMS)))
     if origin is tuple:
-        return tuple(value(part, random) for part in parts)
+        return tuple(value(part, random, depth) for part in parts)
     if hint in _SCALARS:
         return _SCALARS[hint](random)
     if issubclass(hint, enum.Enum):
         return random.choice(list(hint))
     if issubclass(hint, msgspec.Struct):
-        return instance(hint, random)
+        return instance(hint, random, depth)
     raise TypeError(f"no values are known for a field of type {hint}")
 
 
