@@ -31,7 +31,7 @@ def publish(
 
 def subscribe(path: Path, **settings: Any) -> Subscriber:
     """A consumer that waits as long as a test may."""
-    return Subscriber(path, **({"deadline_s": DEADLINE_S} | settings))
+    return Subscriber(path, **({"device": 0, "deadline_s": DEADLINE_S} | settings))
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
