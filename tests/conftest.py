@@ -56,8 +56,7 @@ def pytest_collection_finish() -> None:
 
     Without the first, whatever looks at all objects of a process takes 0.1 to 0.3 s in each test.
     """
-    gc.collect()
-    gc.freeze()
+    gc.collect()  # each file of tests begins with a freeze
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 

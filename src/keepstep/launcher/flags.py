@@ -41,9 +41,8 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     """torchrun's parser under another name, with keepstep's own flags."""
     parser: argparse.ArgumentParser = torchrun.get_args_parser()
     parser.prog = program
-    parser.allow_abbrev = (
-        False  # an option of the script's that abbreviates two of these would be refused (Python 3.11)
-    )
+    # Python 3.11 would refuse an option of the script's that abbreviates two of these.
+    parser.allow_abbrev = False
     parser.description = "Runs a training script on several ranks and keeps the step when one is lost."
     parser.set_defaults(max_restarts=None, start_method="forkserver")
     own = parser.add_argument_group("keepstep")

@@ -1,7 +1,7 @@
 """``keepstep weights --metrics FILE``: what passes through a node, in a file for Prometheus.
 
-A file, as the textfile collector of Prometheus' node_exporter reads it: the node opens no port for it, so nobody has to
-prove who asks.
+The textfile collector of Prometheus' node_exporter reads the file. The node opens no port for it, so it needs no
+credential.
 """
 
 from __future__ import annotations

@@ -79,12 +79,7 @@ class HostedController:
         if process is None or process.poll() is not None:
             return
         process.send_signal(signal.SIGHUP)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_DEADLINE_S):
-                await ended(process)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        await ended_or_killed(process, END_DEADLINE_S)
 
     async def _once(self, again: tuple[str, ...]) -> int:
         self._process = subprocess.Popen([*self._command, *again], env=self._environment)  # noqa: ASYNC220 - exec alone
@@ -95,6 +90,16 @@ class HostedController:
             return runfolder.read_info(self._run_dir).ended is not None
         except ConfigurationError:
             return False
+
+
+async def ended_or_killed(process: subprocess.Popen[bytes], deadline_s: float) -> None:
+    """Waits for the end of a process that was told to end; kills it at the deadline."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            await ended(process)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Callable
 
 from keepstep.config import SECRET_VARIABLE
 from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError
-from keepstep.launcher.cluster.hosting import EXIT_USAGE, ended
+from keepstep.launcher.cluster.hosting import EXIT_USAGE, ended, ended_or_killed
 from keepstep.protocol.transfer.directory import ANNOUNCE_S
 from keepstep.transports.rpc.directory import DirectoryCaller
 
@@ -121,9 +120,4 @@ class HostedWeights:
         if process is None or process.poll() is not None:
             return
         process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await ended(process)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        await ended_or_killed(process, END_S)

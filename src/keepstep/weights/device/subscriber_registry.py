@@ -96,7 +96,10 @@ class SubscriberRegistry:
             return self._forget_gone()
 
     def versions(self) -> tuple[tuple[str, int | None], ...]:
-        """Each consumer that is there now, and the version it has. Forgets nobody, so an update may be under way."""
+        """Each consumer that is there now, and the version it has.
+
+        It drops none of those that have ended from the registry, so an update may be under way.
+        """
         with self._changed, contextlib.suppress(OSError, ValueError):  # the thread that publishes closes one just now
             return tuple((each.name, each.version) for each in self._present.values() if not each.connection.has_ended)
         return ()

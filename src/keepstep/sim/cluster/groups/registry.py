@@ -158,7 +158,7 @@ class SimulatedGroups:
             world.under_way = None
 
     def begin_second_copy(self) -> None:
-        """A snapshot moves on the world's connections, by a thread of which nobody knows what it does next."""
+        """A snapshot moves on the world's connections, by a thread whose next message no rank can foresee."""
         world = self._groups[WORLD]
         world.is_whole = False
         self._world.oracle.groups.cut(WORLD, world.cohort, self._member.process)

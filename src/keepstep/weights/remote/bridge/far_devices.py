@@ -1,7 +1,7 @@
 """The devices of other nodes, for those of this one: they dial here, and tunnels lead to where the rank is.
 
-Nobody has to know where that is: every other node is asked, and the one that has the rank answers. So a rank may come
-back on another node.
+A device does not know on which node a rank is: it asks every other node, and the one that has the rank answers. So a
+rank may come back on another node.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from keepstep.weights.channels.connection import Connection, wait, what_of
 from keepstep.weights.channels.listener import Listener, far_path, make_private
 from keepstep.weights.remote import messages as msg
 from keepstep.weights.remote.bridge.mirrors import Mirror
+from keepstep.weights.remote.devices import LOOK_S, SEND_S
 from keepstep.weights.remote.link import NodeLink
-
-SEND_S = 1.0
-"""For a device to take a message: they are short, and its socket holds hundreds of them."""
-LOOK_S = 3600.0
-"""The kernel waits no longer than some weeks at a time."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -22,16 +22,13 @@ from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import dial, listener_path
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.remote import messages as msg
+from keepstep.weights.remote.bridge.mirrors import ON_A_GPU
+from keepstep.weights.remote.devices import FOREVER_S, LOOK_S, SEND_S
 from keepstep.weights.remote.link import NodeLink
 from keepstep.weights.remote.switch import BucketInSlot
 
-SEND_S = 1.0
-"""For a device to take a message: they are short, and its socket holds hundreds of them."""
-FOREVER_S = 1e9
 LOOK_FOR_RANK_S = 0.1
 """Between two looks whether a rank is on this node: every node looks for what a device of another one wants."""
-LOOK_S = 3600.0
-"""The kernel waits no longer than some weeks at a time."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -139,9 +136,7 @@ class LocalDevices:
             place = welcomed.buffer
             try:
                 if place is not None and place.gpu is not None:
-                    raise RemoteProtocolError(
-                        "its buffers are on a GPU: with publishers on several nodes they must be on 'cpu'"
-                    )
+                    raise RemoteProtocolError(ON_A_GPU)
                 buffer = None if place is None else attach_buffer(place, connection)
             except RemoteProtocolError:
                 connection.close()

@@ -9,6 +9,8 @@ from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.transfer.messages import BucketReady, BufferPlace
 from keepstep.weights.memory.buffers import SlotBuffer
 
+ON_A_GPU = "its buffers are on a GPU: with publishers on several nodes they must be on 'cpu'"
+"""Why a buffer has no mirror."""
 MAX_MIRROR_BYTES = 1 << 31
 """What claims more is refused before memory is taken for it."""
 
@@ -30,9 +32,7 @@ class Mirror:
             BufferUnavailable: there is not so much memory here.
         """
         if place.gpu is not None:
-            raise RemoteProtocolError(
-                "its buffers are on a GPU: with publishers on several nodes they must be on 'cpu'"
-            )
+            raise RemoteProtocolError(ON_A_GPU)
         if not 0 < place.num_slots * place.slot_bytes <= MAX_MIRROR_BYTES:
             raise RemoteProtocolError(f"its buffer has {place.num_slots} slots of {place.slot_bytes} bytes")
         self.buffer = SlotBuffer.create(place.num_slots, place.slot_bytes)
