@@ -103,7 +103,7 @@ def folder_of(parent: Path, door_bytes: int) -> Path:
     return parent / name
 
 
-def test_a_name_that_is_too_long_for_a_socket_is_told(short_folder: Path) -> None:
+def test_a_name_that_is_too_long_for_a_socket_is_reported(short_folder: Path) -> None:
     folder = folder_of(short_folder, MAX_PATH_BYTES + 1)
     with pytest.raises(ConfigurationError, match=r"is too long for a socket's name \(96 bytes\): use a shorter"):
         listener_path(folder, 0)
@@ -236,7 +236,7 @@ def test_a_door_that_does_not_answer_in_time(path: Path) -> None:
 
 
 def listener(path: Path) -> socket.socket:
-    """A listener behind which nobody is, such as that of a stopped process."""
+    """A listener that no process serves, such as that of a stopped process."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     found.bind(os.fspath(path))
     found.listen(1)
@@ -284,7 +284,7 @@ def test_a_door_that_is_full_is_waited_for(path: Path) -> None:
     ],
     ids=["refused", "stale", "nonsense"],
 )
-def test_a_refusal_is_told(path: Path, reply: AnyTransferMessage, error: type[Exception], told: str) -> None:
+def test_a_refusal_is_reported(path: Path, reply: AnyTransferMessage, error: type[Exception], told: str) -> None:
     visits = Visits(reply)
     listener = Listener(path, visits.answer)
     with pytest.raises(error, match=told) as caught:
@@ -336,7 +336,7 @@ def test_a_client_that_says_nothing_keeps_no_other_waiting(path: Path) -> None:
     silent = raw_call(path)
     dial(path, INTRODUCTION, "rank 0", later())[0].close()
     visits.next()[0].close()
-    silent.shutdown(socket.SHUT_RDWR)
+    silent.shutdown(socket.SHUT_WR)  # not its own end too: the last words end when the listener has closed
     assert last_words(silent) == b""
     listener.close()
 
@@ -364,7 +364,7 @@ def test_another_users_door_is_not_spoken_to(path: Path, monkeypatch: pytest.Mon
 
 
 def stranger(rank: int, size: int, folder: Path) -> tuple[bytes, str]:
-    """Another user, who finds the listener open for everybody: what it hears there."""
+    """Another user, who finds the listener open for all: what it hears there."""
     os.chdir(folder)  # the folders above it are closed to others
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -413,7 +413,7 @@ def killed_with_its_door(rank: int, size: int, path: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_door_of_a_killed_process_leads_nowhere_until_another_takes_its_place(tmp_path: Path) -> None:
+def test_the_listener_of_a_killed_process_leads_nowhere_until_another_takes_its_place(tmp_path: Path) -> None:
     path = listener_path(tmp_path, 0)
     with pytest.raises(AssertionError, match="died without an answer"):
         run_ranks(1, killed_with_its_door, path)
