@@ -16,7 +16,7 @@ from jobs import JobFailed
 BURST_BYTES = 512 << 10
 """A token bucket lets so much through at once. Linux hands it up to 64 KiB at a time."""
 LATENCY_MS = 20
-"""How long a packet may wait in the queue in front of a link, as in a switch with some MiB of buffers."""
+"""How long a packet may wait in the queue before a link, as in a switch with some MiB of buffers."""
 NETWORK = "10.78.0"
 INTERFACE = "link0"
 

@@ -24,13 +24,21 @@ from keepstep.protocol.transfer.boxes import whole
 from keepstep.protocol.transfer.plan import Limits, Part, Reader, TensorForm, plan_transfer
 from keepstep.protocol.transfer.topology import ROOT, FedNode, choose_fanout, choose_feeder
 from keepstep.weights.publisher import DEFAULT_BUCKET_BYTES
-from keepstep.weights.remote.node import DEFAULT_STREAMS, HOP_S
+from keepstep.weights.remote.node import HOP_S
 from keepstep.weights.remote.switch import NUM_SLOTS
 
 GIB, MIB = 1 << 30, 1 << 20
 NODES = (1, 4, 16, 100, 1000)
 CASES = ((16.0, 25.0), (1 / 16, 25.0))
 """GiB of weights (8 billion parameters in bf16; a LoRA), and Gbit/s of each link."""
+CONSUMER_S = 0.0007
+"""Measured on 2026-11-25 on two cores: `publish()` of 300 tensors to 1,000 consumers by one proxy, all of which want
+everything, took 0.5 to 0.8 s of the publishing process, to one of them 0.004 s. Most of it is for the layout, in which
+each of them stands."""
+
+
+TIMES = ("latency_s", "hop_s", "announce_s", "consumer_s", "say_s")
+"""Of a `Network`, that can be given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,10 +49,10 @@ class Network:
         gbit_per_s: of each node's link, in each direction.
         latency_s: from node to node.
         hop_s: from the last byte of a bucket until the node passes it on.
-        announce_s: processor time on the publishers' node for each bucket and consumer: their messages, one after the
-            other.
+        announce_s: processor time on the publishers' node for the messages of a bucket, for any number of consumers.
+        consumer_s: the same for all that is said of a consumer in an update: what it wants, that it has the version,
+            that it uses it. `CONSUMER_S` says where it comes from.
         say_s: what a message takes through a node, apart from the latency.
-        num_streams: of a link, which carry a bucket each.
         num_slots: of each node.
         reload_bytes_per_s: how fast a consumer takes a bucket out of a slot.
     """
@@ -53,8 +61,8 @@ class Network:
     latency_s: float = 0.0001
     hop_s: float = HOP_S
     announce_s: float = 0.0001
+    consumer_s: float = CONSUMER_S
     say_s: float = 0.0002
-    num_streams: int = DEFAULT_STREAMS
     num_slots: int = NUM_SLOTS
     reload_bytes_per_s: float = 5e9
 
@@ -69,14 +77,14 @@ def assumptions(network: Network) -> list[str]:
     return [
         "A model, not a measurement. Links are equal, full duplex, and lose nothing; their latency is "
         f"{_ms(network.latency_s)}. Headers are not counted.",
-        f"A link has {network.num_streams} streams, each of which carries a bucket and has an equal share of its "
-        "sender's bandwidth all the time, whether the others are used or not.",
+        "A link carries one bucket at a time, in stripes on all of its streams. Where a node feeds several, each has "
+        "an equal share of its bandwidth all the time, whether the others use theirs or not.",
         f"A node passes a bucket on {_ms(network.hop_s)} after its last byte. It has {network.num_slots} slots. One is "
         f"free when the node's consumer has copied it, at {network.reload_bytes_per_s / 1e9:g} GB/s, and all nodes "
         "that it feeds have it. One consumer a node; no node is lost. Processors keep up with the links.",
-        f"The publishers' node takes {_ms(network.announce_s)} of one processor for the messages of each bucket to "
-        "each consumer. At the end three messages for each consumer go through all nodes between it and the "
-        f"publishers, in {_ms(network.say_s)} each.",
+        f"The publishers' node takes {_ms(network.announce_s)} of one processor for the messages of each bucket, and "
+        f"in an update {_ms(network.consumer_s)} for each consumer, at the end. Then three messages for each consumer "
+        f"go through all nodes between it and the publishers, in {_ms(network.say_s)} each.",
         "bound: the bytes by the bandwidth of one link. chain, tree: with `--fanout` 1 and 2. chosen: the fanout is "
         "chosen whenever a node comes, from the true bandwidth. Nodes that come before anything was measured make a "
         "chain.",
@@ -128,26 +136,25 @@ def update_s(feeders: Mapping[int, int], buckets: Sequence[int], network: Networ
         fed[feeder].append(node)
         depth[node] = depth[feeder] + 1
     order = sorted(fed, key=lambda node: (depth[node], node))
-    streams = {node: [0.0] * network.num_streams for node in feeders}
+    link_free = dict.fromkeys(feeders, 0.0)
     free = {node: [0.0] * network.num_slots for node in fed}
     came = dict.fromkeys(fed, 0.0)
     announced_s = 0.0
     for bucket, num_bytes in enumerate(buckets):
         slot = bucket % network.num_slots
-        came[ROOT] = announced_s = max(announced_s, free[ROOT][slot]) + network.announce_s * len(feeders)
+        came[ROOT] = announced_s = max(announced_s, free[ROOT][slot]) + network.announce_s
         for node in order:
             sent_s = came[node]
             for other in fed[node]:
-                lane = min(range(network.num_streams), key=streams[other].__getitem__)
-                begin_s = max(came[node], free[other][slot], streams[other][lane])
-                end_s = begin_s + num_bytes * len(fed[node]) * network.num_streams / network.bytes_per_s
-                streams[other][lane] = end_s
+                begin_s = max(came[node], free[other][slot], link_free[other])
+                link_free[other] = end_s = begin_s + num_bytes * len(fed[node]) / network.bytes_per_s
                 sent_s = max(sent_s, end_s)
                 came[other] = end_s + network.latency_s + network.hop_s
             taken_s = came[node] + (num_bytes / network.reload_bytes_per_s if node != ROOT else 0.0)
             free[node][slot] = max(sent_s, taken_s)
     last_s = buckets[-1] / network.reload_bytes_per_s
-    return max(came[node] + last_s + 3 * depth[node] * (network.latency_s + network.say_s) for node in feeders)
+    said_s = max(came[node] + 3 * depth[node] * (network.latency_s + network.say_s) for node in feeders)
+    return said_s + last_s + network.consumer_s * len(feeders)
 
 
 WAYS: dict[str, int | None] = {"chain": 1, "tree": 2, "chosen": None}
@@ -158,7 +165,7 @@ def section(num_bytes: int, bucket_bytes: int, network: Network, nodes: Sequence
     buckets = buckets_of(num_bytes, bucket_bytes)
     total = sum(buckets)
     bound_s = total / network.bytes_per_s
-    without = dataclasses.replace(network, announce_s=0.0)
+    without = dataclasses.replace(network, announce_s=0.0, consumer_s=0.0)
     rows = []
     for num_nodes in nodes:
         ways = {way: come(num_nodes, fanout, total, bucket_bytes, network) for way, fanout in WAYS.items()}
@@ -173,7 +180,7 @@ def section(num_bytes: int, bucket_bytes: int, network: Network, nodes: Sequence
         f"By a model: {total / GIB:.3g} GiB in {len(buckets):,} buckets of {bucket_bytes / MIB:g} MiB at most, "
         f"{network.gbit_per_s:g} Gbit/s"
     )
-    columns = ["nodes", "bound, s", *WAYS, "chain, without the messages of buckets"]
+    columns = ["nodes", "bound, s", *WAYS, "chain, if messages took the publishers' node no time"]
     return Section(title, columns, rows, [])
 
 
@@ -200,12 +207,13 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, action="append", help="repeatable (default: 1, 4, 16, 100, 1000)")
     parser.add_argument("--bucket-mib", type=float, default=DEFAULT_BUCKET_BYTES / MIB, help="default: %(default)g")
     defaults = Network()
-    for name in ("latency_s", "hop_s", "announce_s", "say_s"):
+    for name in TIMES:
         value = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help="default: %(default)g")
     args = parser.parse_args()
     cases = list(itertools.product(args.gib or [16.0], args.gbit or [25.0])) if args.gib or args.gbit else CASES
-    network = Network(latency_s=args.latency_s, hop_s=args.hop_s, announce_s=args.announce_s, say_s=args.say_s)
+    given = {name: getattr(args, name) for name in TIMES}
+    network = Network(**given)
     for each in sections(cases, round(args.bucket_mib * MIB), network, args.nodes or NODES):
         each.show(Console())
 

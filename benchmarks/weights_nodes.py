@@ -7,8 +7,8 @@
 The machines are network namespaces of this one (`weights_links.py`), so they share its processors. On each node there
 is one consumer; the publisher is on a machine of its own, with `keepstep weights serve` beside it. Beside keepstep, in
 plain and with TLS, stand `torch.distributed.broadcast` over gloo, and a safetensors file and a checkpoint of
-`torch.distributed.checkpoint` over HTTP that every node reads. The floor is one plain TCP connection between two of the
-machines. For 100 and 1,000 nodes there is a model (`weights_model.py`).
+`torch.distributed.checkpoint` over HTTP that every node reads. The floor is plain TCP through
+all nodes in a row. For 100 and 1,000 nodes there is a model (`weights_model.py`).
 
 Prints tables, and writes ``benchmarks/results/DATE-weights-nodes.md`` with the raw figures in a .json beside it. The
 machine should have nothing else to do.
@@ -42,6 +42,8 @@ from keepstep.trust.tokens import Secret
 MIB = 1 << 20
 QUICK = {"mib_per_gbit": 4, "nodes": [1, 2], "gbit": [1.0], "runs": 1}
 PORT = 29700
+END_S = 10.0
+"""In which a member ends by itself."""
 ROLES = Path(__file__).with_name("weights_roles.py")
 FIRST, TLS, BROADCAST, HTTP = "keepstep", "keepstep, TLS", "broadcast, gloo", "safetensors, HTTP"
 CHECKPOINT = "checkpoint, HTTP"
@@ -49,8 +51,8 @@ WAYS = {
     FIRST: "`Publisher.publish`, until every consumer has switched; a chain of nodes",
     TLS: "the same with TLS 1.3 on every link",
     BROADCAST: "all weights as one tensor, `dist.broadcast` from rank 0, until all have it",
-    HTTP: "a safetensors file in memory, made anew; all nodes read it at once from one web server and copy it",
-    CHECKPOINT: "`torch.distributed.checkpoint` to a folder in memory, made anew; all nodes read its files at once "
+    HTTP: "a safetensors file in memory, recreated; all nodes read it at once from one web server and copy it",
+    CHECKPOINT: "`torch.distributed.checkpoint` to a folder in memory, recreated; all nodes read its files at once "
     "from one web server into a folder of their own and load them",
 }
 
@@ -113,9 +115,13 @@ class Member:
         return self.answer()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, by SIGKILL if it stands in a collective that an error has broken off."""
         self._process.terminate()
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -213,14 +219,20 @@ def measure_http(machines: Machines, num_bytes: int, runs: int, kind: str) -> li
 
 
 def measure_floor(machines: Machines, num_bytes: int, runs: int) -> list[float]:
-    """One plain TCP connection from the publisher's machine to the first node."""
-    common = {"host": address(1), "port": PORT, "num_bytes": num_bytes}
+    """Plain TCP from the publisher's machine through all nodes in a row, each of which hands on what it receives."""
+    nodes = range(1, machines.num_nodes)
+    common = {"port": PORT, "num_bytes": num_bytes}
+    roles: list[tuple[int, dict[str, Any]]] = [
+        (n, {"role": "relay", "host": address(n), "next": address(n + 1) if n + 1 in nodes else "", **common})
+        for n in reversed(nodes)
+    ]
     seconds = []
-    with members(machines, [(1, {"role": "sink", **common}), (0, {"role": "spring", **common})]) as (sink, spring):
+    with members(machines, [*roles, (0, {"role": "spring", "host": address(1), **common})]) as (*relays, spring):
         for _ in range(runs):
-            sink.tell()
-            spring.ask()
-            seconds.append(sink.answer()["seconds"])
+            for each in relays:
+                each.tell()
+            began_s = spring.ask()["began_s"]
+            seconds.append(max(each.answer()["ended_s"] for each in relays) - began_s)
     return seconds
 
 
@@ -255,9 +267,11 @@ def sections(result: dict[str, Any]) -> list[Section]:
     rows = [["floor, plain TCP", *(f"{statistics.median(case['floor']):.3f}" for case in result["cases"])]]
     rows += [[way, *(_spread(case[way]) for case in result["cases"])] for way in WAYS]
     rows += [[f"{way}: share of the link", *_shares(result["cases"], way)] for way in WAYS]
+    rows += [[f"{way}: floor / measured", *_against_floor(result["cases"], way)] for way in (FIRST, TLS)]
     rows += [[f"{way}: times as long as with the fewest nodes", *_against_fewest(result["cases"], way)] for way in WAYS]
     notes = [
-        "Seconds: median (min–max). floor: one connection, to one node, of as many bytes.",
+        "Seconds: median (min–max). floor: as many bytes through all nodes in a row by plain TCP, with one process on "
+        "each that hands on what it receives and does nothing else: what these cores can do.",
         *(f"{way}: {what}." for way, what in WAYS.items()),
         "share of the link: the bits of the weights by the median and the rate of one link, one way. Headers of "
         "Ethernet, IP and TCP take some 5 % of it where packets have 1,500 bytes.",
@@ -272,6 +286,10 @@ def _shares(cases: list[dict[str, Any]], way: str) -> list[str]:
     return [
         f"{case['mib'] * MIB * 8 / (case['gbit_per_s'] * 1e9 * statistics.median(case[way])):.0%}" for case in cases
     ]
+
+
+def _against_floor(cases: list[dict[str, Any]], way: str) -> list[str]:
+    return [f"{statistics.median(case['floor']) / statistics.median(case[way]):.0%}" for case in cases]
 
 
 def _against_fewest(cases: list[dict[str, Any]], way: str) -> list[str]:

@@ -11,6 +11,7 @@ import contextlib
 import http.server
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -31,7 +32,7 @@ import keepstep
 TENSOR_BYTES = 8 << 20
 NUM_VECTORS = 32
 DEADLINE_S = 60.0
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 Do = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -186,46 +187,57 @@ def quiet_checkpoint() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sink(settings: dict[str, Any]) -> Iterator[Do]:
-    """``take``: so many bytes over one plain TCP connection: the floor."""
+def relay(settings: dict[str, Any]) -> Iterator[Do]:
+    """``take``: so many bytes over a plain TCP connection, handed on over another one if there is a ``next``."""
     with socket.create_server((settings["host"], settings["port"])) as listener:
 
         def do(order: dict[str, Any]) -> dict[str, Any]:
-            connection, _ = listener.accept()
-            memory, left = bytearray(CHUNK_BYTES), settings["num_bytes"]
-            with connection:
-                began_s = time.monotonic()
+            memory, left = memoryview(bytearray(CHUNK_BYTES)), settings["num_bytes"]
+            with contextlib.ExitStack() as stack:
+                if further := settings["next"]:
+                    connection = socket.create_connection((further, settings["port"]), DEADLINE_S)
+                    onward = stack.enter_context(connection).sendall
+                else:
+                    onward = None
+                source = stack.enter_context(listener.accept()[0])
                 while left > 0:
-                    left -= connection.recv_into(memory, min(CHUNK_BYTES, left))
-                return {"seconds": time.monotonic() - began_s}
+                    received = source.recv_into(memory, min(CHUNK_BYTES, left))
+                    if not received:
+                        raise ConnectionError("the relay before this one has ended")
+                    if onward is not None:
+                        onward(memory[:received])
+                    left -= received
+            return {"ended_s": time.monotonic()}
 
         yield do
 
 
 @contextlib.contextmanager
 def spring(settings: dict[str, Any]) -> Iterator[Do]:
-    """``pour``: the other side of `sink`."""
+    """``pour``: the bytes for the first `relay`."""
     memory = bytes(CHUNK_BYTES)
 
     def do(order: dict[str, Any]) -> dict[str, Any]:
+        began_s = time.monotonic()
         with socket.create_connection((settings["host"], settings["port"]), DEADLINE_S) as connection:
             left = settings["num_bytes"]
             while left > 0:
                 connection.sendall(memory[: min(CHUNK_BYTES, left)])
                 left -= CHUNK_BYTES
-        return {}
+        return {"began_s": began_s}
 
     yield do
 
 
 ROLES = {
     "publisher": publisher, "consumer": consumer, "broadcaster": broadcaster, "web_server": web_server,
-    "web_client": web_client, "sink": sink, "spring": spring,
+    "web_client": web_client, "relay": relay, "spring": spring,
 }  # fmt: skip
 
 
 def main() -> None:
-    """Does what it is told until its input ends."""
+    """Does what it is told until its input ends or SIGTERM comes; then its files in memory are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     if "folder" in settings:

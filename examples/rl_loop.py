@@ -246,7 +246,7 @@ def samples_of(asked: Asked) -> torch.Tensor:
         dist.all_reduce(counts)
         num_ready, num_ranks = counts.tolist()
         if num_ranks < dist.get_world_size():
-            raise ConnectionError("another trainer was lost while samples were drawn")  # the step comes again
+            raise ConnectionError("another trainer was lost while samples were drawn")  # the step is repeated
         if num_ready == num_ranks:
             assert sample["version"] == asked.request["version"], sample
             return torch.tensor(sample["answers"])

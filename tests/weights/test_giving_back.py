@@ -24,7 +24,6 @@ from keepstep.weights.giving_back import give_back, take_back
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.mapping.mapped import Mapped
 from keepstep.weights.publisher import Buffers, Publisher
-from keepstep.weights.subscriber import Subscriber
 
 Tensors = dict[str, torch.Tensor]
 QKV = Concat((Shard("q", 0), Shard("k", 0)))
@@ -98,7 +97,7 @@ def test_a_trainer_takes_its_shards_from_fused_engines(num_engines: int, tmp_pat
 
 
 def two_trainers(path: Path, into: Any, rank: int) -> None:
-    with Subscriber(path / "back", into=into, name=f"trainer {rank}", deadline_s=DEADLINE_S) as subscriber:
+    with subscribe(path / "back", into=into, name=f"trainer {rank}", deadline_s=DEADLINE_S) as subscriber:
         subscriber.only_version = 7
         subscriber.receive(DEADLINE_S)
 

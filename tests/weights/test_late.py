@@ -19,7 +19,7 @@ SOURCES = 3
 
 
 def late(rank: int, size: int, path: Path, seed: int) -> Any:
-    """Three devices with a shard each publish to nobody; two consumers come after that, to different devices."""
+    """Three devices with a shard each publish to no process; two consumers come after that, to different devices."""
     whole = sharded(seed)
     if rank < SOURCES:
         live = shards(whole, rank, SOURCES)
@@ -53,7 +53,7 @@ def test_who_has_the_newest_version_is_not_served_again(tmp_path: Path) -> None:
         consumer._leave("the connection broke")
         consumer.attach(DEADLINE_S)
         publish_to(publisher, consumer, 2)
-        assert publisher.buffer_bytes == 4 * (1024 + 64), "nobody was served apart"
+        assert publisher.buffer_bytes == 4 * (1024 + 64), "no consumer was served separately"
 
 
 def test_a_consumer_of_a_former_job_gets_what_the_new_one_published_last(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def gone_in_mid_catch_up(rank: int, size: int, path: Path) -> Any:
 
 
 def refuse() -> None:
-    """From here on nobody who comes late is served."""
+    """From here on no process who comes late is served."""
 
     def fail(self: Any, *arguments: Any) -> None:
         raise late_subscribers.CannotGoOn("rank 0", "this is a test")
@@ -177,7 +177,7 @@ def refuse() -> None:
     late_subscribers.LateSubscribers._serve_now = fail
 
 
-def test_a_late_consumer_whose_holder_fails_is_told(tmp_path: Path) -> None:
+def test_a_late_consumer_whose_holder_fails_is_reported(tmp_path: Path) -> None:
     _none, (message, version) = run_ranks(2, gone_in_mid_catch_up, tmp_path)
     assert "rank 0" in message
     assert version == 2

@@ -156,7 +156,7 @@ def too_little_memory(rank: int, size: int, path: Path) -> tuple[str, int, int]:
 
 def test_buffers_that_do_not_fit_into_memory_are_an_error_and_not_the_end(tmp_path: Path) -> None:
     ((message, num_leaked, version),) = run_ranks(1, too_little_memory, tmp_path)
-    assert message.startswith("4.0 MiB of shared memory for 4 buckets cannot be had (EFBIG")
+    assert message.startswith("4.0 MiB of shared memory for 4 buckets is not available (EFBIG")
     assert (num_leaked, version) == (0, 0)
 
 
@@ -284,7 +284,7 @@ def unusable(rank: int, size: int, path: Path) -> Any:
         with pytest.raises(ChecksumMismatch):
             consumer.receive(DEADLINE_S)
         with (
-            pytest.raises(WeightsPartiallyUpdated, match=r"version 1 broke off half-way .*wrong checksum"),
+            pytest.raises(WeightsPartiallyUpdated, match=r"version 1 broke off halfway .*wrong checksum"),
             consumer.using(),
         ):
             pass

@@ -1,4 +1,4 @@
-"""Published weights as Prometheus counts them, with the folder as a label."""
+"""Prometheus metrics of published weights, with the folder as a label."""
 
 from __future__ import annotations
 

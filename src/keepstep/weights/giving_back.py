@@ -1,4 +1,4 @@
-"""Back again: a trainer that was restarted takes its weights from engines that hold a whole version of them."""
+"""A restarted trainer takes its weights back from engines that hold a complete version of them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def give_back(
     num_trainers: int = 1,
     timeout_s: float = DEFAULT_DEADLINE_S,
 ) -> int:
-    """Gives the version that an engine holds to trainers, under the names and in the blocks in which it was published.
+    """Sends an engine's version to trainers, under the names and in the blocks in which it was published.
 
-    The engine goes on with its version meanwhile, and takes no other one. Of an engine of several tensor-parallel
-    ranks each calls it, and together they hold all.
+    Meanwhile the engine continues with its version, and receives no other one. Each tensor-parallel rank of an engine
+    calls it; together they hold all weights.
 
     Args:
-        subscriber: of this engine, which took the version.
-        folder: where trainers find the engine; another one than that in which it takes its weights.
+        subscriber: this engine's, with the version.
+        folder: where trainers find the engine; not the folder from which it receives weights.
         rank, world_size: of this engine among those that give back together.
-        num_trainers: how many call `take_back`.
-        timeout_s: how long it waits for them, and then for a sign of each.
+        num_trainers: number of processes that call `take_back`.
+        timeout_s: how long it waits for them to connect, and then for progress of each.
 
     Returns:
         the version.
 
     Raises:
-        WeightsNotReady: there is no whole version here.
-        DtypeMismatch: a tensor was cast or quantized on its way here: what it was cannot be told from it any more.
-        PeerLost: the trainers did not come in time, or another rank is gone.
-        KeepstepError: a trainer did not get it, and why.
+        WeightsNotReady: the subscriber has no complete version.
+        DtypeMismatch: a tensor was cast or quantized when it was received, so its original bits are lost.
+        PeerLost: the trainers did not connect in time, or another rank is gone.
+        KeepstepError: a trainer did not get it; with the reason.
     """
     with subscriber.using() as version:
         held = subscriber.as_published()
@@ -53,21 +53,22 @@ def give_back(
 def take_back(
     folder: str | Path, into: Weights | Mapped, version: int, *, timeout_s: float = DEFAULT_DEADLINE_S
 ) -> None:
-    """Takes a version from engines that `give_back`. Every bit is that which was published, or nothing is written.
+    """Takes a version from engines that call `give_back`: bit for bit as published, or nothing is written.
 
-    It brings weights alone: no optimizer state, and no position in the data.
+    It transfers only weights: no optimizer state, and no position in the data.
 
     Args:
-        folder: as the engines say it.
+        folder: the engines' folder.
         into: the trainer's weights: a module, or its shards by name.
-        version: the one that is wanted; no other is taken.
+        version: the required version; no other is accepted.
         timeout_s: how long to wait for the engines.
 
     Raises:
         BaseMismatch: they hold another version.
-        StateMismatch: they do not hold everything, or in another form; its kind and its message say which tensor.
-        PublisherLost: they did not come, or have gone.
+        StateMismatch: they lack a part of the weights, or hold it in another form; the message names the tensor.
+        PublisherLost: they did not connect, or are gone.
     """
-    with Subscriber(folder, into=into, deadline_s=timeout_s) as subscriber:
+    # Rank 0 of the engines waits for all trainers.
+    with Subscriber(folder, into=into, device=0, deadline_s=timeout_s) as subscriber:
         subscriber.only_version = version
         subscriber.receive(timeout_s)

@@ -1,4 +1,4 @@
-"""The newest whole version in host memory, for a process that hands it on to something else."""
+"""The newest complete version in host memory, for a process that passes it on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VersionInbox:
 
     @property
     def last_error(self) -> KeepstepError | None:
-        """Why no version came of late; None since one has come."""
+        """Why the last version failed; None after a successful one."""
         return self._subscriber.last_error
 
     def take(self, timeout_s: float) -> tuple[int, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Publishing weights: the side that holds them. One `Publisher` a device; together they serve all consumers."""
+"""Publishing weights: one `Publisher` per device; together they serve all consumers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MAX_VERSION = (1 << 63) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a publisher's buffers are.
+    """Size and place of a publisher's buffers.
 
     Attributes:
-        bucket_bytes: how much moves at a time; a publisher takes four times as much.
+        bucket_bytes: size of a bucket; a publisher's buffer holds four.
         device: where they are, the same kind of device on all ranks: host memory, or the GPU (``cuda:0``) whose
             consumers are served.
     """
@@ -43,15 +43,16 @@ DEFAULT_BUFFERS = Buffers()
 
 
 class Published:
-    """What came of a publication.
+    """The result of a publication.
 
     Attributes:
         version: the version, committed on every device.
-        failures: consumers here that did not get it, as errors that name them; all others use it now.
+        failures: errors that name the consumers on this device that did not get it; all others use it now.
         spans: when this device's stages were busy.
         reloads: when a consumer here was busy with the first buckets, on its machine's clock.
-        sent_bytes: of the weights that this device is the source of: those that went to at least one device.
-        unchanged_bytes: of the same: those that all consumers of them have and keep, so that they did not travel.
+        sent_bytes: bytes of this device's weights that were sent to at least one device.
+        unchanged_bytes: bytes of this device's weights that were not sent, because all their consumers already have
+            them.
     """
 
     def __init__(self, version: int, update: WeightUpdate) -> None:
@@ -63,10 +64,10 @@ class Published:
 class Publisher:
     """One device's part in publishing weights to the consumers on it.
 
-    All devices of a world publish together, as with a collective: each calls `publish` with the same version. It owns
-    a buffer of four buckets, made here and kept until `close`; one more of the same size is made when a consumer first
-    comes late. On a GPU each is two buffers of two buckets. Besides those it takes some hundred bytes for each tensor,
-    and with ``copies`` as much as the weights. It may be used from one thread at a time, but for `interrupt`.
+    All devices publish together, as in a collective: each calls `publish` with the same version. The publisher owns a
+        buffer of four buckets, from its creation until `close`; it allocates a second one when a consumer first
+        attaches late. On a GPU each is two buffers of two buckets. In addition it takes a few hundred bytes per tensor,
+        and with ``copies`` the size of the weights. Use it from one thread at a time, except for `interrupt`.
     """
 
     def __init__(
@@ -82,18 +83,18 @@ class Publisher:
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         """Args:
-        folder: where all devices and consumers of this node find each other; made if it is not there, for this user
-            alone. A short name: sockets are in it.
-        weights: what this device holds, only read; with a name map, what it publishes is made of that.
+        folder: where all devices and consumers of this node find each other; created if missing, for this user alone.
+            Use a short path, because it contains sockets.
+        weights: what this device holds, only read; a name map maps them to the published tensors.
         rank, world_size: of this device among all that publish.
         generation: of the membership; a device or consumer that knows a higher one refuses this publisher.
-        copies: publish copies in host memory, so that the weights may change meanwhile, and consumers that come
-            late get what was published last. The copies take as much memory as this device's weights.
-        buffers: how large, and where.
-        deadline_s: how long a device or consumer may show nothing before it is taken for lost.
+        copies: publish copies in host memory, so that the weights may change meanwhile, and consumers that attach late
+            get the last version. The copies take as much memory as this device's weights.
+        buffers: their size and place.
+        deadline_s: time without progress after which a device or consumer counts as lost.
 
         Raises:
-            ConfigurationError: an argument cannot work, or the buffers do not fit into memory.
+            ConfigurationError: an argument is invalid, or the buffers do not fit into memory.
         """
         device = torch.device(buffers.device)
         settings = Settings(Path(folder), rank, world_size, buffers.bucket_bytes, deadline_s, device)
@@ -149,10 +150,10 @@ class Publisher:
         return self._device.subscriber_registry.versions()
 
     def wait_for_consumers(self, num_consumers: int, timeout_s: float) -> None:
-        """Waits until so many consumers are attached to this device.
+        """Waits until this many consumers are attached to this device.
 
         Raises:
-            PeerLost: they did not come in time.
+            PeerLost: they did not attach in time.
         """
         if not self._device.subscriber_registry.wait_for(num_consumers, timeout_s):
             there, rank = len(self.consumers), self._settings.rank
@@ -161,17 +162,16 @@ class Publisher:
     # ---- what it does -----------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> Published:
-        """Brings a version to all consumers attached now, and returns when those of this device have switched to it.
+        """Sends a version to all attached consumers, and returns when those of this device have switched to it.
 
-        Without copies the weights must not change meanwhile. A consumer that fails is left out, and named in the
-        result.
+        Without copies the weights must not change meanwhile. A consumer that fails is left out and named in the result.
 
         Args:
             version: its number, the same on all devices.
 
         Raises:
-            UsageError: another version is just being published by this publisher, or this is no version's number.
-            PublisherLost: a device is gone or stands; no consumer has switched to this version.
+            UsageError: this publisher is publishing another version, or the version number is invalid.
+            PublisherLost: a device is gone or stalled; no consumer has switched to this version.
             StateMismatch: the devices' layouts do not fit together.
             StaleGeneration: this publisher's generation is over, or another device publishes another version.
         """
@@ -185,7 +185,7 @@ class Publisher:
             What `publish` would return or raise.
 
         Raises:
-            UsageError: this publisher has no copies, or another version is just being published.
+            UsageError: this publisher has no copies, or is publishing another version.
         """
         if not self._has_copies:
             raise UsageError("publishing in the background needs a Publisher with copies=True")
@@ -202,7 +202,7 @@ class Publisher:
         return future
 
     def interrupt(self) -> None:
-        """Breaks off the publication that is under way, if there is one. Any thread."""
+        """Aborts the current publication, if there is one. Any thread."""
         with self._changed:
             if self._is_publishing:
                 self._stop.set()
@@ -250,7 +250,7 @@ class Publisher:
         return copies_of(blocks, self._settings.buffers_on.type == "cuda") if self._has_copies else blocks
 
     def _look_again(self) -> None:
-        """Takes the weights in anew where a tensor was replaced, or has moved in memory."""
+        """Registers the weights again where a tensor was replaced, or has moved in memory."""
         now = fingerprint(plain(self._weights)[0])
         if now == self._fingerprint:
             return

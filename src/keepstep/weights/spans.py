@@ -1,4 +1,4 @@
-"""When each stage of a transfer was busy with which bucket."""
+"""The times at which each stage of a transfer worked on each bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consuming weights: the side of an inference engine, or of anything else that wants them."""
+"""Consuming weights: the side of an inference engine or another consumer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Update:
 class Subscriber:
     """One consumer of published weights, attached to one device of its node.
 
-    Call `receive` from time to time, or `start` a thread that does. What uses the weights does so inside `using`.
+    Call `receive` regularly, or `start` a thread that does. Use the weights inside `using`.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class Subscriber:
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         """Args:
-        folder: that of the publishers.
-        into: where the weights go: a module, or tensors (or blocks of them) by name. The objects stay the same. With
-            a name map, they are made of the published ones by its rules.
-        load: a function that is given each name and whole tensor instead; it keeps nothing of the tensor.
-        atomic: with ``into``: new versions are put together in a second set of tensors, and change places with the
-            first when they are whole. Without, they overwrite what is there, which cannot be used meanwhile.
-        device: rank of the publisher to attach to; None: the lowest one on this node that is there.
-        name: for messages; by default the process's number. A newer consumer of the same name takes its place.
-        delta: what has not changed since the last version need not come again. No other code may write to ``into``.
-        deadline_s: how long the device may show nothing during an update; best that of the publishers.
+        folder: the publishers' folder.
+        into: the destination: a module, or tensors (or blocks of them) by name. The objects stay the same. A name map
+            computes them from the published ones.
+        load: a function that gets each name and complete tensor instead; it must not keep the tensor.
+        atomic: with ``into``: assemble a new version in a second set of tensors, and swap the sets when it is complete.
+            Otherwise overwrite the current version, which cannot be used meanwhile.
+        device: rank of the publisher to attach to; None: the lowest one on this node.
+        name: for messages; by default the process id. A newer consumer with the same name replaces it.
+        delta: receive only changes since the last version. No other code may write to ``into``.
+        deadline_s: time without progress after which an update fails; use the publishers' value.
 
         Raises:
-            ConfigurationError: neither or both of ``into`` and ``load`` are given; or ``delta`` with ``load``, which
-                keeps nothing, or with quantized tensors, which are made of more than what has changed; or a name map
-                that cannot work: AmbiguousName, and for quantized tensors UnknownTensor, ShapeMismatch, DtypeMismatch.
+            ConfigurationError: neither or both of ``into`` and ``load`` are given; or ``delta`` with ``load``, or with
+                quantized tensors, which need unchanged values as well; or the name map is invalid: AmbiguousName, and
+                for quantized tensors UnknownTensor, ShapeMismatch, DtypeMismatch.
         """
         if (into is None) == (load is None):
             raise ConfigurationError("a subscriber needs one of into=... and load=...")
@@ -116,7 +116,7 @@ class Subscriber:
         self._device, self._deadline_s, self._delta = device or 0, deadline_s, delta
         self._state = ConsumerState(atomic and into is not None)
         self._changed = threading.Condition()  # reentrant
-        """Guards what those who use the weights look at."""
+        """Guards the state that users of the weights read."""
         self._num_users = 0
         self._is_switching = False
         self._generation = 0
@@ -138,26 +138,25 @@ class Subscriber:
 
     @property
     def condition(self) -> Condition:
-        """What the weights are at the moment."""
+        """The current state of the weights."""
         return self._state.condition
 
     @property
     def is_attached(self) -> bool:
-        """Whether a publisher is there."""
+        """Whether a publisher exists."""
         return self._connection is not None
 
     @contextlib.contextmanager
     def using(self, timeout_s: float | None = None, *, version: int | None = None) -> Iterator[int]:
-        """Holds the weights as they are, and says which version that is; a new one waits until they are let go.
+        """Keeps the current version in use, and yields its number; a new version waits until the block ends.
 
         Args:
-            timeout_s: how long to wait while a new version takes its place; by default the deadline.
-            version: waits for exactly this one, which may be lower than the present one where a job went back to it.
+            timeout_s: how long to wait while a new version is swapped in; by default the deadline.
+            version: waits for exactly this one, which may be lower than the current one after a job went back to it.
 
         Raises:
-            WeightsNotReady: no whole version is there, or not the one that was asked for, or one is being written
-                over it.
-            WeightsPartiallyUpdated: an update broke off half-way.
+            WeightsNotReady: there is no complete version, or not the requested one, or it is being overwritten.
+            WeightsPartiallyUpdated: an update was interrupted halfway.
         """
         with self._changed:
             patience_s = self._deadline_s if timeout_s is None else timeout_s
@@ -185,7 +184,7 @@ class Subscriber:
         """Waits for this version or a later one, and returns it. For use with `start`.
 
         Raises:
-            KeepstepError: it did not come in time, and why if that is known.
+            KeepstepError: it did not arrive in time; with the reason, if known.
         """
         with self._changed:
             if self._changed.wait_for(lambda: self.version is not None and self.version >= version, timeout_s):
@@ -194,11 +193,11 @@ class Subscriber:
         raise self.last_error or WeightsNotReady(f"version {version} did not come within {timeout_s:g} s")
 
     def as_published(self) -> ReturnedWeights:
-        """What is in use, under the names and in the blocks in which it was published. Call it inside `using`.
+        """The current version, under the names and in the blocks in which it was published. Call it inside `using`.
 
         Raises:
             DtypeMismatch: a tensor was cast or quantized on its way here.
-            UsageError: this subscriber gives its weights to a function, and holds none.
+            UsageError: this subscriber passes its weights to a function, and holds none.
         """
         if not isinstance(self._target, TensorTarget):
             raise UsageError("a subscriber with load=... holds no weights that it could give back")
@@ -207,21 +206,21 @@ class Subscriber:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def attach(self, timeout_s: float) -> None:
-        """Waits until the publisher is there and has taken this consumer in; `receive` and `start` do it too.
+        """Waits until the publisher exists and has accepted this consumer; `receive` and `start` do so, too.
 
         Raises:
-            PeerLost: it did not come in time.
+            PeerLost: there was no publisher in time.
             RemoteProtocolError: it refuses this consumer.
         """
         self._attached_connection(time.monotonic() + timeout_s)
 
     def start(self) -> None:
-        """Attends to the publisher in a thread, until `close`."""
+        """Receives versions in a thread, until `close`."""
         self._thread = threading.Thread(target=self._attend, name="keepstep-subscriber", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Leaves the publisher. The weights stay as they are."""
+        """Disconnects from the publisher. The weights do not change."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -249,13 +248,13 @@ class Subscriber:
                     return
 
     def receive(self, timeout_s: float) -> int:
-        """Attends to the publisher, in this thread, until a version has been committed; returns it.
+        """Receives in the calling thread until a version is committed; returns it.
 
         Raises:
-            PublisherLost: nothing came in time, or the publisher is gone, or the update broke off; call it again.
+            PublisherLost: nothing arrived in time, the publisher is gone, or the update was aborted; call it again.
             LoadError: ``load`` raised; its exception is the cause.
-            ChecksumMismatch: other bytes came than were sent.
-            StateMismatch: the weights have another form than what is published.
+            ChecksumMismatch: the received bytes differ from the sent ones.
+            StateMismatch: the weights do not match the published ones.
             StaleGeneration: the publisher is of a generation that is over.
             WeightsNotReady: the weights were in use for so long that the version could not take their place.
         """
@@ -279,7 +278,7 @@ class Subscriber:
         """The connection to the device; opened if there is none."""
         if self._connection is None:
             introduction = msg.SubscriberCalled(
-                self.name, self._target.wants, self._generation, self.version, self._delta
+                self.name, self._target.wants, self._generation, self.version, self._delta, None
             )
             if self._path is None:
                 connection, welcomed = dial_any(self._folder, introduction, until_s, self._stop)

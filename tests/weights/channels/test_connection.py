@@ -257,7 +257,7 @@ def test_what_was_said_before_the_end_is_heard(pair: Pair) -> None:
     assert right.is_closed
 
 
-def test_last_words_are_heard_from_one_that_left_something_unread(pair: Pair) -> None:
+def test_last_messages_are_heard_from_one_that_left_something_unread(pair: Pair) -> None:
     left, right = pair
     left.send(MovementSeen(1), later())
     right.send(Refused("full", stale=False), later())

@@ -25,7 +25,7 @@ from keepstep.weights.channels.connection import Connection, ConnectionStalled
 from keepstep.weights.channels.listener import Listener, dial_any, dial_rank, far_path, listener_path
 
 DEVICE = DeviceCalled(0, 2)
-SUBSCRIBER = SubscriberCalled("c", None, 0, None, delta=False)
+SUBSCRIBER = SubscriberCalled("c", None, 0, None, delta=False, proxied=None)
 SOON_S = 0.1
 """For what is not going to come."""
 
@@ -90,7 +90,7 @@ def test_the_message_says_what_is_missing_where_there_is_no_bridge(folder: Path)
 
 
 def test_a_consumer_goes_to_the_lowest_rank_that_is_there(folder: Path) -> None:
-    with pytest.raises(ConnectionStalled, match=r"a publisher does not answer at .*nobody listens"):
+    with pytest.raises(ConnectionStalled, match=r"a publisher does not answer at .*no process listens"):
         dial_any(folder, SUBSCRIBER, time.monotonic() + SOON_S)
     listener_path(folder, 2).touch()  # as a process leaves it that was killed
     with (

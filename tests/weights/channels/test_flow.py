@@ -1,6 +1,7 @@
 """Credits: when a slot is free, who is lost, and who is waited for no more."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 
@@ -204,7 +205,7 @@ def test_what_is_no_credit_is_passed_on(make: Make) -> None:
 
 
 def test_readers_are_heard_while_anything_of_them_is_awaited(make: Make) -> None:
-    """As a device waits at the end, for whoever has not said that it has the whole version."""
+    """As a device waits at the end, for consumers that have not reported the complete version."""
     stand = make(2)
     loaded: set[int] = set()
     stand.outlet._other = lambda key, _message: loaded.add(key)
@@ -366,7 +367,7 @@ def test_a_reader_whose_connection_was_closed_on_this_side_is_lost_when_it_is_to
     assert stand.readers[1].receive(later()) == BucketReady(UPDATE, 7, 0, NUM_BYTES)
 
 
-def test_a_reader_that_reads_nothing_is_lost_when_it_is_told(make: Make) -> None:
+def test_a_reader_that_reads_nothing_is_lost_at_the_next_message(make: Make) -> None:
     stand = make(2, deadline_s=SOON_S)
     for bucket in range(100_000):
         stand.outlet.announce(bucket, 0, [1])
@@ -443,7 +444,7 @@ def test_a_slot_is_freed_once_with_its_last_reader(make: Make) -> None:
     assert stand.freed == [7]
 
 
-def test_a_slot_that_nobody_reads_is_freed_at_once(make: Make) -> None:
+def test_a_slot_that_no_reader_reads_is_freed_at_once(make: Make) -> None:
     stand = make(1)
     stand.outlet.announce(0, 3, [])
     stand.outlet.leave_out(0)
@@ -615,3 +616,75 @@ def test_what_a_reader_said_last_is_heard_when_it_cannot_be_told_of_a_bucket(mak
     stand.outlet.announce(bucket=0, slot=0, readers=[0])
     assert stand.others == [(0, LoadFailed(UPDATE, "it is full"))]
     assert what_of(stand.lost[0]) == "its node is gone"
+
+
+# ---- Readers that share a connection --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared() -> Iterator[Stand]:
+    """Reader 0 is told of buckets itself; 1 and 2 are by way of connection 3."""
+    with given_back():
+        stand = Stand(4, DEADLINE_S)
+        readers = {key: stand.connections[key] for key in range(3)}
+        arguments = (UPDATE, readers, DEADLINE_S, stand.stop, stand.lose, stand.hear)
+        stand.outlet = Outlet(*arguments, lambda _bucket: NUM_BYTES, stand.freed.append)
+        stand.outlet.share({3: stand.connections[3]}, {1: 3, 2: 3})
+        yield stand
+        stand.close()
+
+
+def test_a_bucket_is_announced_once_to_those_who_share(shared: Stand) -> None:
+    assert shared.outlet.readers == {0, 1, 2}
+    shared.outlet.announce(0, 0, (0, 1, 2))
+    shared.outlet.announce_unchanged(1, b"c", (1, 2))
+    ready, unchanged = BucketReady(UPDATE, 0, 0, NUM_BYTES), BucketUnchanged(UPDATE, 1, b"c")
+    assert [shared.heard(key) for key in range(4)] == [[ready], [], [], [ready, unchanged]]
+    shared.say(0, SlotFreed(UPDATE, 0))
+    shared.say(3, SlotFreed(UPDATE, 0))
+    shared.outlet.wait_until_all_free()
+    assert shared.freed == [0]
+
+
+def test_the_slot_of_those_who_share_is_waited_for_even_if_one_of_them_leaves(shared: Stand) -> None:
+    shared.outlet.announce(0, 0, (1, 2))
+    shared.outlet.leave_out(1)
+    assert shared.freed == []
+    shared.say(3, SlotFreed(UPDATE, 0))
+    shared.outlet.wait_until_free(0)
+    assert shared.freed == [0]
+    shared.outlet.leave_out(2)
+    shared.outlet.announce(1, 1, (1, 2))  # nobody is there any more
+    assert shared.freed == [0, 1]
+    assert len(shared.heard(3)) == 1
+
+
+@pytest.mark.parametrize("how", ["ends", "sends something else"])
+def test_with_a_shared_connection_all_its_readers_are_lost(shared: Stand, how: str) -> None:
+    shared.outlet.announce(0, 0, (0, 1, 2))
+    if how == "ends":
+        shared.readers[3].close()
+    else:
+        shared.say(3, MovementSeen(UPDATE))
+    shared.outlet.wait_while(lambda: {1, 2})
+    assert sorted(shared.lost) == [1, 2]
+    assert shared.outlet.readers == {0}
+    assert shared.freed == []
+    shared.say(0, SlotFreed(UPDATE, 0))
+    shared.outlet.wait_until_all_free()
+    assert shared.freed == [0]
+
+
+def test_what_comes_on_a_shared_connection_is_a_sign_of_all_its_readers(shared: Stand) -> None:
+    """The reader itself has said nothing for long, and says then that it has everything."""
+    shared.outlet._moved_s[1] -= 2 * DEADLINE_S
+    shared.outlet.announce(0, 0, (1, 2))
+    shared.say(3, SlotFreed(UPDATE, 0))
+    shared.outlet.wait_until_all_free()
+    loaded = VersionLoaded(UPDATE, b"", ())
+    timer = threading.Timer(SOON_S, lambda: shared.say(1, loaded))
+    timer.start()
+    shared.outlet.wait_while(lambda: set() if shared.others else {1})
+    timer.join()
+    assert shared.others == [(1, loaded)]
+    assert shared.lost == {}

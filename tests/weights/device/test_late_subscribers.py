@@ -98,7 +98,9 @@ def test_an_update_that_breaks_off_is_waited_for_no_longer(publisher: Publisher)
     timer.join()
 
 
-def test_a_publication_that_failed_leaves_nobody_waiting(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_that_failed_leaves_no_process_waiting(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(publisher, "_look_again", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         publisher.publish(VERSION + 1)

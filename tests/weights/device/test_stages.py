@@ -29,7 +29,7 @@ class Consumer:
     """
 
     def __init__(self, path: Path) -> None:
-        called = msg.SubscriberCalled("by hand", None, 0, None, delta=False)
+        called = msg.SubscriberCalled("by hand", None, 0, None, delta=False, proxied=None)
         self.connection, welcomed = dial(listener_path(path, 0), called, "rank 0", later())
         self.buffer = attach_buffer(welcomed.buffer, self.connection)
 

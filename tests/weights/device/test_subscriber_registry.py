@@ -13,10 +13,11 @@ from tests.weights.channels.pairs import connection_pair
 from tests.worker.ranks import DEADLINE_S
 
 from keepstep.errors import PeerLost
-from keepstep.protocol.transfer.layout import Consumer
-from keepstep.protocol.transfer.messages import MovementSeen
+from keepstep.protocol.transfer.layout import Consumer, Layout
+from keepstep.protocol.transfer.messages import MovementSeen, ProxiedReader, SaidTo, UpdateBegan, UpdateBeganFor
+from keepstep.protocol.transfer.plan import Limits
 from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled
-from keepstep.weights.device.subscriber_registry import Attached, SubscriberRegistry
+from keepstep.weights.device.subscriber_registry import Attached, Proxy, SubscriberRegistry, show_sign, tell, tell_begin
 
 SOON_S = 0.05
 Come = Callable[[str], Connection]
@@ -78,7 +79,7 @@ def test_they_are_present_in_the_order_in_which_they_came(attendance: Subscriber
 def test_what_is_said_to_one_comes_to_it(attendance: SubscriberRegistry, come: Come) -> None:
     ends = {name: come(name) for name in ("a", "b")}
     for number, each in enumerate(attendance.present()):
-        each.tell(MovementSeen(number))
+        tell([each], MovementSeen(number))
     assert ends["a"].receive_now() == MovementSeen(0)
     assert ends["b"].receive_now() == MovementSeen(1)
 
@@ -90,7 +91,7 @@ def test_a_newer_one_of_the_same_name_takes_the_place_of_the_older(attendance: S
     assert has_ended(older)
     assert not has_ended(newer)
     assert not has_ended(other)
-    attendance.present()[1].tell(MovementSeen(1))
+    tell(attendance.present()[1:], MovementSeen(1))
     assert newer.receive_now() == MovementSeen(1)
 
 
@@ -115,11 +116,23 @@ def test_all_are_sent_away_in_the_end(attendance: SubscriberRegistry, come: Come
     assert all(has_ended(end) for end in ends)
 
 
+def test_nobody_is_let_in_after_the_end(attendance: SubscriberRegistry, come: Come) -> None:
+    attendance.close()
+    with pytest.raises(ConnectionEnded, match="came when all was over"):
+        come("a")
+    ours, theirs = connection_pair("p")
+    with pytest.raises(ConnectionEnded, match="came when all was over"):
+        attendance.add_proxy(Proxy("p", ours), no_welcome)
+    assert present(attendance) == []
+    for end in (ours, theirs):
+        end.close()
+
+
 # ---- Newcomers ------------------------------------------------------------------------------------------------------
 
 
 def test_a_newcomer_is_present_from_the_moment_in_which_it_knows(attendance: SubscriberRegistry) -> None:
-    """Nobody sees it before, nor the one whose place it takes go."""
+    """No process sees it before, nor the one whose place it takes go."""
     ours, theirs = connection_pair("a")
     welcomed = threading.Event()
     seen: list[list[str]] = []
@@ -206,17 +219,17 @@ def test_one_who_cannot_be_told_has_to_come_again(attendance: SubscriberRegistry
     come("a")
     (attached,) = attendance.present()
     fill(attached.connection)
-    attached.tell(MovementSeen(0))
+    tell([attached], MovementSeen(0))
     assert attached.connection.is_closed
     assert present(attendance) == []
-    attached.tell(MovementSeen(0))
+    tell([attached], MovementSeen(0))
 
 
 def test_one_who_has_gone_is_told_nothing(attendance: SubscriberRegistry, come: Come) -> None:
     end = come("a")
     (attached,) = attendance.present()
     end.close()
-    attached.tell(MovementSeen(0))
+    tell([attached], MovementSeen(0))
     assert attached.connection.is_closed
 
 
@@ -224,9 +237,78 @@ def test_a_sign_that_cannot_be_shown_does_not_matter(attendance: SubscriberRegis
     end = come("a")
     (attached,) = attendance.present()
     fill(attached.connection)
-    attached.show_sign(MovementSeen(0))
+    show_sign([attached], MovementSeen(0))
     assert not attached.connection.is_closed
     assert end.receive_now() == MovementSeen(0)
     end.close()
-    attached.show_sign(MovementSeen(0))
+    show_sign([attached], MovementSeen(0))
     assert not attached.connection.is_closed
+
+
+# ---- Consumers of other nodes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def come_by_proxy(attendance: SubscriberRegistry) -> Iterator[Callable[[str, int], tuple[Attached, Connection]]]:
+    """Attaches a consumer of another node, by this proxy; the proxy's end of its own connection comes with it."""
+    ends: dict[str, Connection] = {}
+    others = []
+
+    def come(name: str, number: int) -> tuple[Attached, Connection]:
+        if attendance.proxy(name) is None:
+            ours, ends[name] = connection_pair(name)
+            others.append(ends[name])
+            attendance.add_proxy(Proxy(name, ours), no_welcome)
+        ours, theirs = connection_pair(f"{name}/{number}")
+        others.append(theirs)
+        attached = Attached(Consumer(f"{name}/{number}", None), ours, holds=number)
+        attached.proxy, attached.number = attendance.proxy(name), number
+        attendance.add(attached, no_welcome)
+        return attached, ends[name]
+
+    yield come
+    for end in others:
+        end.close()
+
+
+ComeByProxy = Callable[[str, int], tuple[Attached, Connection]]
+LAYOUT = Layout((), (), (), (), Limits(4096, 2048))
+
+
+def test_what_all_are_told_goes_to_each_proxy_once(
+    attendance: SubscriberRegistry, come: Come, come_by_proxy: ComeByProxy
+) -> None:
+    here = come("here")
+    (_first, one), (_second, same), (_third, two) = (come_by_proxy(*who) for who in [("p", 1), ("p", 2), ("q", 1)])
+    assert one is same
+    consumers = dict(enumerate(attendance.present()))
+    tell_begin(UpdateBeganFor(7, 8, 9, LAYOUT, ()), consumers)
+    tell(consumers.values(), MovementSeen(7))
+    show_sign(consumers.values(), MovementSeen(7))
+    assert [here.receive_now() for _ in range(4)] == [
+        UpdateBegan(7, 8, 9, LAYOUT, 0, None), MovementSeen(7), MovementSeen(7), None,
+    ]  # fmt: skip
+    members = ProxiedReader(1, 1, 1), ProxiedReader(2, 2, 2)
+    for end, own, numbers in ((one, members, (1, 2)), (two, (ProxiedReader(1, 3, 1),), (1,))):
+        said = SaidTo(numbers, MovementSeen(7))
+        assert [end.receive_now() for _ in range(4)] == [UpdateBeganFor(7, 8, 9, LAYOUT, own), said, said, None]
+
+
+def test_consumers_of_a_proxy_that_has_gone_are_forgotten(
+    attendance: SubscriberRegistry, come_by_proxy: ComeByProxy
+) -> None:
+    _attached, end = come_by_proxy("p", 1)
+    come_by_proxy("q", 1)
+    end.close()
+    assert attendance.proxy("p") is None
+    assert present(attendance) == ["q/1"]
+
+
+def test_a_newer_proxy_takes_the_place_of_the_older(attendance: SubscriberRegistry, come_by_proxy: ComeByProxy) -> None:
+    _attached, end = come_by_proxy("p", 1)
+    ours, theirs = connection_pair("p")
+    attendance.add_proxy(Proxy("p", ours), no_welcome)
+    assert present(attendance) == []
+    assert has_ended(end)
+    assert not has_ended(theirs)
+    theirs.close()

@@ -1,4 +1,4 @@
-"""Slots in shared memory: written by one, read by others, and nobody else touches them."""
+"""Slots in shared memory: written by one, read by others, and no other process touches them."""
 
 import ctypes
 import errno
@@ -191,9 +191,9 @@ def over_the_limit(rank: int, size: int) -> tuple[str, bool, bool]:
     return told, blocked == signal.pthread_sigmask(signal.SIG_BLOCK, set()), not pending
 
 
-def test_a_limit_of_the_process_is_told_and_does_not_end_it() -> None:
+def test_a_limit_of_the_process_is_reported_and_does_not_end_it() -> None:
     ((told, is_mask_as_before, is_nothing_pending),) = run_ranks(1, over_the_limit)
-    assert told.startswith("2.0 MiB of shared memory for 2 buckets cannot be had (EFBIG: File too large)")
+    assert told.startswith("2.0 MiB of shared memory for 2 buckets is not available (EFBIG: File too large)")
     assert told.endswith("use a smaller bucket_bytes")
     assert is_mask_as_before
     assert is_nothing_pending
@@ -224,13 +224,13 @@ def no_address_space(rank: int, size: int) -> str:
             return str(error)
 
 
-def test_memory_that_cannot_be_mapped_is_told() -> None:
+def test_memory_that_cannot_be_mapped_is_reported() -> None:
     (told,) = run_ranks(1, no_address_space)
-    assert "cannot be had (ENOMEM" in told
+    assert "is not available (ENOMEM" in told
 
 
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 16), (2, 0), (-1, 16)])
-def test_sizes_that_cannot_be_are_told(num_slots: int, slot_bytes: int) -> None:
+def test_sizes_that_cannot_be_are_reported(num_slots: int, slot_bytes: int) -> None:
     with given_back(), pytest.raises(BufferUnavailable):
         SlotBuffer.create(num_slots, slot_bytes)
 

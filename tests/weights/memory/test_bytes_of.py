@@ -124,7 +124,7 @@ def test_every_single_bit_changes_the_digest() -> None:
     assert digest_of(named, host) in seen
 
 
-def test_bits_that_compare_equal_are_told_apart() -> None:
+def test_bits_that_compare_equal_are_distinguished() -> None:
     assert digest_of([("a", torch.tensor([0.0]))], b"") != digest_of([("a", torch.tensor([-0.0]))], b"")
     nan = torch.tensor([float("nan")])
     assert digest_of([("a", nan)], b"") == digest_of([("a", nan.clone())], b"")
@@ -162,7 +162,7 @@ def test_a_larger_random_state(seed: int) -> None:
     assert digest_of(named, b"x") != before
 
 
-def test_other_values_in_another_order_of_memory_are_told_apart() -> None:
+def test_other_values_in_another_order_of_memory_are_distinguished() -> None:
     rows = torch.arange(4.0).reshape(2, 2)
     columns = rows.t()
     assert not torch.equal(rows, columns)

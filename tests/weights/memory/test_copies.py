@@ -124,7 +124,7 @@ def slot_of(bucket: Bucket, generator: random.Random) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A way to copy. What is for GPUs works in host memory too, but for the streams."""
+    """A way to copy. What is for GPUs works in host memory too, except for the streams."""
 
     copy: Callable[..., Copy]
     checksum: Callable[[torch.Tensor], bytes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,9 +44,9 @@ def equal(some: Tensors, others: Tensors) -> bool:
     return all(torch.equal(some[name], others[name]) for name in others)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits for something that other threads bring about."""
-    until_s = time.monotonic() + PATIENCE_S
+def wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Waits for something that other threads or processes bring about."""
+    until_s = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < until_s, "it did not come about"
         threading.Event().wait(0.01)
@@ -64,6 +65,10 @@ class Nodes:
         self.errors: list[KeepstepError] = []
         self._threads: list[threading.Thread] = []
         self.server = self.serve("127.0.0.1:0")
+
+    def set_transport(self, transport: str) -> None:
+        """For nodes that are started from now on."""
+        self._links = dataclasses.replace(self._links, transport=transport)
 
     def serve(self, address: str) -> WeightServer:
         """Starts the publishers' side."""
@@ -121,3 +126,26 @@ def publisher(folder: Path, of: Tensors, deadline_s: float = PATIENCE_S, **setti
     """With small buckets."""
     buffers = keepstep.Buffers(bucket_bytes=1 << 16)
     return keepstep.Publisher(folder / "job", of, buffers=buffers, deadline_s=deadline_s, **settings)
+
+
+def check_versions_on_two_nodes(folder: Path, made: Nodes, source: keepstep.Publisher, held: Tensors) -> None:
+    """Publishes three versions to consumers on n1 and n2; every bit arrives, and each bucket once on each node."""
+    engines = [(node, zeros(held)) for node in ("n1", "n2", "n2")]
+    with contextlib.ExitStack() as stack:
+        consumers = [
+            stack.enter_context(consumer(folder / node, into, f"e{number}"))
+            for number, (node, into) in enumerate(engines)
+        ]
+        source.wait_for_consumers(3, PATIENCE_S)
+        assert sorted(source.consumers) == ["n1/e0", "n2/e1", "n2/e2"]
+        for version in (1, 2, 3):
+            for tensor in held.values():
+                tensor.add_(1)
+            assert source.publish(version).failures == ()
+            for each, (_node, into) in zip(consumers, engines, strict=True):
+                with each.using() as used:
+                    assert used == version
+                    assert equal(into, held)
+        num_bytes = sum(tensor.nbytes for tensor in held.values())
+        for receiver in made.receivers.values():  # each bucket once, though two consumers of n2 want it
+            assert 3 * num_bytes <= receiver.switch.num_bytes < 3 * num_bytes + 4096

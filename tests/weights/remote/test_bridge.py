@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,6 +27,7 @@ import keepstep
 from keepstep.errors import KeepstepError, PublisherLost, RemoteProtocolError, TokenRefused
 from keepstep.protocol.transfer.messages import BucketReady, BufferPlace, GpuMemory
 from keepstep.weights.memory.blocks import Block
+from keepstep.weights.memory.buffers import Fill, SlotPart
 from keepstep.weights.publisher import Published
 from keepstep.weights.remote.bridge.mirrors import Mirror
 from keepstep.weights.remote.handshake import Joining, call
@@ -283,14 +284,15 @@ def test_a_node_of_engines_cannot_speak_for_devices(tmp_path: Path) -> None:
 
 
 def test_a_mirror_takes_nothing_that_was_shipped_before_what_it_has() -> None:
-    """Two streams of a link: what an update that broke off has left comes last."""
+    """Some transports bring several buckets at a time: what an update that broke off has left comes last."""
     mirror = Mirror(BufferPlace(2, 64, None))
     taken = []
 
-    def fill(value: int) -> Callable[[memoryview], None]:
-        def write(view: memoryview) -> None:
+    def fill(value: int) -> Fill:
+        def write(part: SlotPart | None) -> None:
             taken.append(value)
-            view[:] = bytes([value]) * len(view)
+            if part is not None:
+                part.content[:] = bytes([value]) * part.num_bytes
 
         return write
 

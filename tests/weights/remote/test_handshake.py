@@ -86,7 +86,7 @@ def test_a_caller_that_takes_no_proof_for_an_answer(answering: Begin) -> None:
     address, answered = answering()
     host, port = split_address(address)
     stream = ByteStream(socket.create_connection((host, port)), address)
-    stream.send_message(msg.Greeting(msg.VERSION, "n1", bytes(16), b"", 1, None, (), False))
+    stream.send_message(msg.Greeting(msg.VERSION, "n1", bytes(16), b"", 1, None, (), False, msg.TCP))
     assert isinstance(stream.receive_message(), msg.Challenge)
     stream.send_message(msg.Proven(bytes(32)))
     with pytest.raises(TokenRefused):
@@ -115,7 +115,7 @@ def test_another_version_of_the_protocol(answering: Begin, monkeypatch: pytest.M
     address, answered = answering()
     host, port = split_address(address)
     stream = ByteStream(socket.create_connection((host, port)), address)
-    stream.send_message(msg.Greeting(msg.VERSION + 1, "n1", bytes(16), b"", 1, None, (), False))
+    stream.send_message(msg.Greeting(msg.VERSION + 1, "n1", bytes(16), b"", 1, None, (), False, msg.TCP))
     assert isinstance(stream.receive_message(), msg.Denied)
     with pytest.raises(RemoteProtocolError, match=f"speaks version {msg.VERSION + 1}"):
         answered.result(5)

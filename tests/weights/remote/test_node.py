@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.weights.remote.nodes import (
     PATIENCE_S,
     SECRET,
+    check_versions_on_two_nodes,
     consumer,
     credentials,
     equal,
@@ -34,9 +37,12 @@ from keepstep.errors import (
     TokenRefused,
 )
 from keepstep.trust.tokens import Secret
+from keepstep.weights.channels.connection import Connection
 from keepstep.weights.memory.blocks import Block
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.remote import feeder, switch
+from keepstep.weights.remote.link import NodeLink
+from keepstep.weights.remote.messages import TunnelsTold
 from keepstep.weights.remote.node import Links, WeightReceiver, WeightServer
 from keepstep.weights.remote.stream import split_address
 
@@ -45,28 +51,74 @@ from keepstep.weights.remote.stream import split_address
 def test_every_bit_comes_to_a_chain_of_nodes(tmp_path: Path, is_encrypted: bool) -> None:
     """To several consumers on one node, and to a node behind another."""
     held = weights()
-    with nodes(tmp_path, is_encrypted=is_encrypted) as made, publisher(tmp_path, held) as source, ExitStack() as stack:
+    with nodes(tmp_path, is_encrypted=is_encrypted) as made, publisher(tmp_path, held) as source:
         made.receive("n1")
         made.receive("n2")
         assert {name: feeder for name, (feeder, _rate) in made.server.nodes.items()} == {"n1": "", "n2": "n1"}
-        engines = [(node, zeros(held)) for node in ("n1", "n2", "n2")]
-        consumers = [
-            stack.enter_context(consumer(tmp_path / node, into, f"e{number}"))
-            for number, (node, into) in enumerate(engines)
-        ]
-        source.wait_for_consumers(3, PATIENCE_S)
-        assert sorted(source.consumers) == ["n1/e0", "n2/e1", "n2/e2"]
-        for version in (1, 2, 3):
-            for tensor in held.values():
-                tensor.add_(1)
-            assert source.publish(version).failures == ()
-            for each, (_node, into) in zip(consumers, engines, strict=True):
-                with each.using() as used:
-                    assert used == version
-                    assert equal(into, held)
-        num_bytes = sum(tensor.nbytes for tensor in held.values())
-        for receiver in made.receivers.values():  # each bucket once, though two consumers want it
-            assert 3 * num_bytes <= receiver.switch.num_bytes < 3 * num_bytes + 4096
+        check_versions_on_two_nodes(tmp_path, made, source, held)
+
+
+def sent_for(num_consumers: int, folder: Path, delta: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What the device and the server of the publishers' node say, by kind, in an update to so many consumers elsewhere.
+
+    They are on two nodes, one of which is fed by the other. With ``delta`` nothing has changed since the last version.
+    """
+    counted: set[object] = set()
+    sent: Counter[str] = Counter()
+
+    def count(kind: type[Connection] | type[NodeLink]) -> None:
+        send = kind.send
+
+        def counting(this: Any, message: Any, *rest: Any) -> None:
+            if this in counted:
+                what = message.message if isinstance(message, TunnelsTold) else message
+                sent[f"{kind.__name__} {type(getattr(what, 'notice', what)).__name__}"] += 1
+            send(this, message, *rest)
+
+        monkeypatch.setattr(kind, "send", counting)
+
+    held = weights()
+    with nodes(folder) as made, publisher(folder, held) as source, ExitStack() as stack:
+        for node in ("n1", "n2"):
+            made.receive(node)
+        for number in range(num_consumers):
+            subscriber = keepstep.Subscriber(
+                folder / f"n{1 + number % 2}", into=zeros(held), name=str(number), delta=delta
+            )
+            stack.enter_context(subscriber).start()
+        source.wait_for_consumers(num_consumers, PATIENCE_S)
+        source.publish(1)
+        registry = source._device.subscriber_registry
+        wait_for(lambda: len(made.server._devices._reached) == 1 + num_consumers)
+        counted |= {each.connection for each in (*registry.present(), *registry._proxies.values())}
+        counted |= {each.connection for each in made.server._devices._reached.values()}
+        counted |= {link for _name, link in made.server._feeder.links}
+        count(Connection)
+        count(NodeLink)
+        assert source.publish(2).failures == ()
+        monkeypatch.undo()
+    return sent
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_publishers_node_says_everything_once_however_many_consumers_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delta: bool
+) -> None:
+    """Each consumer says that it has the version, and that it has switched to it; nothing else grows with them."""
+    few, many = (sent_for(number, tmp_path / str(number), delta, monkeypatch) for number in (2, 7))
+    for sent, number in ((few, 2), (many, 7)):
+        del sent["Connection MovementSeen"], sent["NodeLink MovementSeen"]  # there are as many as it takes seconds
+        for kind in ("VersionLoaded", "VersionTaken"):
+            assert sent.pop(f"Connection {kind}") == number
+    num_buckets = few["Connection BucketUnchanged" if delta else "Connection BucketReady"]
+    assert num_buckets > 5
+    each = {"Connection UpdateBeganFor": 1, "Connection VersionCommitted": 1}
+    each |= {"NodeLink UpdateBeganFor": 1, "NodeLink VersionCommitted": 1}
+    if delta:
+        each |= {"Connection BucketUnchanged": num_buckets, "NodeLink BucketUnchanged": num_buckets}
+    else:
+        each |= {"Connection BucketReady": num_buckets, "Connection SlotFreed": num_buckets}
+    assert few == many == each
 
 
 def test_blocks_are_cut_for_consumers_of_other_nodes(tmp_path: Path) -> None:
@@ -327,14 +379,14 @@ def test_too_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     class Full(SlotBuffer):
         @classmethod
         def create(cls, num_slots: int, slot_bytes: int) -> SlotBuffer:
-            raise BufferUnavailable(f"{num_slots * slot_bytes} bytes of shared memory cannot be had")
+            raise BufferUnavailable(f"{num_slots * slot_bytes} bytes of shared memory are not available")
 
     with nodes(tmp_path) as made, publisher(tmp_path, held):
         made.receive("n1")
         monkeypatch.setattr(switch, "SlotBuffer", Full)
         with (
             keepstep.Subscriber(tmp_path / "n1", into=zeros(held), name="e") as engine,
-            pytest.raises(RemoteProtocolError, match="bytes of shared memory cannot be had"),
+            pytest.raises(RemoteProtocolError, match="bytes of shared memory are not available"),
         ):
             engine.attach(PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""``keepstep weights``: what is published on one node, for consumers on others."""
+"""``keepstep weights``: sends the weights published on one node to consumers on others."""
 
 from __future__ import annotations
 
@@ -50,46 +50,41 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
         prog="keepstep weights", description="Brings published weights to consumers on other nodes."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    serve = commands.add_parser("serve", help="on the publishers' node: lead other nodes to them")
-    serve.add_argument("folder", help="that of the publishers")
-    serve.add_argument("--listen", required=True, metavar="HOST:PORT", help="where other nodes reach this one")
+    serve = commands.add_parser("serve", help="on the publishers' node: accept connections of other nodes")
+    serve.add_argument("folder", help="the publishers' folder")
+    serve.add_argument("--listen", required=True, metavar="HOST:PORT", help="address at which other nodes connect")
     serve.add_argument(
         "--peer", action="append", default=[], metavar="HOST:PORT",
-        help="where 'serve' listens on another node with publishers; may come several times",
+        help="address of 'serve' on another node with publishers; may be repeated",
     )  # fmt: skip
     serve.add_argument(
-        "--rank", type=int, help="of a publisher on this node to which consumers are led (default: the lowest there)"
+        "--rank", type=int, help="of the publisher on this node that feeds consumers (default: the lowest there)"
     )
     serve.add_argument(
         "--fanout", type=int, metavar="N",
         help="how many nodes each node feeds; 1 is a chain (default: what is fastest by the measured bandwidth)",
     )  # fmt: skip
-    receive = commands.add_parser("receive", help="on a node with consumers: stand in for the publishers")
-    receive.add_argument("folder", help="where consumers of this node look for publishers")
+    receive = commands.add_parser("receive", help="on a node with consumers: act for the publishers")
+    receive.add_argument("folder", help="folder in which consumers of this node look for publishers")
     receive.add_argument("--from", dest="root", metavar="HOST:PORT", help="where 'serve' listens")
+    receive.add_argument("--listen", metavar="HOST:PORT", help="address at which this node feeds other nodes")
     receive.add_argument(
-        "--listen", metavar="HOST:PORT", help="where other nodes reach this one, so that it can feed them"
-    )
+        "--streams", type=int, default=DEFAULT_STREAMS, metavar="N",
+        help="TCP streams for buckets, or over NIXL buckets read at a time (default: %(default)s)",
+    )  # fmt: skip
     receive.add_argument(
-        "--streams",
-        type=int,
-        default=DEFAULT_STREAMS,
-        metavar="N",
-        help="TCP streams for buckets (default: %(default)s)",
-    )
-    receive.add_argument(
-        "--keep", action="store_true", help="keep the last version in memory, for consumers that come late"
+        "--keep", action="store_true", help="keep the last version in memory, for consumers that attach later"
     )
     receive.add_argument("--token-file", help="this node's token, as 'keepstep token --receiver' prints it")
     serve.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     for each in (serve, receive):
         add_secret_flag(each)
         each.add_argument(
-            "--node", default=socket.gethostname(), help="what no other node is called (default: %(default)s)"
+            "--node", default=socket.gethostname(), help="unique name of this node (default: %(default)s)"
         )
         each.add_argument(
             "--job", metavar="HOST:PORT[,HOST:PORT]",
-            help="where the job's controller listens, which knows the nodes with publishers",
+            help="endpoint of the job's controller, which knows the nodes with publishers",
         )  # fmt: skip
         each.add_argument(
             "--job-tls", default="auto", metavar="auto|off|FILES",
@@ -98,10 +93,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, tuple[argparse.ArgumentParser, 
         each.add_argument(
             "--metrics", metavar="FILE", help="for Prometheus' textfile collector: a name ending in .prom"
         )
-        each.add_argument("--tls", action="store_true", help="encrypt; give it on all nodes or on none")
+        each.add_argument("--tls", action="store_true", help="encrypt; set it on all nodes or on none")
+        each.add_argument(
+            "--transport", choices=("tcp", "nixl"), default="tcp",
+            help="for buckets to nodes with engines; nixl: RDMA, without login or encryption (default: %(default)s)",
+        )  # fmt: skip
         each.add_argument(
             "--deadline", type=float, default=DEFAULT_DEADLINE_S, metavar="SECONDS",
-            help="that of the publishers (default: %(default)s)",
+            help="the publishers' folder (default: %(default)s)",
         )  # fmt: skip
     return parser, (serve, receive)
 
@@ -132,7 +131,7 @@ def _serve(chosen: argparse.Namespace, secret: Secret | None, stop: threading.Ev
         raise ConfigurationError(
             f"--listen {chosen.listen}: with --job, name the address by which others reach this node"
         )
-    links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline)
+    links = Links(is_encrypted=chosen.tls, deadline_s=chosen.deadline, transport=chosen.transport)
     server = WeightServer(
         Path(chosen.folder), chosen.listen, secret, node=chosen.node, rank=chosen.rank, fanout=chosen.fanout,
         links=links, note=_note,
@@ -157,13 +156,14 @@ def _receive(chosen: argparse.Namespace, secret: Secret | None, stop: threading.
 
     if (chosen.root is None) == (chosen.job is None):
         raise ConfigurationError("one of --from and --job says where the publishers are found")
+    links = Links(chosen.streams, chosen.tls, chosen.deadline, chosen.transport)
     credentials = _credentials(chosen, secret)
     publishers = None
     if chosen.job is not None:
         publishers = _publishers(chosen, credentials, None, lambda addresses: None)
     receiver = WeightReceiver(
         Path(chosen.folder), chosen.root if publishers is None else publishers.after, credentials, secret=secret,
-        listen=chosen.listen, links=Links(chosen.streams, chosen.tls, chosen.deadline), keeps=chosen.keep, note=_note,
+        listen=chosen.listen, links=links, keeps=chosen.keep, note=_note,
     )  # fmt: skip
     errors: list[KeepstepError] = []
 

@@ -1,4 +1,4 @@
-"""``keepstep weights --metrics FILE``: what passes through a node, in a file for Prometheus.
+"""``keepstep weights --metrics FILE``: metrics of a node's transfers, in a file for Prometheus.
 
 The textfile collector of Prometheus' node_exporter reads the file. The node opens no port for it, so it needs no
 credential.
@@ -25,7 +25,7 @@ Sample = tuple[Mapping[str, str], float]
 
 @contextlib.contextmanager
 def metrics_in(path: str | None, text: Callable[[], str], note: Callable[[str], None]) -> Iterator[None]:
-    """Writes a file anew from time to time, in a thread, until the block is left; then the file goes.
+    """Rewrites a file periodically, in a thread, until the block is left; then the file goes.
 
     Args:
         path: of the file; None: nothing is written.
@@ -44,7 +44,7 @@ def metrics_in(path: str | None, text: Callable[[], str], note: Callable[[str], 
                 if stop.wait(WRITE_S):
                     return
         except OSError as error:
-            note(f"metrics are written no more: {error}")
+            note(f"metrics are no longer written: {error}")
 
     thread = threading.Thread(target=write, name="keepstep-metrics", daemon=True)
     thread.start()

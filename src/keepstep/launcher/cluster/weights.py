@@ -1,4 +1,4 @@
-"""Weights in a job on several nodes: its controller is asked who publishes, and a node's server is a child process."""
+"""Weights in a job on several nodes: the controller knows the publishers, and a node's server is a child process."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ class HostedWeights:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def run(self) -> None:
-        """Keeps it running until `end`. Training goes on without one that cannot be run."""
+        """Keeps it running until `end`. Training continues without one that cannot be run."""
         while True:
             self._process = subprocess.Popen(self._command, env=self._environment)  # noqa: ASYNC220 - exec alone
             code = await ended(self._process)
-            again = "training goes on without it" if code == EXIT_USAGE else "it is started again"
+            again = "training continues without it" if code == EXIT_USAGE else "it is started again"
             print(f"keepstep: the server of weights has ended ({code}): {again}", file=sys.stderr, flush=True)
             if code == EXIT_USAGE:
                 return

@@ -1,1 +1,2 @@
-"""Moving tensors: who sends which bytes to whom, and what an update of weights goes through. Pure, as its parent."""
+"""Moving tensors: which process sends which bytes to which, and the states of an update of weights. Pure, as its
+parent."""

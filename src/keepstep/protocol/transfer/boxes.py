@@ -1,4 +1,4 @@
-"""Blocks of a tensor: what a shard holds, what a consumer needs, and what of it goes into one bucket."""
+"""Blocks of a tensor: held by a shard, needed by a consumer, or sent in one bucket."""
 
 from __future__ import annotations
 

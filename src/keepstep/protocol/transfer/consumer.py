@@ -1,4 +1,4 @@
-"""What a consumer's weights are: nothing yet, a whole version, in between, or partially updated.
+"""The state of a consumer's weights: empty, a complete version, being updated, or partially updated.
 
 ::
 
@@ -60,7 +60,7 @@ class ConsumerState:
             return
         if not self.atomic:
             self.condition = Condition.PARTIALLY_UPDATED
-            self._reason = f"version {self.coming} broke off half-way ({reason})"
+            self._reason = f"version {self.coming} broke off halfway ({reason})"
         self.coming = None
 
     def check_usable(self) -> int:

@@ -1,4 +1,4 @@
-"""Which nodes of a job publish weights, and where they are reached: what its controller remembers and tells."""
+"""The controller's directory of the nodes that publish weights, with their addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is moved in an update: the tensors that its sources hold together, and what of them each consumer gets."""
+"""The layout of an update: the tensors that its sources hold together, and the blocks that each consumer gets."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What is said on the lines of a transfer, and how it is encoded.
+"""The messages of a transfer, and their encoding.
 
-Three roles talk. A *device* is a process that holds weights, one per rank; it is a source of what it holds and passes
-on what comes to it. The *coordinator* is one of them, rank 0, and decides whether an update counts. A *subscriber* is
-a consumer, attached to one device. As everywhere, reports are named in the past tense and nothing received can run
-code. Bytes of tensors never travel in messages.
+There are three roles. A *device* is a process that holds weights, one per rank; it is the source of its own blocks and
+forwards others. The *coordinator* is the device of rank 0, and decides whether an update is committed. A *subscriber*
+is a consumer, attached to one device. As everywhere, reports are named in the past tense and no received message can
+run code. Bytes of tensors never travel in messages.
 
-Each update has a number, unique on its line and ascending; a message of an earlier one is dropped.
+Each update has a number, unique on its connection and ascending; a message of an earlier one is dropped.
 """
 
 from __future__ import annotations
@@ -87,6 +87,21 @@ class FarCalled(TransferMessage, frozen=True):
     introduction: DeviceCalled | UpdateOffered | CatchUpCalled
 
 
+class ProxyCalled(TransferMessage, frozen=True):
+    """A process that stands in for consumers of other nodes: what is said to them goes over this connection, once."""
+
+    name: str
+    """Its own; a newer one of the same name takes its place."""
+
+
+class Proxied(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A consumer of another node, as the process that stands in for it knows it."""
+
+    proxy: str
+    number: int
+    """Among the consumers of this proxy."""
+
+
 class SubscriberCalled(TransferMessage, frozen=True):
     """A consumer attaches itself to a device."""
 
@@ -98,6 +113,8 @@ class SubscriberCalled(TransferMessage, frozen=True):
     """What it has."""
     delta: bool
     """It keeps what it has, and need not get it again."""
+    proxied: Proxied | None
+    """Set if it is on another node: the device says over its proxy's connection what it has to say to it."""
 
 
 class GpuMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -245,6 +262,39 @@ class UpdateBegan(TransferMessage, frozen=True):
     """The version that the subscriber has; what has not changed since does not come."""
 
 
+class ProxiedReader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A consumer of a proxy that takes part in an update; see `UpdateBegan`."""
+
+    number: int
+    reader: int
+    base: int | None
+
+
+class UpdateBeganFor(TransferMessage, frozen=True):
+    """An update comes for these consumers of a proxy. `BucketReady` and `BucketUnchanged` are for all of them then."""
+
+    update: int
+    version: int
+    generation: int
+    layout: Layout
+    members: tuple[ProxiedReader, ...]
+
+
+Notice: TypeAlias = VersionCommitted | UpdateAborted | MovementSeen
+"""What several consumers are told alike."""
+
+
+class SaidTo(TransferMessage, frozen=True):
+    """A notice to these consumers of a proxy."""
+
+    numbers: tuple[int, ...]
+    notice: Notice
+
+
+ToProxied: TypeAlias = UpdateBeganFor | SaidTo | BucketUnchanged
+"""What a proxy passes on to consumers that it stands in for."""
+
+
 class VersionLoaded(TransferMessage, frozen=True):
     """The subscriber has the whole version, every checksum was right."""
 
@@ -279,6 +329,7 @@ AnyTransferMessage: TypeAlias = (
     DeviceCalled
     | CatchUpCalled
     | FarCalled
+    | ProxyCalled
     | SubscriberCalled
     | Welcomed
     | Refused
@@ -295,6 +346,8 @@ AnyTransferMessage: TypeAlias = (
     | SlotFreed
     | BufferShared
     | UpdateBegan
+    | UpdateBeganFor
+    | SaidTo
     | VersionLoaded
     | VersionTaken
     | LoadFailed

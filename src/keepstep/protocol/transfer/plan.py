@@ -1,4 +1,5 @@
-"""The plan of a transfer: which source sends which blocks of which tensors to whom, in which buckets and which order.
+"""The plan of a transfer: which source sends which blocks of which tensors to which receiver, in which bucket and
+order.
 
 The plan is pure: every device computes the same one from the same layout, so none has to send it.
 """
@@ -115,7 +116,7 @@ def plan_transfer(
     what does not fit into one is cut again. Each bucket goes to that holder of it that has the fewest bytes so far.
 
     Args:
-        tensors: as parts count them. They move in this order, but for blocks that need not wait for a bucket to fill.
+        tensors: as parts count them. They move in this order, except blocks that need not wait for a bucket to fill.
         holders: what each source holds, by its device or rank.
         readers: what each consumer wants.
         limits: how buckets are filled.

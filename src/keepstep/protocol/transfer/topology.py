@@ -34,7 +34,7 @@ class FedNode:
 def choose_feeder(present: Sequence[FedNode], fanout: int, avoid: Collection[str]) -> int:
     """Who feeds a node that comes now: the one nearest to the publishers that has room, the oldest of those.
 
-    A feeder has always come before whom it feeds, so there are no circles. Where no node has room, the root feeds it.
+    A feeder always joined before the nodes that it feeds, so there are no cycles. If none has room, the root feeds it.
 
     Args:
         present: the nodes that are there.

@@ -1,7 +1,8 @@
 """The coordinator's machine: one update, from the first offer to its end.
 
-It ends in one of two ways, the same on every device and rank: *committed*, when each device has said that it is
-prepared, or *aborted*, with the culprit. A consumer that fails does not come here: its device goes on without it.
+It ends in one of two ways, the same on every device and rank: *committed*, when each device has reported that it is
+prepared, or *aborted*, with the process at fault. A consumer that fails does not appear here: its device continues
+without it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class SubscriberStanding(enum.Enum):
 
 Report: TypeAlias = msg.UpdateOffered | msg.MovementSeen | msg.StillThere | msg.DevicePrepared | msg.DeviceFailed
 Verdict: TypeAlias = msg.UpdateAgreed | msg.VersionCommitted | msg.UpdateAborted
-"""What is to be told to every device."""
+"""Messages to every device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class UpdateMachine:
     def _offered(self, rank: int, offer: msg.UpdateOffered, now_s: float) -> list[Verdict]:
         terms = self.terms
         if self.stage is not UpdateStage.OFFERING:
-            return self.abort(f"rank {rank}", "it has begun anew")
+            return self.abort(f"rank {rank}", "it has started over")
         self._offers[rank] = offer
         if len(self._offers) < terms.world_size:
             return []

@@ -1,1 +1,1 @@
-"""What is known of the weights that a job publishes."""
+"""The state of the weights that a job publishes."""

@@ -1,7 +1,7 @@
-"""What ranks have told of the weights that they publish, by folder: versions, consumers, failures, speed.
+"""The ranks' reports on published weights, by folder: versions, consumers, failures, speed.
 
-The controller keeps it and writes it whole, a few times a second at most, so it is bounded however long a job runs. It
-holds what counts from the beginning, and of the rest the newest. Times are seconds on the job's clock.
+The controller keeps it in memory and writes all of it, at most a few times a second, so its size is bounded. It
+contains totals since the start, and the newest of everything else. Times are seconds on the job's clock.
 """
 
 from __future__ import annotations

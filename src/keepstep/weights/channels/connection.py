@@ -1,7 +1,7 @@
-"""A connection between two processes of one node: typed messages over a Unix socket, with descriptors beside them.
+"""A connection between two processes of one node: typed messages and file descriptors over a Unix socket.
 
-The socket keeps the bounds of packets (SOCK_SEQPACKET). A message that is too long for a packet travels in a memory
-file whose descriptor goes in its place. Nothing here blocks without a deadline.
+The socket preserves packet boundaries (SOCK_SEQPACKET). A message that is too long for a packet travels in a memory
+file whose descriptor is sent instead. Nothing here blocks without a deadline.
 """
 
 from __future__ import annotations

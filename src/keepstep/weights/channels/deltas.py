@@ -1,7 +1,7 @@
-"""Versions of which only what has changed travels.
+"""Delta updates: only changed buckets are sent.
 
-A source takes each bucket's checksum anyway, while it gathers it. Where that is the one of the version before, and
-every reader on a device has that version, it tells the device so instead of sending the bucket.
+A source computes each bucket's checksum anyway, while it gathers the bucket. If it equals that of the previous version,
+and every reader on a device has that version, the source notifies the device instead of sending the bucket.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Credits between two stages: a slot is written again only when all its readers have let it go.
+"""Flow control between two stages: a slot is overwritten only when all its readers have released it.
 
 Nothing is synchronised per bucket: a writer waits for the readers of one slot, a reader for its next bucket.
 """
@@ -63,20 +63,33 @@ class Outlet:
         self._update, self._deadline_s, self._stop = update, deadline_s, stop
         self._lose, self._other, self._size_of, self._freed = lose, other, size_of, freed
         self._connections = dict(connections)
+        self._proxies: dict[int, int] = {}
+        """By reader on another node: the key of the connection on which it is told of buckets."""
         self._held: dict[int, set[int]] = {}
         """By slot: its readers."""
         self._moved_s = dict.fromkeys(connections, time.monotonic())
 
+    def share(self, proxies: Mapping[int, Connection], through: Mapping[int, int]) -> None:
+        """Some readers, on other nodes, are told of buckets once for all of them. To be called before anything else.
+
+        Args:
+            proxies: the connections for it, by keys of their own. They have slots in the place of those readers.
+            through: by reader: the key of the connection.
+        """
+        self._connections |= proxies
+        self._proxies = dict(through)
+        self._moved_s |= dict.fromkeys(proxies, time.monotonic())
+
     @property
     def readers(self) -> set[int]:
         """Those that are still there."""
-        return set(self._connections)
+        return set(self._connections) - set(self._proxies.values())
 
     def announce(self, bucket: int, slot: int, readers: Collection[int]) -> None:
         """Tells the readers that are still there of a bucket."""
         message = BucketReady(self._update, bucket, slot, self._size_of(bucket))
-        present = [key for key in readers if key in self._connections]
-        for key in set(present) - self._holding:
+        present = self._told(readers)
+        for key in present.keys() - self._holding:
             self._moved_s[key] = time.monotonic()
         self._held[slot] = set(present)
         if not present:
@@ -97,15 +110,19 @@ class Outlet:
 
     def announce_unchanged(self, bucket: int, checksum: bytes, readers: Collection[int]) -> None:
         """Tells the readers that are still there that a bucket is what they have."""
-        for key in readers:
-            if key in self._connections:
-                if key not in self._holding:
-                    self._moved_s[key] = time.monotonic()
-                try:
-                    message = BucketUnchanged(self._update, bucket, checksum)
-                    self._connections[key].send(message, time.monotonic() + self._deadline_s)
-                except PeerLost as error:
-                    self.leave_out(key, error)
+        message = BucketUnchanged(self._update, bucket, checksum)
+        for key, connection in self._told(readers).items():
+            if key not in self._holding:
+                self._moved_s[key] = time.monotonic()
+            try:
+                connection.send(message, time.monotonic() + self._deadline_s)
+            except PeerLost as error:
+                self.leave_out(key, error)
+
+    def _told(self, readers: Collection[int]) -> dict[int, Connection]:
+        """The connections on which the readers that are still there are told of buckets."""
+        keys = dict.fromkeys(self._proxies.get(key, key) for key in readers if key in self._connections)
+        return {key: self._connections[key] for key in keys if key in self._connections}
 
     def wait_until_free(self, slot: int) -> None:
         """Waits until the slot has no reader. Raises Cancelled by the stop."""
@@ -122,6 +139,8 @@ class Outlet:
             Cancelled: by the stop.
         """
         while waited := {key: self._connections[key] for key in pending() if key in self._connections}:
+            for proxy in {self._proxies[key] for key in waited if key in self._proxies} & self._holding:
+                waited[proxy] = self._connections[proxy]
             self._hear(waited, wait(waited.values(), self._due_s(waited), self._stop))
 
     def hear_until(self, awaited: Connection, until_s: float) -> bool:
@@ -144,7 +163,11 @@ class Outlet:
 
     def _due_s(self, waited: Collection[int]) -> float:
         """When the first of some readers is lost, if nothing is heard of it."""
-        return min((self._moved_s[key] for key in waited), default=float("inf")) + self._deadline_s
+        return min((self._last_moved_s(key) for key in waited), default=float("inf")) + self._deadline_s
+
+    def _last_moved_s(self, key: int) -> float:
+        """When a reader, or its proxy, was heard last, or was told something first."""
+        return max(self._moved_s[key], self._moved_s[self._proxies.get(key, key)])
 
     def _hear(self, waited: Mapping[int, Connection], ready: Collection[Connection]) -> None:
         now_s = time.monotonic()
@@ -152,15 +175,18 @@ class Outlet:
             if connection in ready:
                 self._moved_s[key] = now_s
                 self._read(key, connection)
-            elif now_s >= self._moved_s[key] + self._deadline_s:
+            elif now_s >= self._last_moved_s(key) + self._deadline_s:
                 self.leave_out(key, Stalled(f"has shown nothing for {self._deadline_s:g} s"))
 
     def leave_out(self, key: int, error: PeerLost | RemoteProtocolError | None = None) -> None:
-        """This reader is waited for no more; with an error, it is lost."""
+        """This reader is waited for no more; with an error, it is lost. With a proxy all its readers are."""
         self._connections.pop(key, None)
         for slot in list(self._held):
             self._let_go(slot, key)
-        if error is not None:
+        if key in self._proxies.values():
+            for reader in [each for each, proxy in self._proxies.items() if proxy == key and each in self._connections]:
+                self.leave_out(reader, error)
+        elif error is not None:
             self._lose(key, error)
 
     def _read(self, key: int, connection: Connection) -> None:
@@ -171,7 +197,9 @@ class Outlet:
             return
         if message is None:
             return
-        if not isinstance(message, SlotFreed):
+        if key in self._proxies.values() and not isinstance(message, SlotFreed):
+            self.leave_out(key, RemoteProtocolError(f"sent {message!r:.80}"))
+        elif not isinstance(message, SlotFreed):
             self._other(key, message)
         elif message.update == self._update:
             self._let_go(message.slot, key)

@@ -1,6 +1,6 @@
-"""The listener of a device: a Unix socket in a folder of the user's own, where others dial.
+"""The listener of a device: a Unix socket in a folder of the user, to which others connect.
 
-A process that dials must run as the same user, and say at once what the connection is for.
+A connecting process must run as the same user, and its first message names the purpose of the connection.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from keepstep.protocol.transfer.messages import (
     CatchUpCalled,
     DeviceCalled,
     FarCalled,
+    ProxyCalled,
     Refused,
     SubscriberCalled,
     UpdateOffered,
@@ -151,7 +152,7 @@ def dial_rank(
 
 
 def dial_any(
-    folder: Path, introduction: SubscriberCalled, until_s: float, stop: CancelToken | None = None
+    folder: Path, introduction: SubscriberCalled | ProxyCalled, until_s: float, stop: CancelToken | None = None
 ) -> tuple[Connection, Welcomed]:
     """As `dial`, to the device of the lowest rank on this node that answers."""
 
@@ -178,7 +179,7 @@ def _dial_first(
 ) -> tuple[Connection, Welcomed]:
     """Tries one way after the other, until one of them leads to a listener that answers."""
     while True:
-        problem, is_absent = "nobody listens", False
+        problem, is_absent = "no process listens", False
         for way in ways():
             try:
                 return _dial(way, who, until_s, stop)

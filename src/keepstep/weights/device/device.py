@@ -16,12 +16,12 @@ from keepstep.protocol.transfer.layout import Consumer
 from keepstep.protocol.transfer.messages import AnyTransferMessage
 from keepstep.protocol.transfer.plan import Limits
 from keepstep.protocol.transfer.update import Agreement
-from keepstep.weights.channels.connection import Connection
+from keepstep.weights.channels.connection import Connection, ConnectionEnded
 from keepstep.weights.channels.deltas import SentVersion
 from keepstep.weights.channels.listener import Listener, listener_path, make_private
 from keepstep.weights.device.callers import Callers
 from keepstep.weights.device.source_connections import SourceConnections
-from keepstep.weights.device.subscriber_registry import Attached, SubscriberRegistry
+from keepstep.weights.device.subscriber_registry import Attached, Proxy, SubscriberRegistry
 from keepstep.weights.memory.buffers import Buffer, make_buffer
 from keepstep.weights.memory.pieces import SLOT_EXTRA_BYTES
 
@@ -193,10 +193,21 @@ class Device:
             case msg.CatchUpCalled(rank=rank):
                 connection.who = f"rank {rank}"
                 self._asked(connection, message)
-            case msg.SubscriberCalled(name=name, wants=wants):
+            case msg.ProxyCalled(name=name):
+                connection.who = "the process that stands in for consumers of other nodes"
+                proxy = Proxy(name, connection)
+                self.subscriber_registry.add_proxy(proxy, lambda: self.welcome_to(self.shared, connection, until_s))
+            case msg.SubscriberCalled(name=name, wants=wants, proxied=proxied):
                 connection.who = name
                 attached = Attached(Consumer(name, wants), connection, message.delta, version=message.version)
-                self.subscriber_registry.add(attached, lambda: self.welcome_to(self.shared, connection, until_s))
+                if proxied is not None:
+                    attached.number, attached.proxy = proxied.number, self.subscriber_registry.proxy(proxied.proxy)
+                    if attached.proxy is None:
+                        raise ConnectionEnded(name, "came without its proxy, which is gone")
+                is_mapped = proxied is None
+                self.subscriber_registry.add(
+                    attached, lambda: self.welcome_to(self.shared, connection, until_s, is_mapped=is_mapped)
+                )
                 self._came(attached, message.version)
             case other:
                 connection.send(msg.Refused(f"{other!r:.80} opens no connection", stale=False), until_s)
@@ -218,7 +229,13 @@ class Device:
             return msg.Refused(f"there is no rank {called.rank} among {self.settings.world_size}", stale=False)
         return None
 
-    def welcome_to(self, buffer: Buffer, connection: Connection, until_s: float) -> None:
-        """Answers a caller that wants to read in a buffer. Raises PeerLost if it is gone."""
+    def welcome_to(self, buffer: Buffer, connection: Connection, until_s: float, *, is_mapped: bool = True) -> None:
+        """Answers a caller that wants to read in a buffer, or (not ``is_mapped``) whose proxy does.
+
+        Raises:
+            PeerLost: it is gone.
+        """
         place, descriptors = buffer.share()
-        connection.send(msg.Welcomed(self.settings.rank, self.generation, place), until_s, descriptors)
+        connection.send(
+            msg.Welcomed(self.settings.rank, self.generation, place), until_s, descriptors if is_mapped else ()
+        )

@@ -1,7 +1,7 @@
-"""Serving a consumer that came late, from what was published last; the others do not notice.
+"""Serves a consumer that attaches late with the last version, without effect on the others.
 
-The device to which it is attached asks every device that the plan makes a source, itself among them. The same stages
-move the buckets, over connections and buffers of their own. It needs copies of the weights: live ones have gone on.
+Its device asks every source of the plan, including itself. The same stages move the buckets, over separate connections
+and buffers. This needs copies of the weights, because live ones have changed since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keepstep.weights.device.stages import (
     SendStage,
     device_outlet,
 )
-from keepstep.weights.device.subscriber_registry import Attached
+from keepstep.weights.device.subscriber_registry import Attached, tell, tell_begin
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.spans import Spans
@@ -72,7 +72,7 @@ class LateSubscribers:
     # ---- the thread that publishes ----------------------------------------------------------------------------------
 
     def keep(self, device: Device, kept: PublishedCopy, served: Collection[Attached]) -> None:
-        """From now on this is what late consumers get; also those who came in the meantime, but for those served."""
+        """From now on this is what late consumers get; also those who came in the meantime, except for those served."""
         with self._changed:
             self._kept = kept
             late, self._late = self._late, []
@@ -110,7 +110,7 @@ class LateSubscribers:
         with self._changed:
             if self._kept is None:
                 self._late.append((attached, version))
-            elif version != self._kept.version:  # it may have a higher one, where a job went back or began anew
+            elif version != self._kept.version:  # it may have a higher one, where a job went back or started over
                 self._num_running += 1
                 arguments = (device, attached, self._kept)
                 threading.Thread(target=self._bring, args=arguments, name="keepstep-catch-up", daemon=True).start()
@@ -120,12 +120,12 @@ class LateSubscribers:
             with self._turn, contextlib.ExitStack() as opened:
                 self._bring_now(device, attached, kept, opened)
         except Cancelled:
-            attached.tell(msg.UpdateAborted(0, TransferFault.LOST, "no process", "a newer version is about to come"))
+            tell([attached], msg.UpdateAborted(0, TransferFault.LOST, "no process", "a newer version is about to come"))
         except ConfigurationError as error:
             fault = TransferFault(Problem.of(error).misfit.value)
-            attached.tell(msg.UpdateAborted(0, fault, attached.name, str(error)))
+            tell([attached], msg.UpdateAborted(0, fault, attached.name, str(error)))
         except CannotGoOn as error:
-            attached.tell(msg.UpdateAborted(0, TransferFault.LOST, error.culprit, error.reason))
+            tell([attached], msg.UpdateAborted(0, TransferFault.LOST, error.culprit, error.reason))
         finally:
             self._ended()
 
@@ -143,7 +143,8 @@ class LateSubscribers:
             ipc = IpcBuffer(self._buffer("ipc"), self._settings.first_late_slot(rank))
         for shared in sources.values() if ipc is None else [ipc]:
             attached.share(shared.first_slot, shared.buffer)
-        attached.tell(msg.UpdateBegan(update, kept.version, device.generation, layout, 0, None))
+        attached.holds = None  # it came without it
+        tell_begin(msg.UpdateBeganFor(update, kept.version, device.generation, layout, ()), {0: attached})
         receiving = ReceiveStage(update, plan, sources, ipc, {0: attached}, deadline_s, self._stop, Spans())
         receiving.run()
         receiving.hand_over(kept.version, self._stop)

@@ -1,4 +1,4 @@
-"""One device's connections to all devices as their reader, itself among them, and the H2D buffers at the other ends."""
+"""One device's connections as a reader to all devices, including itself, and their H2D buffers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What one device does in one update: two stages that run side by side, each in a thread of its own.
+"""The work of one device in one update: two concurrent stages, each in its own thread.
 
-The first copies what this device is the source of from host memory into the H2D buffer. The second hands every bucket
-that is wanted here on to the consumers of this device: in host memory they map the source's H2D buffer, and are told in
-which slot it is; on GPUs it is copied into this device's IPC buffer. The third stage, the reload, runs in the processes
-of the consumers (`keepstep.weights.subscriber`). Each stage waits for one slot or bucket at a time.
+The first copies the blocks of which this device is the source from host memory into the H2D buffer. The second passes
+every needed bucket on to the consumers of this device: in host memory they map the source's H2D buffer, and get the
+number of the slot; on GPUs the stage copies the bucket into this device's IPC buffer. The third stage, the reload, runs
+in the processes of the consumers (`keepstep.weights.subscriber`). Each stage waits for one slot or bucket at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from keepstep.weights.channels.connection import Connection, ConnectionStalled, 
 from keepstep.weights.channels.deltas import checksum_of_version
 from keepstep.weights.channels.flow import Inlet, Outlet, Stalled
 from keepstep.weights.device.source_connections import SourceBuffer
-from keepstep.weights.device.subscriber_registry import Attached
+from keepstep.weights.device.subscriber_registry import Attached, tell
 from keepstep.weights.memory.buffers import Buffer
 from keepstep.weights.memory.copies import Copy, checksum_in, copy_of, seal
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES, Held
@@ -227,6 +227,9 @@ class ReceiveStage:
         connections = {reader: consumer.connection for reader, consumer in consumers.items()}
         lose, hear, size_of = self._lose, self._hear, plan.size_of
         self._outlet = Outlet(update, connections, deadline_s, stop, lose, hear, size_of, self._give_back)
+        keys = {each.proxy: -1 - reader for reader, each in consumers.items() if each.proxy is not None}
+        through = {reader: keys[each.proxy] for reader, each in consumers.items() if each.proxy is not None}
+        self._outlet.share({key: proxy.connection for proxy, key in keys.items()}, through)
         self._loaded: set[int] = set()
         self._taken: set[int] = set()
         self._checksums: dict[int, bytes] = {}
@@ -259,9 +262,8 @@ class ReceiveStage:
             stop: ends the wait; a consumer that has not switched by then does so when it can.
         """
         patience_s = self._deadline_s + SWITCH_PATIENCE_S
+        tell(self.loaded, VersionCommitted(self._update, version))
         connections = {reader: self._consumers[reader].connection for reader in self._loaded & self._outlet.readers}
-        for reader in connections:
-            self._consumers[reader].tell(VersionCommitted(self._update, version))
         size_of = self._plan.size_of
         self._outlet = Outlet(self._update, connections, patience_s, stop, self._lose, self._hear, size_of)
         with contextlib.suppress(Cancelled):
@@ -340,7 +342,7 @@ class ReceiveStage:
         reason = "what it has is not the whole version: its checksum is another one"
         self.failures.append(ChecksumMismatch(f"{consumer.name}: {reason}"))
         self._outlet.leave_out(reader)
-        consumer.tell(UpdateAborted(self._update, TransferFault.CHECKSUM, consumer.name, reason))
+        tell([consumer], UpdateAborted(self._update, TransferFault.CHECKSUM, consumer.name, reason))
 
     def _lose(self, reader: int, error: PeerLost | RemoteProtocolError) -> None:
         """A consumer is gone or stands: the others go on, and it has to attach itself again."""

@@ -26,7 +26,7 @@ from keepstep.weights.device.stages import (
     Stages,
     device_outlet,
 )
-from keepstep.weights.device.subscriber_registry import Attached
+from keepstep.weights.device.subscriber_registry import Attached, show_sign, tell, tell_begin
 from keepstep.weights.device.verdicts import COORDINATOR, COORDINATOR_PATIENCE_S, CoordinatorConnection, UpdateFailed
 from keepstep.weights.memory.blocks import NamedBlock
 from keepstep.weights.spans import Span, Spans
@@ -170,8 +170,7 @@ class WeightUpdate:
         try:
             self._follow(listener, agreed.update, stages, list(consumers.values()))
         except BaseException as error:  # of any kind: the consumers must not wait for what does not come
-            for each in consumers.values():
-                each.tell(self._notice_of(error))
+            tell(consumers.values(), self._notice_of(error))
             raise
         finally:
             stages.close()
@@ -190,19 +189,18 @@ class WeightUpdate:
         mapped = {bucket.source for bucket in plan.coming} - {plan.rank} if self._device.ipc is None else set()
         sources = [self._device.source_connections.sources[rank] for rank in sorted(mapped)]
         for reader, each in zip(plan.readers, self._present, strict=True):
-            base, each.holds = each.holds, None  # until it has taken this one: in place it may be in between
             problem = agreed.layout.problems[reader]
             if problem is None:
                 taking[reader] = each
                 for source in sources:
                     each.share(source.first_slot, source.buffer)
-                began = msg.UpdateBegan(agreed.update, agreed.version, agreed.generation, agreed.layout, reader, base)
-                each.tell(began)
             else:
+                each.holds = None
                 self.failures.append(problem.error)
                 fault = TransferFault(problem.misfit.value)
-                notice = msg.UpdateAborted(agreed.update, fault, each.name, problem.reason)
-                each.tell(notice)
+                tell([each], msg.UpdateAborted(agreed.update, fault, each.name, problem.reason))
+        began = msg.UpdateBeganFor(agreed.update, agreed.version, agreed.generation, agreed.layout, ())
+        tell_begin(began, taking)
         return taking
 
     def _follow(self, listener: CoordinatorConnection, update: int, stages: Stages, consumers: list[Attached]) -> None:
@@ -220,8 +218,7 @@ class WeightUpdate:
                     listener.send(msg.DevicePrepared(update))
             if now_s >= sign_due_s:
                 sign_due_s = now_s + self._settings.sign_s
-                for each in consumers:
-                    each.show_sign(msg.MovementSeen(update))
+                show_sign(consumers, msg.MovementSeen(update))
                 has_moved, num_moved = stages.num_moved != num_moved, stages.num_moved
                 listener.send(msg.MovementSeen(update) if has_moved else msg.StillThere())
             if listener.connection in ready or now_s >= listener.until_s:

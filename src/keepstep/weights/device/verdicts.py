@@ -1,4 +1,4 @@
-"""The connection to the coordinator in one update: reports go out, verdicts come in."""
+"""The connection to the coordinator in one update: sends reports, receives verdicts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CoordinatorConnection:
 
     @property
     def until_s(self) -> float:
-        """When it is taken for lost, if it says nothing before."""
+        """When it counts as lost, if it sends nothing before."""
         return self._heard_s + self._deadline_s + DEVICE_PATIENCE_S
 
     def send(self, message: AnyTransferMessage) -> None:

@@ -1,1 +1,1 @@
-"""Buffers of fixed size, and what is copied between them and tensors."""
+"""Buffers of fixed size, and copies between them and tensors."""

@@ -1,4 +1,4 @@
-"""What the user publishes or wants, as named blocks of tensors: modules, state dicts, DTensors, hand-made shards."""
+"""Published or requested weights as named blocks of tensors: modules, state dicts, DTensors, manual shards."""
 
 from __future__ import annotations
 

@@ -1,21 +1,22 @@
 """A buffer of fixed slots in shared memory, written by one process and read by others.
 
-It is a memory file (`memfd_create`): no name that another could open, no limit of ``/dev/shm``, gone with the last
-process that has it. Its memory is taken when it is made, so a machine that has not enough says so then, and does not
-kill the process later at the first touch. Others may only read it: the kernel refuses to map it for writing
-(F_SEAL_FUTURE_WRITE), so a consumer cannot spoil what others are reading.
+It is a memory file (`memfd_create`): it has no name that another process could open, is not limited by ``/dev/shm``,
+and disappears with the last process that has it. Its memory is allocated at creation, so a lack of memory is an error
+then, and does not kill the process later at the first access. Other processes can only read it: the kernel refuses to
+map it for writing (F_SEAL_FUTURE_WRITE), so a consumer cannot corrupt data that others are reading.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import fcntl
 import mmap
 import os
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -74,17 +75,19 @@ class SlotBuffer:
         self._map = mmap.mmap(descriptor, num_slots * slot_bytes, flags, protection)
         self._address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         self._views: dict[int, torch.Tensor] = {}
+        self.at_close: list[Callable[[], None]] = []
+        """Done before the memory is given back. Who puts something in takes it out again."""
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> SlotBuffer:
         """A new one, all of its memory taken.
 
         Raises:
-            BufferUnavailable: there is not so much memory, or this process may not have it.
+            BufferUnavailable: there is not enough memory, or a limit of this process is too low.
         """
         size = num_slots * slot_bytes
         if size > free_bytes():
-            raise BufferUnavailable(_unavailable(size, num_slots, "there is not so much left"))
+            raise BufferUnavailable(_unavailable(size, num_slots, "not enough memory is available"))
         descriptor = os.memfd_create("keepstep-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with _without_signal(signal.SIGXFSZ):
@@ -140,10 +143,41 @@ class SlotBuffer:
 
     def close(self) -> None:
         """Gives the memory back. No view may be used any more. Any number of times."""
+        for work in list(self.at_close):
+            work()
         self._close()
         self.descriptor = -1
         with suppress(BufferError):  # another object still holds the memory; it goes with the last of them
             self._map.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotPart:
+    """The first bytes of a slot. It keeps the buffer, so that its memory stays.
+
+    Attributes:
+        buffer: in which.
+        slot: its number there.
+        num_bytes: how many.
+    """
+
+    buffer: SlotBuffer
+    slot: int
+    num_bytes: int
+
+    @property
+    def address(self) -> int:
+        """Where they begin in this process."""
+        return self.buffer.address(self.slot)
+
+    @property
+    def content(self) -> memoryview:
+        """They themselves; writing to it writes the slot. Valid until the buffer is closed."""
+        return self.buffer.view(self.slot).numpy().data[: self.num_bytes]
+
+
+Fill = Callable[[SlotPart | None], None]
+"""Writes a bucket to where it belongs; None: no consumer wants it any more."""
 
 
 class SharedSlots:
@@ -179,7 +213,7 @@ def make_buffer(device: torch.device, num_slots: int, slot_bytes: int) -> Buffer
     """A new buffer in a device's memory.
 
     Raises:
-        BufferUnavailable: there is not so much of it.
+        BufferUnavailable: there is not enough memory.
         ConfigurationError: this machine has no such device.
     """
     if device.type == "cpu":
@@ -193,7 +227,7 @@ def make_buffer(device: torch.device, num_slots: int, slot_bytes: int) -> Buffer
 
 def _unavailable(size: int, num_slots: int, reason: str) -> str:
     return (
-        f"{size / 2**20:.1f} MiB of shared memory for {num_slots} buckets cannot be had ({reason}): "
+        f"{size / 2**20:.1f} MiB of shared memory for {num_slots} buckets is not available ({reason}): "
         "use a smaller bucket_bytes"
     )
 

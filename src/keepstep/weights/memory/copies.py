@@ -1,6 +1,6 @@
-"""What is copied between the slot of a bucket and tensors, prepared once per plan, wherever the slot is.
+"""Copies between the slot of a bucket and tensors, prepared once per plan, independent of the slot's device.
 
-Checksums travel in the slot, behind the bucket.
+Checksums travel in the slot, after the bucket.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def seal(slot: torch.Tensor, bucket: Bucket, checksum: bytes) -> None:
 
 
 def checksum_in(slot: torch.Tensor, bucket: Bucket) -> bytes:
-    """The checksum that was written behind a bucket."""
+    """The checksum that was written after a bucket."""
     if not slot.is_cuda:
         return ctypes.string_at(slot.data_ptr() + bucket.num_bytes, CHECKSUM_BYTES)
     with on_stream(slot.device):

@@ -36,14 +36,14 @@ class GpuBuffer:
         """A new one, whose slots may be a little larger.
 
         Raises:
-            BufferUnavailable: the GPU has not so much memory left.
+            BufferUnavailable: the GPU has not enough memory left.
         """
         slot_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         try:
             memory = torch.zeros(num_slots * slot_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise BufferUnavailable(
-                f"{num_slots * slot_bytes / 2**20:.1f} MiB on {device} for {num_slots} buckets cannot be had ({error})"
+                f"{num_slots * slot_bytes / 2**20:.1f} MiB on {device} for {num_slots} buckets is unavailable: {error}"
             ) from None
         torch.cuda.synchronize(device)
         return cls(memory, num_slots, slot_bytes)

@@ -1,4 +1,4 @@
-"""Where the pieces of a bucket lie: in its slot, and in the tensors that are here."""
+"""The places of a bucket's pieces: in its slot, and in the local tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keepstep.protocol.transfer.plan import Bucket, Piece
 
 CHECKSUM_BYTES = 8
 SLOT_EXTRA_BYTES = 64
-"""Behind the bucket in each slot: its checksum, and what keeps the next slot on a cache line of its own."""
+"""After the bucket in each slot: its checksum, and what keeps the next slot on a cache line of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

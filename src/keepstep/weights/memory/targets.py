@@ -1,4 +1,4 @@
-"""Where a consumer's new weights go: its own tensors, a second set of them, or a function of its own."""
+"""The destination of a consumer's new weights: its own tensors, a second set of them, or a function."""
 
 from __future__ import annotations
 

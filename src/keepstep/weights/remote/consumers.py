@@ -76,10 +76,22 @@ class LocalConsumers:
         if (consumer := self._consumers.get(key)) is not None:
             consumer.send(message, () if buffer is None else [buffer.descriptor])
 
-    def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
+    def begin(self, update: msg.UpdateBeganFor) -> None:
+        """See `Below`."""
+        for number, reader, base in map(msgspec.structs.astuple, update.members):
+            began = msg.UpdateBegan(update.update, update.version, update.generation, update.layout, reader, base)
+            self.tell(number, began, None)
+
+    def tell_all(self, keys: Sequence[int], message: msg.Notice | msg.BucketUnchanged) -> None:
         """See `Below`."""
         for key in keys:
-            self.tell(key, msg.BucketReady(bucket.update, bucket.bucket, bucket.slot, len(bucket.content)), None)
+            self.tell(key, message, None)
+
+    def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
+        """See `Below`."""
+        ready = msg.BucketReady(bucket.update, bucket.bucket, bucket.part.slot, bucket.part.num_bytes)
+        for key in keys:
+            self.tell(key, ready, None)
 
     def end(self, key: int, reason: str) -> None:
         """See `Below`."""

@@ -1,98 +1,128 @@
-"""The publishers' node: tunnels end at a device of the node, and buckets come out of its buffer in shared memory."""
+"""Connections to the devices of this node, for processes of other nodes; and the top of all tunnels of consumers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
 
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError, StaleGeneration
 from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.messages import AnyTransferMessage
-from keepstep.weights.channels.connection import Connection, wait, what_of
+from keepstep.weights.channels.connection import Connection, ConnectionEnded, ConnectionStalled, wait, what_of
 from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import dial, dial_any, listener_path
 from keepstep.weights.memory.buffers import SharedSlots
-from keepstep.weights.memory.bytes_of import address_of, copy_bytes
+from keepstep.weights.memory.bytes_of import copy_bytes
 from keepstep.weights.remote.switch import Switch
 
 SEND_S = 1.0
 """For a device to take a message: they are short, and its socket holds hundreds of them."""
+ANSWER_S = 2.0
+"""For a device that is there to answer a consumer; another one may be there instead."""
 FOREVER_S = 1e9
 LOOK_S = 3600.0
 """The kernel waits no longer than some weeks at a time."""
-NUM_REMEMBERED = 8
-"""Updates whose buckets are remembered: one is under way, and some for late consumers."""
+PROXY = 0
+"""The number of the connection that is no consumer's; tunnels count from 1."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Attached:
-    """A consumer of another node, on the device."""
+class Reached:
+    """A connection to a device of this node."""
 
     connection: Connection
-    slots: SharedSlots = dataclasses.field(default_factory=SharedSlots)
-    update: int = 0
-    """The latest that began on this tunnel."""
-    is_ready: bool = False
-    """Whether the consumer has been told that it is attached; the device is heard from then on."""
     turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, message: AnyTransferMessage) -> None:
+        """Any thread. Raises PeerLost."""
         with self.turn:
             self.connection.send(message, time.monotonic() + SEND_S)
 
     def close(self) -> None:
+        """Ends it."""
         self.connection.close()
-        self.slots.close()
 
 
-class DeviceTunnels:
-    """The top of all tunnels. See `keepstep.weights.remote.switch.Above`."""
+There = TypeVar("There", bound=Reached)
 
-    def __init__(self, folder: Path, rank: int | None, switch: Switch) -> None:
+
+class DeviceConnections(ABC, Generic[There]):
+    """Each is dialled in a thread of its own, and all are heard by one."""
+
+    def __init__(self, name: str) -> None:
         """Args:
-        folder: that of the publishers.
-        rank: of the device whose consumers they become; None: the lowest one on this node that is there.
-        switch: of this node.
+        name: of the thread that hears them.
         """
-        path = listener_path(folder, rank or 0)
-        self._path = None if rank is None else path
-        self._folder, self._who, self._switch = folder, "a publisher" if rank is None else f"rank {rank}", switch
         self._lock = threading.Lock()
+        self._entered = threading.Condition(self._lock)
         self._dialling: dict[int, CancelToken] = {}
-        self._attached: dict[int, _Attached] = {}
-        self._gone: list[_Attached] = []
-        self._brought: dict[int, set[int]] = {}
+        self._reached: dict[int, There] = {}
+        self._gone: list[There] = []
+        self._is_over = False
         self._changed = CancelToken()
         self._stop = CancelToken()
-        self._thread = threading.Thread(target=self._attend, name="keepstep-tunnels", daemon=True)
+        self._thread = threading.Thread(target=self._attend, name=name, daemon=True)
         self._thread.start()
 
-    # ---- from below -------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _heard(self, number: int, there: There, message: AnyTransferMessage) -> None:
+        """A device says something. Raises PeerLost or RemoteProtocolError if the connection has to end."""
 
-    def open(self, tunnel: int, introduction: msg.SubscriberCalled) -> None:
-        """See `Above`."""
-        with self._lock:
-            self._dialling[tunnel] = CancelToken()
-        arguments = (tunnel, introduction, self._dialling[tunnel])
-        threading.Thread(target=self._dial, args=arguments, name="keepstep-dial", daemon=True).start()
+    @abstractmethod
+    def _lost(self, number: int, there: There, reason: str) -> None:
+        """A connection has ended, and not by `_end`."""
 
-    def say(self, tunnel: int, message: AnyTransferMessage) -> None:
-        """See `Above`."""
+    def _open(self, number: int, run: Callable[[CancelToken], None]) -> None:
+        """Dials in a thread, which calls `_enter` in the end, or gives up by `_end`."""
+        stop = CancelToken()
         with self._lock:
-            there = self._attached.get(tunnel)
+            self._dialling[number] = stop
+        threading.Thread(target=run, args=[stop], name="keepstep-dial", daemon=True).start()
+
+    def _enter(self, number: int, connection: Connection, make: Callable[[], There]) -> None:
+        """A device has answered; the connection is closed if it is not wanted any more.
+
+        Args:
+            number: of the connection.
+            connection: belongs to this object from now on.
+            make: called with the lock held.
+        """
+        with self._lock:
+            if self._is_over or (number != PROXY and self._dialling.pop(number, None) is None):
+                connection.close()
+            else:
+                self._reached[number] = make()
+            self._entered.notify_all()
+        self._changed.set()
+
+    def _say(self, number: int, message: AnyTransferMessage) -> None:
+        """Says something to a device, if it is reached."""
+        with self._lock:
+            there = self._reached.get(number)
         if there is not None:
-            self._send(tunnel, there, message)
+            try:
+                there.send(message)
+            except PeerLost:
+                there.connection.hang_up()  # the loop finds its end
 
-    def end(self, tunnel: int, reason: str) -> None:
-        """See `Above`."""
+    def _end(self, number: int, reason: str) -> None:
+        """Who was to be connected is gone."""
         with self._lock:
-            if (dialling := self._dialling.pop(tunnel, None)) is not None:
+            if (dialling := self._dialling.pop(number, None)) is not None:
                 dialling.set()
-            there = self._attached.pop(tunnel, None)
+            there = self._reached.pop(number, None)
+            self._entered.notify_all()
         if there is not None:
             with contextlib.suppress(PeerLost):  # the device is gone, too
                 there.send(msg.PathLost(reason))
@@ -100,128 +130,178 @@ class DeviceTunnels:
                 self._gone.append(there)
             self._changed.set()
 
-    def _send(self, tunnel: int, there: _Attached, message: AnyTransferMessage) -> None:
-        try:
-            there.send(message)
-        except PeerLost:
-            there.connection.hang_up()  # the loop finds its end
-
-    def _dial(self, tunnel: int, introduction: msg.SubscriberCalled, stop: CancelToken) -> None:
-        until_s = time.monotonic() + FOREVER_S
-        try:
-            if self._path is None:
-                connection, welcomed = dial_any(self._folder, introduction, until_s, stop)
-            else:
-                connection, welcomed = dial(self._path, introduction, self._who, until_s, stop)
-        except Cancelled:
-            return
-        except (PeerLost, RemoteProtocolError) as error:
-            self._switch.hear(tunnel, msg.Refused(str(error), isinstance(error, StaleGeneration)))
-            return
-        if welcomed.buffer is not None and welcomed.buffer.gpu is None:
-            try:
-                there = _Attached(connection)
-                there.slots.add(0, attach_buffer(welcomed.buffer, connection))
-            except RemoteProtocolError as error:
-                connection.close()
-                self._switch.hear(tunnel, msg.Refused(str(error), stale=False))
-                return
-            with self._lock:
-                if self._dialling.pop(tunnel, None) is None:
-                    there.close()
-                    return
-                self._attached[tunnel] = there
-            self._switch.hear(tunnel, welcomed)
-            there.is_ready = True
-            self._changed.set()
-        else:  # the switch refuses it
-            connection.close()
-            self._switch.hear(tunnel, welcomed)
-
-    # ---- from the device --------------------------------------------------------------------------------------------
+    def _end_all(self, reason: str) -> None:
+        """Ends all connections, and the thread that hears them."""
+        with self._lock:
+            self._is_over = True
+            numbers = [*self._dialling, *self._reached]
+        for number in numbers:
+            self._end(number, reason)
+        self._stop.set()
 
     def _attend(self) -> None:
         while True:
             self._changed.clear()
             with self._lock:
                 gone, self._gone = self._gone, []
-                attached = {tunnel: each for tunnel, each in self._attached.items() if each.is_ready}
+                reached = dict(self._reached)
             for each in gone:
                 each.close()
-            awaited: list[Connection | CancelToken] = [self._changed, *(each.connection for each in attached.values())]
+            awaited: list[Connection | CancelToken] = [self._changed, *(each.connection for each in reached.values())]
             try:
-                wait(awaited, time.monotonic() + LOOK_S, self._stop)
+                ready = wait(awaited, time.monotonic() + LOOK_S, self._stop)
             except Cancelled:
                 break
-            self._sweep(attached)
-        for each in attached.values():
+            for number, each in reached.items():
+                if each.connection in ready:
+                    self._hear(number, each)
+        for each in self._gone:
             each.close()
 
-    def _sweep(self, attached: dict[int, _Attached]) -> None:
-        """Hears all that has come.
-
-        A device tells all consumers of an update that it begins before it announces the first bucket to one of them.
-        So what announces a bucket waits until all tunnels have been heard once more.
-        """
-        announced = self._hear_all(attached)
-        if announced:
-            announced += self._hear_all(attached)
-        for tunnel, ready in announced:
-            self._bring(tunnel, attached[tunnel], ready)
-
-    def _hear_all(self, attached: dict[int, _Attached]) -> list[tuple[int, msg.BucketReady]]:
-        announced = []
-        for tunnel, there in attached.items():
-            try:
-                while (message := there.connection.receive_now()) is not None:
-                    if isinstance(message, msg.BucketReady):
-                        announced.append((tunnel, message))
-                        continue
-                    if isinstance(message, msg.BufferShared):
-                        there.slots.add(message.first_slot, attach_buffer(message.place, there.connection))
-                        continue
-                    if isinstance(message, msg.UpdateBegan):
-                        if all(each.update != message.update for each in attached.values()):
-                            self._brought.pop(message.update, None)  # a new publisher counts from 1 again
-                        there.update = message.update
-                    self._switch.hear(tunnel, message)
-            except (PeerLost, RemoteProtocolError) as error:
-                self._lose(tunnel, there, error)
-        return announced
-
-    def _lose(self, tunnel: int, there: _Attached, error: Exception) -> None:
-        with self._lock:
-            if self._attached.pop(tunnel, None) is None:
-                return
-            self._gone.append(there)
-        self._switch.ended(tunnel, f"{there.connection.who} {what_of(error)}")
-
-    def _bring(self, tunnel: int, there: _Attached, ready: msg.BucketReady) -> None:
-        """A bucket lies in the device's buffer: takes it out once, on whichever tunnel it is announced."""
-        brought = self._brought.setdefault(ready.update, set())
-        while len(self._brought) > NUM_REMEMBERED:
-            del self._brought[next(iter(self._brought))]
+    def _hear(self, number: int, there: There) -> None:
+        """All that has come on a connection."""
         try:
-            if ready.bucket not in brought:
-                if (slot := there.slots.find(ready.slot, ready.num_bytes)) is None:
-                    raise RemoteProtocolError(f"announced bucket {ready.bucket} in slot {ready.slot}")
-                source = slot.data_ptr()
-                self._switch.bring(
-                    ready.update, ready.bucket, ready.num_bytes,
-                    lambda view: copy_bytes(address_of(view), source, len(view)),
-                )  # fmt: skip
-                brought.add(ready.bucket)
+            while (message := there.connection.receive_now()) is not None:
+                self._heard(number, there, message)
         except (PeerLost, RemoteProtocolError) as error:
-            self._lose(tunnel, there, error)
+            self._drop(number, there, what_of(error))
+
+    def _drop(self, number: int, there: There, reason: str) -> None:
+        with self._lock:
+            if self._reached.get(number) is not there:
+                return
+            del self._reached[number]
+            self._gone.append(there)
+        self._lost(number, there, reason)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _AsProxy(Reached):
+    """On which the device says what is for all consumers together; with the buffers in which their buckets lie."""
+
+    rank: int = 0
+    slots: SharedSlots = dataclasses.field(default_factory=SharedSlots)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.slots.close()
+
+
+class DeviceTunnels(DeviceConnections[Reached]):
+    """The top of all tunnels; see `keepstep.weights.remote.switch.Above`.
+
+    Each consumer of another node has a connection to a device of this one. What the device says to them comes on one
+    more connection, once for all.
+    """
+
+    def __init__(self, folder: Path, rank: int | None, switch: Switch) -> None:
+        """Args:
+        folder: that of the publishers.
+        rank: of the device whose consumers they become; None: the lowest one on this node that is there.
+        switch: of this node.
+        """
+        if rank is not None:
+            listener_path(folder, rank)  # raises if it is too long
+        self._folder, self._rank, self._switch = folder, rank, switch
+        self._name = secrets.token_hex(8)
+        self._turn = threading.Lock()
+        """To become a proxy."""
+        super().__init__("keepstep-tunnels")
+
+    def open(self, tunnel: int, introduction: msg.SubscriberCalled) -> None:
+        """See `Above`."""
+        self._open(tunnel, functools.partial(self._dial, tunnel, introduction))
+
+    def say(self, tunnel: int, message: AnyTransferMessage) -> None:
+        """See `Above`."""
+        self._say(tunnel, message)
+
+    def end(self, tunnel: int, reason: str) -> None:
+        """See `Above`."""
+        self._end(tunnel, reason)
+
+    def _dial(self, tunnel: int, introduction: msg.SubscriberCalled, stop: CancelToken) -> None:
+        introduction = msgspec.structs.replace(introduction, proxied=msg.Proxied(self._name, tunnel))
+        try:
+            connection, welcomed = self._dial_until(introduction, stop)
+        except Cancelled:
             return
-        self._send(tunnel, there, msg.SlotFreed(ready.update, ready.slot))
+        except (PeerLost, RemoteProtocolError) as error:
+            self._switch.hear(tunnel, msg.Refused(str(error), isinstance(error, StaleGeneration)))
+            self._end(tunnel, "was refused")
+            return
+        self._switch.hear(tunnel, welcomed)
+        self._enter(tunnel, connection, lambda: Reached(connection))
+
+    def _dial_until(self, introduction: msg.SubscriberCalled, stop: CancelToken) -> tuple[Connection, msg.Welcomed]:
+        """Tries until a device that knows this proxy answers its consumer."""
+        while True:
+            rank = self._become_proxy(stop)
+            until_s = time.monotonic() + ANSWER_S
+            with contextlib.suppress(ConnectionStalled):  # it may be gone, and another one be there
+                return dial(listener_path(self._folder, rank), introduction, f"rank {rank}", until_s, stop)
+
+    def _become_proxy(self, stop: CancelToken) -> int:
+        """The rank of the device to which this process is a proxy; if there is none it waits for one."""
+        with self._turn:
+            there = self._reached.get(PROXY)
+            if isinstance(there, _AsProxy):
+                if not there.connection.has_ended:
+                    return there.rank
+                self._drop(PROXY, there, what_of(ConnectionEnded(there.connection.who, "has closed the connection")))
+            called, until_s = msg.ProxyCalled(self._name), time.monotonic() + FOREVER_S
+            if self._rank is None:
+                connection, welcomed = dial_any(self._folder, called, until_s, stop)
+            else:
+                path = listener_path(self._folder, self._rank)
+                connection, welcomed = dial(path, called, f"rank {self._rank}", until_s, stop)
+            proxy = _AsProxy(connection, rank=welcomed.rank)
+            if welcomed.buffer is not None and welcomed.buffer.gpu is None:  # else the switch refuses each consumer
+                proxy.slots.add(0, attach_buffer(welcomed.buffer, connection))
+            self._enter(PROXY, connection, lambda: proxy)
+            return proxy.rank
+
+    def _heard(self, number: int, there: Reached, message: AnyTransferMessage) -> None:
+        match message:
+            case msg.BufferShared(first_slot, place) if isinstance(there, _AsProxy):
+                there.slots.add(first_slot, attach_buffer(place, there.connection))
+            case msg.BucketReady() if isinstance(there, _AsProxy):
+                self._bring(there, message)
+            case msg.UpdateBeganFor(members=members) if isinstance(there, _AsProxy):
+                with self._entered:  # the device has welcomed each of them
+                    self._entered.wait_for(lambda: not any(each.number in self._dialling for each in members), SEND_S)
+                self._switch.hear_all(message)
+            case msg.SaidTo() | msg.BucketUnchanged() if isinstance(there, _AsProxy):
+                self._switch.hear_all(message)
+            case other:
+                raise RemoteProtocolError(f"sent {other!r:.80}")
+
+    def _bring(self, there: _AsProxy, ready: msg.BucketReady) -> None:
+        """A bucket lies in the device's buffer: takes it out."""
+        if (slot := there.slots.find(ready.slot, ready.num_bytes)) is None:
+            raise RemoteProtocolError(f"announced bucket {ready.bucket} in slot {ready.slot}")
+        source = slot.data_ptr()
+        self._switch.bring(
+            ready.update, ready.bucket, ready.num_bytes,
+            lambda part: None if part is None else copy_bytes(part.address, source, part.num_bytes),
+        )  # fmt: skip
+        there.send(msg.SlotFreed(ready.update, ready.slot))
+
+    def _lost(self, number: int, there: Reached, reason: str) -> None:
+        proxy = self._reached.get(PROXY)
+        left = {number: there}
+        if number != PROXY and proxy is not None:
+            self._hear(PROXY, proxy)  # what the device has said before
+        elif number == PROXY:
+            with self._lock:
+                left, self._reached = self._reached, {}
+                self._gone += left.values()
+        for tunnel, each in left.items():
+            self._switch.ended(tunnel, f"{each.connection.who} {reason}")
 
     def close(self) -> None:
         """Leaves the device."""
-        with self._lock:
-            for each in self._dialling.values():
-                each.set()
-        self._stop.set()
+        self._end_all("this server is shut down")
         self._thread.join()
         self._stop.close()
         self._changed.close()

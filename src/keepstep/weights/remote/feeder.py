@@ -8,18 +8,19 @@ import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, RemoteProtocolError
-from keepstep.protocol.transfer.messages import AnyTransferMessage
+from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketUnchanged, Notice, SaidTo, UpdateBeganFor
 from keepstep.trust.tokens import Secret
 from keepstep.weights.memory.buffers import SlotBuffer
 from keepstep.weights.remote import messages as msg
 from keepstep.weights.remote.handshake import answer
-from keepstep.weights.remote.link import TcpLink
+from keepstep.weights.remote.link import NodeLink
 from keepstep.weights.remote.stream import CONNECT_S, ByteStream, split_address
 from keepstep.weights.remote.switch import BucketInSlot, Switch
+from keepstep.weights.remote.transports.by_name import make_transport
 
 SESSION_BYTES = 16
 BACKLOG = 128
@@ -46,7 +47,7 @@ class LinkEnd(Protocol):
 class FedTunnels:
     """The tunnels of one node that this one feeds. See `keepstep.weights.remote.switch.Below`."""
 
-    def __init__(self, link: TcpLink, name: str, switch: Switch) -> None:
+    def __init__(self, link: NodeLink, name: str, switch: Switch) -> None:
         self._link, self._name, self._switch = link, name, switch
         self._numbers: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -88,6 +89,16 @@ class FedTunnels:
         """See `Below`."""
         self._link.send(msg.TunnelSaid(key, message))
 
+    def begin(self, update: UpdateBeganFor) -> None:
+        """See `Below`."""
+        self._link.send(msg.TunnelsTold(update))
+
+    def tell_all(self, keys: Sequence[int], message: Notice | BucketUnchanged) -> None:
+        """See `Below`."""
+        self._link.send(
+            msg.TunnelsTold(message if isinstance(message, BucketUnchanged) else SaidTo(tuple(keys), message))
+        )
+
     def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
         """See `Below`."""
         self._link.ship(bucket)
@@ -111,9 +122,9 @@ class Admission:
     """
 
     feeder: str | None = None
-    came: Callable[[TcpLink], None] = lambda link: None
+    came: Callable[[NodeLink], None] = lambda link: None
     gone: Callable[[str], None] = lambda reason: None
-    end: Callable[[TcpLink], LinkEnd] | None = None
+    end: Callable[[NodeLink], LinkEnd] | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -122,11 +133,12 @@ class _Session:
 
     name: str
     publishes: bool
+    transport: str
     num_streams: int
     admission: Admission
     control: ByteStream | None = None
     streams: list[ByteStream] = dataclasses.field(default_factory=list)
-    link: TcpLink | None = None
+    link: NodeLink | None = None
 
 
 class Feeder:
@@ -141,6 +153,7 @@ class Feeder:
         deadline_s: float,
         admit: Callable[[msg.Greeting], Admission] = lambda greeting: Admission(),
         note: Callable[[str], None] = lambda text: None,
+        transports: Collection[str] = (msg.TCP,),
     ) -> None:
         """Args:
         address: to listen at, ``HOST:PORT``; port 0 takes a free one.
@@ -150,12 +163,13 @@ class Feeder:
         deadline_s: that of the publishers.
         admit: what a caller gets that has proved who it is.
         note: told of nodes that come, go and are refused.
+        transports: for the buckets of links; a caller chooses one.
 
         Raises:
             ConfigurationError: the address cannot be used.
         """
         self._secret, self._tls, self._switch, self._deadline_s = secret, tls, switch, deadline_s
-        self._admit, self._note = admit, note
+        self._admit, self._note, self._transports = admit, note, transports
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sessions: dict[bytes, _Session] = {}
@@ -172,7 +186,7 @@ class Feeder:
         threading.Thread(target=self._listen, name="keepstep-feeder", daemon=True).start()
 
     @property
-    def links(self) -> list[tuple[str, TcpLink]]:
+    def links(self) -> list[tuple[str, NodeLink]]:
         """Those that stand, with the names of the nodes."""
         with self._lock:
             return [(each.name, each.link) for each in self._sessions.values() if each.link is not None]
@@ -227,13 +241,16 @@ class Feeder:
                     return msg.Denied("there is no such session")
                 chosen.append((greeting.session, session))
                 return msg.Accepted(greeting.session, None)
+            if greeting.transport not in self._transports:
+                offered = " or ".join(self._transports)
+                return msg.Denied(f"it sends buckets over {offered}, not over {greeting.transport!r} (--transport)")
             try:
                 admission = self._admit(greeting)
             except ConfigurationError as error:
                 return msg.Denied(str(error))
             number = secrets.token_bytes(SESSION_BYTES)
             num_streams = greeting.num_streams if admission.feeder is None else 0
-            session = _Session(greeting.name, greeting.publishes, num_streams, admission)
+            session = _Session(greeting.name, greeting.publishes, greeting.transport, num_streams, admission)
             with self._lock:
                 self._sessions[number] = session
             chosen.append((number, session))
@@ -259,7 +276,9 @@ class Feeder:
             is_whole = session.control is not None and len(session.streams) == session.num_streams
             if is_whole:
                 assert session.control is not None
-                session.link = TcpLink(session.control, session.streams, self._deadline_s)
+                is_presence = session.admission.feeder is not None
+                transport = None if is_presence else make_transport(session.transport, session.streams, 0)
+                session.link = NodeLink(session.control, transport, self._deadline_s)
             self._changed.notify_all()
         if is_whole:
             self._begin(number, session)

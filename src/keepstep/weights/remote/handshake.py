@@ -40,6 +40,7 @@ class Joining:
         avoid: see `Greeting`.
         session: of the link that this connection becomes a stream of; empty: it begins a link.
         publishes: see `Greeting`.
+        transport: for buckets.
     """
 
     num_streams: int
@@ -47,6 +48,7 @@ class Joining:
     avoid: tuple[str, ...] = ()
     session: bytes = b""
     publishes: bool = False
+    transport: str = msg.TCP
 
 
 def _seal_of(token: str) -> bytes:
@@ -82,7 +84,7 @@ def call(
         name = name_in(credentials.token)
         greeting = msg.Greeting(
             msg.VERSION, name, secrets.token_bytes(NONCE_BYTES), joining.session, joining.num_streams, joining.address,
-            joining.avoid, joining.publishes,
+            joining.avoid, joining.publishes, joining.transport,
         )  # fmt: skip
         stream.send_message(greeting, until_s)
         challenge = stream.receive_message(until_s, msg.MAX_GREETING_BYTES)

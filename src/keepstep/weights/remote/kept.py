@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
+from typing import Protocol
 
-from keepstep.errors import StateMismatch
+from keepstep.errors import PeerLost, StateMismatch
+from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.layout import Consumer, Layout, serve_one
-from keepstep.protocol.transfer.messages import BucketUnchanged, SubscriberCalled, UpdateBegan
 from keepstep.protocol.transfer.plan import Bucket
+from keepstep.weights.memory.buffers import Fill, SlotPart
 
 FIRST_UPDATE = 1 << 62
 """Updates that a node numbers itself begin here; those of devices count up from 1."""
@@ -37,7 +40,7 @@ class Version:
         wanted = [bucket for bucket in self.buckets.values() if reader in bucket.readers]
         return wanted if all(bucket.index in self.contents for bucket in wanted) else None
 
-    def reader_like(self, introduction: SubscriberCalled) -> int | None:
+    def reader_like(self, introduction: msg.SubscriberCalled) -> int | None:
         """A reader that wanted what this consumer wants, and all of whose buckets are here; None: there is none."""
         try:
             alone = serve_one(self.layout, 0, Consumer(introduction.name, introduction.wants))
@@ -53,15 +56,95 @@ class Version:
         return None
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Serving:
-    """A consumer that is being given what is kept."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForConsumer:
+    """What a consumer gets of a version that is kept, as which of its readers, and the update's number here."""
 
+    version: Version
+    reader: int
     update: int
-    loaded: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when it has all of it, or takes no more."""
-    taken: threading.Event = dataclasses.field(default_factory=threading.Event)
-    has_failed: bool = False
+
+
+class Passing(Protocol):
+    """What passes messages and buckets on to consumers; see `keepstep.weights.remote.switch.Switch`."""
+
+    def hear(self, tunnel: int, message: msg.AnyTransferMessage) -> None:
+        """As a device says it to a consumer."""
+        ...
+
+    def hear_all(self, message: msg.ToProxied) -> None:
+        """As a device says it to several."""
+        ...
+
+    def bring(self, update: int, bucket: int, num_bytes: int, fill: Fill) -> None:
+        """A bucket comes."""
+        ...
+
+    def served(self, number: int, version: int | None, has_failed: bool) -> None:
+        """What is kept has been brought to a consumer."""
+        ...
+
+
+class Serving:
+    """Brings a consumer what is kept, as its device would, in a thread of its own."""
+
+    def __init__(
+        self, passing: Passing, tunnel: int, kept: ForConsumer, welcomed: msg.Welcomed, deadline_s: float
+    ) -> None:
+        """Begins. ``passing`` is locked by the caller.
+
+        Args:
+            passing: what passes it on.
+            tunnel: of the consumer.
+            kept: what it gets.
+            welcomed: what it is told first.
+            deadline_s: for it to take all of it, and then to switch to it.
+        """
+        self._passing, self._tunnel, self._kept, self._welcomed = passing, tunnel, kept, welcomed
+        self._deadline_s = deadline_s
+        self._loaded, self._taken = threading.Event(), threading.Event()
+        self._has_failed = False
+        threading.Thread(target=self._run, name="keepstep-kept", daemon=True).start()
+
+    def hear(self, message: msg.AnyTransferMessage) -> None:
+        """The consumer says something."""
+        match message:
+            case msg.VersionLoaded(update=self._kept.update):
+                self._loaded.set()
+            case msg.VersionTaken(update=self._kept.update):
+                self._taken.set()
+            case msg.LoadFailed(update=self._kept.update):
+                self.end()
+            case _:
+                pass
+
+    def end(self) -> None:
+        """The consumer takes no more of it, or is gone."""
+        self._has_failed = True
+        self._loaded.set()
+        self._taken.set()
+
+    def _run(self) -> None:
+        passing, tunnel, version, update = self._passing, self._tunnel, self._kept.version, self._kept.update
+        member = msg.ProxiedReader(tunnel, self._kept.reader, None)
+        passing.hear(tunnel, self._welcomed)
+        passing.hear_all(msg.UpdateBeganFor(update, version.version, version.generation, version.layout, (member,)))
+        try:
+            for bucket in version.buckets_of(self._kept.reader) or []:
+                content = version.contents[bucket.index]
+                passing.bring(update, bucket.index, len(content), functools.partial(_fill_with, content))
+        except PeerLost:  # no slot came free: `served` ends the tunnel
+            self._deadline_s = 0.0
+        is_loaded = self._loaded.wait(self._deadline_s) and not self._has_failed
+        if is_loaded:
+            passing.hear_all(msg.SaidTo((tunnel,), msg.VersionCommitted(update, version.version)))
+        is_taken = is_loaded and self._taken.wait(self._deadline_s) and not self._has_failed
+        passing.served(tunnel, version.version if is_taken else None, self._has_failed)
+
+
+def _fill_with(content: bytes, part: SlotPart | None) -> None:
+    if part is not None:
+        part.content[:] = content
 
 
 class VersionKeeper:
@@ -72,9 +155,11 @@ class VersionKeeper:
         self._last_update = FIRST_UPDATE
         self.kept: Version | None = None
 
-    def begin(self, began: UpdateBegan, buckets: dict[int, Bucket]) -> None:
-        """An update begins on a tunnel; what has come of other ones that never counted is dropped."""
+    def begin(self, began: msg.UpdateBeganFor, buckets: dict[int, Bucket]) -> None:
+        """An update begins; what has come of other ones that never counted is dropped."""
         coming = Version(began.version, began.generation, began.layout, buckets)
+        if self.kept is not None and self.kept.is_like(coming):
+            return  # it comes again for some consumers, maybe while the next version comes for all
         if (there := self._coming.get(began.update)) is None or not there.is_like(coming):
             self._coming = {began.update: coming}
 
@@ -83,7 +168,7 @@ class VersionKeeper:
         if (coming := self._coming.get(update)) is not None:
             coming.contents[bucket] = bytes(content)
 
-    def stayed(self, unchanged: BucketUnchanged) -> None:
+    def stayed(self, unchanged: msg.BucketUnchanged) -> None:
         """A bucket does not come, since a consumer has it from the version before; which may be the one kept here."""
         coming, kept = self._coming.get(unchanged.update), self.kept
         bucket = None if coming is None else coming.buckets.get(unchanged.bucket)
@@ -101,8 +186,8 @@ class VersionKeeper:
         if kept is None or (kept.generation, kept.version) != (coming.generation, coming.version):
             self.kept = coming  # else it came again for one consumer, and the first time for more
 
-    def serve(self, introduction: SubscriberCalled) -> tuple[Version, int, Serving] | None:
-        """What a consumer gets that comes now, as which reader; None: nothing that is newer than what it has."""
+    def for_consumer(self, introduction: msg.SubscriberCalled) -> ForConsumer | None:
+        """What a consumer gets that comes now; None: nothing that is newer than what it has."""
         kept = self.kept
         if kept is None or introduction.generation > kept.generation:
             return None
@@ -111,4 +196,4 @@ class VersionKeeper:
         if (reader := kept.reader_like(introduction)) is None:
             return None
         self._last_update += 1
-        return kept, reader, Serving(self._last_update)
+        return ForConsumer(kept, reader, self._last_update)

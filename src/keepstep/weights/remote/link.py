@@ -1,21 +1,21 @@
-"""A link between two nodes over TCP: one connection for messages, and several streams for buckets.
+"""A link between two nodes: messages over one authenticated connection, and buckets by the link's transport.
 
-What the rest of this folder needs of it is `NodeLink`; another way to move bytes (RDMA) would be another class with
-these methods, whose ``ship`` writes into memory that the other side has named.
+A transport is a class with the methods of `BucketTransport`; `keepstep.weights.remote.transports` has those that there
+are. What the rest of this folder needs of a link is `NodeLink`, which is the same with each of them.
 """
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError
 from keepstep.weights.channels.connection import ConnectionEnded, what_of
-from keepstep.weights.remote.messages import BUCKET_HEADER, Alive, AnyLinkMessage
+from keepstep.weights.memory.buffers import Fill
+from keepstep.weights.remote.messages import Alive, AnyLinkMessage
 from keepstep.weights.remote.stream import ByteStream
 from keepstep.weights.remote.switch import BucketInSlot
 
@@ -25,46 +25,74 @@ found before a consumer behind it is taken for the culprit."""
 SIGNS = 5
 """Of life, in the time after which a node is taken for lost."""
 
-Bring = Callable[[int, int, int, Callable[[memoryview], None]], None]
+Bring = Callable[[int, int, int, Fill], None]
 """See `keepstep.weights.remote.switch.Switch.bring`."""
 
 
-class NodeLink(Protocol):
-    """To another node. Any thread may use it."""
+class BucketTransport(Protocol):
+    """Moves the buckets of one link, which all go one way. One end of it."""
 
-    def send(self, message: AnyLinkMessage) -> None:
-        """Sends a message, or loses it if the link is lost; never blocks."""
+    def start(self, link: NodeLink, bring: Bring | None) -> None:
+        """Begins to work, in threads of ``link.run``; called once, before anything else.
+
+        Args:
+            link: its own.
+            bring: given every bucket, by several threads; None: buckets go the other way.
+
+        Raises:
+            ConfigurationError: it does not work on this machine; the link is lost then.
+        """
         ...
 
-    def ship(self, bucket: BucketInSlot) -> None:
-        """Sends a bucket after all messages sent so far, and releases it; never blocks."""
+    def ship(self, bucket: BucketInSlot, num_messages: int) -> None:
+        """Sends a bucket, and releases it when it has left; never blocks for long.
+
+        Args:
+            bucket: owned by the transport until it releases it.
+            num_messages: that were sent on the link so far; the other end brings the bucket after them.
+
+        Raises:
+            ConfigurationError: the bucket's memory cannot be sent from; the link is lost then.
+        """
         ...
 
-    def close(self, reason: str) -> None:
-        """Ends the link; the other side sees that it has ended."""
+    def hear(self, message: AnyLinkMessage) -> bool:
+        """Takes a message of the transport's own from the other end; False: it is for others.
+
+        Raises:
+            RemoteProtocolError: it has no meaning here.
+        """
+        ...
+
+    def end(self) -> None:
+        """The link is lost: ends what its threads wait for, and releases what was not sent. Any thread, once."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it has; its threads have ended. When it returns, nothing writes into a slot any more."""
         ...
 
 
-class TcpLink:
-    """A link over TCP. Made by the two sides of `keepstep.weights.remote.handshake`."""
+class NodeLink:
+    """To another node. Any thread may use it. Made by the two sides of `keepstep.weights.remote.handshake`."""
 
-    def __init__(self, control: ByteStream, streams: Sequence[ByteStream], deadline_s: float) -> None:
+    def __init__(self, control: ByteStream, transport: BucketTransport | None, deadline_s: float) -> None:
         """Args:
         control: for messages; the link owns it.
-        streams: for buckets, which go one way; the link owns them.
+        transport: for buckets; the link owns it. None: no buckets go over this link.
         deadline_s: that of the publishers.
         """
         self.who = control.who
-        self._control, self._streams = control, streams
+        self.deadline_s = deadline_s
+        self._control, self._transport = control, transport
         self._silence_s = SILENCE_SHARE * deadline_s
         self._messages: queue.SimpleQueue[AnyLinkMessage | None] = queue.SimpleQueue()
-        self._buckets: queue.SimpleQueue[tuple[int, BucketInSlot] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_sent, self._num_heard = 0, 0
-        self._is_lost = False
+        self.lost = threading.Event()
+        """Set when the link has ended."""
         self._hear: Callable[[AnyLinkMessage], None] = lambda message: None
         self._lost: Callable[[str], None] = lambda reason: None
-        self._bring: Bring | None = None
         self._threads: list[threading.Thread] = []
         self.rate = Rate()
         self.peer_bytes_per_s = 0.0
@@ -75,36 +103,48 @@ class TcpLink:
 
         Args:
             hear: given every message, in order, by one thread.
-            lost: told once that the link has ended, and why, by one of the link's threads.
+            lost: told once that the link has ended, and why, by one of the link's threads or the caller's.
             bring: given every bucket, by several threads; None: buckets go the other way.
         """
-        self._hear, self._lost, self._bring = hear, lost, bring
-        self._run("keepstep-link-read", self._read)
-        self._run("keepstep-link-write", self._write)
-        for stream in self._streams:
-            self._run("keepstep-stream", functools.partial(self._stream, stream))
+        self._hear, self._lost = hear, lost
+        if self._transport is not None:
+            try:
+                self._transport.start(self, bring)
+            except ConfigurationError as error:
+                self._lose(str(error))
+                return
+        self.run("keepstep-link-read", self._read)
+        self.run("keepstep-link-write", self._write)
 
     def send(self, message: AnyLinkMessage) -> None:
-        """See `NodeLink`."""
+        """Sends a message, or loses it if the link is lost; never blocks."""
         with self._changed:
             self._num_sent += 1
             self._messages.put(message)
 
     def ship(self, bucket: BucketInSlot) -> None:
-        """See `NodeLink`."""
+        """Sends a bucket after all messages sent so far, and releases it; never blocks for long."""
+        problem = None
         with self._changed:
-            if not self._is_lost:
-                self._buckets.put((self._num_sent, bucket))
-                return
+            if self._transport is not None and not self.lost.is_set():
+                try:
+                    self._transport.ship(bucket, self._num_sent)
+                    return
+                except ConfigurationError as error:
+                    problem = str(error)
         bucket.release()
+        if problem is not None:
+            self._lose(problem)
 
     def close(self, reason: str) -> None:
-        """See `NodeLink`. ``lost`` is told too."""
+        """Ends the link; the other side sees that it has ended. ``lost`` is told too."""
         self._lose(reason)
 
-    # ---- threads ----------------------------------------------------------------------------------------------------
+    # ---- for its transport ------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, work: Callable[[], None]) -> None:
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        """Has a thread do some work; the link is lost if it fails."""
+
         def guarded() -> None:
             try:
                 work()
@@ -115,13 +155,29 @@ class TcpLink:
         self._threads.append(thread)
         thread.start()
 
+    def wait_for_messages(self, num_messages: int) -> None:
+        """Waits until so many have been heard from the other end.
+
+        Raises:
+            ConnectionEnded: they did not come within the deadline, or the link is lost.
+        """
+        with self._changed:
+            is_there = self._changed.wait_for(
+                lambda: self.lost.is_set() or self._num_heard >= num_messages, self.deadline_s
+            )
+            if self.lost.is_set() or not is_there:
+                raise ConnectionEnded(self.who, "sent a bucket without its messages")
+
+    # ---- threads ----------------------------------------------------------------------------------------------------
+
     def _read(self) -> None:
         while True:
             message = self._control.receive_message(time.monotonic() + self._silence_s)
             if isinstance(message, Alive):
                 self.peer_bytes_per_s = message.bytes_per_s
                 continue
-            self._hear(message)
+            if self._transport is None or not self._transport.hear(message):
+                self._hear(message)
             with self._changed:
                 self._num_heard += 1
                 self._changed.notify_all()
@@ -136,65 +192,25 @@ class TcpLink:
                 return
             self._control.send_message(message, time.monotonic() + self._silence_s)
 
-    def _stream(self, stream: ByteStream) -> None:
-        bring = self._bring
-        while bring is not None:
-            head = bytearray(BUCKET_HEADER.size)
-            stream.receive_into(memoryview(head))
-            after, update, bucket, num_bytes = BUCKET_HEADER.unpack(head)
-            self._wait_for_messages(after)
-            bring(update, bucket, num_bytes, functools.partial(self._fill, stream))
-        self._send_buckets(stream)
-
-    def _fill(self, stream: ByteStream, view: memoryview) -> None:
-        began_s = time.monotonic()
-        stream.receive_into(view)
-        self.rate.came(len(view), began_s, time.monotonic())
-
-    def _wait_for_messages(self, num_messages: int) -> None:
-        with self._changed:
-            is_there = self._changed.wait_for(
-                lambda: self._is_lost or self._num_heard >= num_messages, self._silence_s / SILENCE_SHARE
-            )
-            if self._is_lost or not is_there:
-                raise ConnectionEnded(self.who, "sent a bucket without its messages")
-
-    def _send_buckets(self, stream: ByteStream) -> None:
-        while (item := self._buckets.get()) is not None:
-            after, bucket = item
-            try:
-                header = BUCKET_HEADER.pack(after, bucket.update, bucket.bucket, len(bucket.content))
-                stream.send([header, bucket.content])
-            finally:
-                bucket.release()
-        raise ConnectionEnded(self.who, "was left")
-
     def _lose(self, reason: str) -> None:
         with self._changed:
-            if self._is_lost:
+            if self.lost.is_set():
                 return
-            self._is_lost = True
+            self.lost.set()
             self._changed.notify_all()
         self._messages.put(None)
-        for each in (self._control, *self._streams):
-            each.hang_up()
-        while True:
-            try:
-                item = self._buckets.get_nowait()
-            except queue.Empty:
-                break
-            if item is not None:
-                item[1].release()
-        for _ in self._streams:
-            self._buckets.put(None)
+        self._control.hang_up()
+        if self._transport is not None:
+            self._transport.end()
         self._lost(reason)
 
     def join(self) -> None:
-        """Waits until its threads have ended, and gives the sockets back. Not for one of its own threads."""
+        """Waits until its threads have ended, and gives back what it has. Not for one of its own threads."""
         for thread in self._threads:
             thread.join()
-        for each in (self._control, *self._streams):
-            each.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._control.close()
 
 
 class Rate:

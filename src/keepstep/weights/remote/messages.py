@@ -2,8 +2,9 @@
 
 A *link* joins two nodes: the *feeder*, which is nearer to the publishers, and the *fed* one. It carries *tunnels*: each
 is the connection of one consumer to its device, as `keepstep.protocol.transfer.messages` defines it, with a number of
-the fed node's. Bucket contents travel beside the messages, on streams of their own; a bucket goes over a link once,
-whatever the number of tunnels that want it.
+the fed node's. What a device says to many consumers goes over a link once, with the numbers of their tunnels. Bucket
+contents travel beside the messages, by the link's transport; a bucket goes over a link once, whatever the number of
+tunnels that want it.
 
 Where publishers are on several nodes, each of those has a link of the same kind from each other one. Its tunnels are
 connections between devices.
@@ -24,18 +25,21 @@ from keepstep.protocol.transfer.messages import (
     CatchUpCalled,
     DeviceCalled,
     SubscriberCalled,
+    ToProxied,
     UpdateOffered,
     Welcomed,
 )
 
-VERSION = 2
+TCP, NIXL = "tcp", "nixl"
+"""Transports of buckets; see `keepstep.weights.remote.transports`."""
+VERSION = 3
 """Of this protocol; a node that speaks another one is refused."""
 MAX_GREETING_BYTES = 8192
 """Before a caller has proved who it is, no larger message is read from it."""
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES
 LENGTH = struct.Struct("<I")
 BUCKET_HEADER = struct.Struct("<QQQQ")
-"""On a stream, in front of a bucket's bytes: messages sent before on the link, update, bucket, and number of bytes."""
+"""On a stream, before each stripe of a bucket: messages sent before on the link, update, bucket, its bytes."""
 
 
 class LinkMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
@@ -61,6 +65,8 @@ class Greeting(LinkMessage, frozen=True):
     """Feeders that the caller could not reach or has lost."""
     publishes: bool
     """The caller has publishers, too: its tunnels are those of devices."""
+    transport: str
+    """Of the link's buckets."""
 
 
 class Challenge(LinkMessage, frozen=True):
@@ -133,11 +139,42 @@ class TunnelSaid(LinkMessage, frozen=True):
     message: AnyTransferMessage
 
 
+class TunnelsTold(LinkMessage, frozen=True):
+    """The device says something to several consumers; their numbers in it are those of their tunnels."""
+
+    message: ToProxied
+
+
 class TunnelEnded(LinkMessage, frozen=True):
     """Nothing more comes on the tunnel, and why."""
 
     tunnel: int
     reason: str
+
+
+class MemoryShared(LinkMessage, frozen=True):
+    """All memory of the sender from which the receiver may read by now; it replaces what was shared before."""
+
+    metadata: bytes
+    """As NIXL describes it to itself."""
+
+
+class BucketOffered(LinkMessage, frozen=True):
+    """A bucket lies in shared memory of the sender, until the receiver says that it has read it."""
+
+    number: int
+    """Of the offer; no other on the link has the same."""
+    update: int
+    bucket: int
+    address: int
+    """In the sender's process."""
+    num_bytes: int
+
+
+class BucketRead(LinkMessage, frozen=True):
+    """The receiver has read what was offered, or does not want it any more."""
+
+    number: int
 
 
 class Alive(LinkMessage, frozen=True):
@@ -158,7 +195,11 @@ AnyLinkMessage: TypeAlias = (
     | DeviceWelcomed
     | BucketShipped
     | TunnelSaid
+    | TunnelsTold
     | TunnelEnded
+    | MemoryShared
+    | BucketOffered
+    | BucketRead
     | Alive
 )
 

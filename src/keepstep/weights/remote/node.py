@@ -19,9 +19,11 @@ from keepstep.weights.remote.consumers import LocalConsumers
 from keepstep.weights.remote.devices import DeviceTunnels
 from keepstep.weights.remote.feeder import Admission, Feeder
 from keepstep.weights.remote.handshake import MAX_STREAMS, Joining, call, open_streams, tls_of_fed, tls_of_feeder
-from keepstep.weights.remote.link import TcpLink
+from keepstep.weights.remote.link import NodeLink
+from keepstep.weights.remote.messages import TCP
 from keepstep.weights.remote.stream import split_address
 from keepstep.weights.remote.switch import Switch
+from keepstep.weights.remote.transports.by_name import check_transport, make_transport
 
 RETRY_S = 0.2
 """Between two attempts to find a feeder."""
@@ -42,20 +44,34 @@ class Links:
     """What links are like; the same on all nodes, but for the number of streams.
 
     Attributes:
-        num_streams: TCP connections for buckets, from a node's feeder to the node.
+        num_streams: TCP connections for buckets, from a node's feeder to the node; over NIXL, buckets read at a time.
         is_encrypted: whether links speak TLS.
         deadline_s: that of the publishers.
+        transport: for buckets, from this node's feeder to this node, "tcp" or "nixl". A node that feeds others takes
+            those that want TCP, too. Between nodes with publishers it is always TCP.
     """
 
     num_streams: int = DEFAULT_STREAMS
     is_encrypted: bool = False
     deadline_s: float = DEFAULT_DEADLINE_S
+    transport: str = TCP
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_streams <= MAX_STREAMS:
             raise ConfigurationError(f"num_streams={self.num_streams}: allowed are 1 to {MAX_STREAMS}")
+        check_transport(self.transport)
         if self.deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={self.deadline_s}: allowed are times above 0")
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """What a node offers to those that it feeds."""
+        return (TCP,) if self.transport == TCP else (self.transport, TCP)
+
+    @property
+    def num_connections(self) -> int:
+        """That a node opens to its feeder for buckets."""
+        return self.num_streams if self.transport == TCP else 0
 
 
 DEFAULT_LINKS = Links()
@@ -66,7 +82,7 @@ class _Member:
     """A node that has come to the root."""
 
     fed: FedNode
-    link: TcpLink | None = None
+    link: NodeLink | None = None
 
 
 class WeightServer:
@@ -109,7 +125,7 @@ class WeightServer:
         self._last_number = ROOT
         self.switch = Switch(links.deadline_s)
         tls = tls_of_feeder(secret) if links.is_encrypted else None
-        self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note)
+        self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, self._admit, note, links.transports)
         credentials = Credentials.of(secret, Claim(Role.PUBLISHER, node))
         fed = tls_of_fed(credentials.authority) if links.is_encrypted and credentials.authority is not None else None
         joining = Joining(links.num_streams, publishes=True)
@@ -172,7 +188,7 @@ class WeightServer:
             former.link.close("came again")
         self._note(f"node {greeting.name!r} is fed by {address or 'this one'}")
 
-        def came(link: TcpLink) -> None:
+        def came(link: NodeLink) -> None:
             member.link = link
 
         def gone(reason: str) -> None:
@@ -202,7 +218,7 @@ class WeightServer:
 class _LinkAbove:
     """The way up of a node that is fed. See `keepstep.weights.remote.switch.Above`."""
 
-    def __init__(self, link: TcpLink, switch: Switch) -> None:
+    def __init__(self, link: NodeLink, switch: Switch) -> None:
         self._link, self._switch = link, switch
 
     def open(self, tunnel: int, introduction: SubscriberCalled) -> None:
@@ -226,6 +242,8 @@ class _LinkAbove:
         match message:
             case msg.TunnelSaid(tunnel, said):
                 self._switch.hear(tunnel, said)
+            case msg.TunnelsTold(said):
+                self._switch.hear_all(said)
             case msg.TunnelEnded(tunnel, reason):
                 self._switch.ended(tunnel, reason)
             case other:
@@ -271,8 +289,8 @@ class WeightReceiver:
         if links.is_encrypted and credentials.authority is None:
             raise ConfigurationError("for TLS the credentials must hold the certificate of the job's authority")
         self._find_root: FindRoot = root if not isinstance(root, str) else lambda _former: root
-        self._credentials, self._num_streams = credentials, links.num_streams
-        self._deadline_s, self._note = links.deadline_s, note
+        self._credentials, self._links = credentials, links
+        self._note = note
         self._tls: ssl.SSLContext | None = None
         if links.is_encrypted and credentials.authority is not None:
             self._tls = tls_of_fed(credentials.authority)
@@ -280,7 +298,9 @@ class WeightReceiver:
         self._feeder: Feeder | None = None
         if listen is not None and secret is not None:
             tls = tls_of_feeder(secret) if links.is_encrypted else None
-            self._feeder = Feeder(listen, secret, tls, self.switch, links.deadline_s, note=note)
+            self._feeder = Feeder(
+                listen, secret, tls, self.switch, links.deadline_s, note=note, transports=links.transports
+            )
         self._consumers = LocalConsumers(folder, credentials.name, self.switch)
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -322,24 +342,27 @@ class WeightReceiver:
             lost.append((culprit, reason))
             self._ended.set()
 
-        links: list[TcpLink] = []
+        links: list[NodeLink] = []
         own = None if self._feeder is None else self._feeder.address
-        stream, accepted = call(root, self._credentials, Joining(self._num_streams, own, avoid), self._tls)
+        wanted = Joining(self._links.num_connections, transport=self._links.transport)
+        asked = dataclasses.replace(wanted, address=own, avoid=avoid)
+        stream, accepted = call(root, self._credentials, asked, self._tls)
         address = accepted.feeder or root
         session = accepted.session
         try:
             if accepted.feeder is not None:
-                presence = TcpLink(stream, [], self._deadline_s)
+                presence = NodeLink(stream, None, self._links.deadline_s)
                 presence.start(lambda message: None, lambda reason: lose(f"node at {root}", reason), None)
                 links.append(presence)
                 try:
-                    stream, accepted = call(address, self._credentials, Joining(self._num_streams), self._tls)
+                    stream, accepted = call(address, self._credentials, wanted, self._tls)
                 except (PeerLost, RemoteProtocolError) as error:
                     raise _FeederAway(address, error) from None
                 session = accepted.session
-            joining = Joining(self._num_streams, session=session)
+            joining = dataclasses.replace(wanted, session=session)
             streams = open_streams(address, self._credentials, joining, self._tls, stream)
-            link = TcpLink(stream, streams, self._deadline_s)
+            transport = make_transport(self._links.transport, streams, self._links.num_streams)
+            link = NodeLink(stream, transport, self._links.deadline_s)
             links.append(link)
             above = _LinkAbove(link, self.switch)
             link.start(above.hear, lambda reason: lose(f"node at {address}", reason), self.switch.bring)

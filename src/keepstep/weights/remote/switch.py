@@ -1,19 +1,19 @@
 """What a node does with what comes from above, where the publishers are, and from below, where the consumers are.
 
 It is the same on the publishers' node and on each node below: every consumer has a *tunnel* to its device, through
-which their messages pass. Buckets do not: a bucket comes once, into a slot of this node's buffer, from where the
-consumers of this node copy it and links take it to other nodes. The slot is free again when all have let it go.
+which their messages pass. What the device says to many of them comes once, and goes over each link once. So does a
+bucket: it comes into a slot of this node's buffer, from where the consumers of this node copy it and links take it to
+other nodes. The slot is free again when all have let it go.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -22,9 +22,9 @@ from keepstep.protocol.transfer import messages as msg
 from keepstep.protocol.transfer.layout import Layout
 from keepstep.protocol.transfer.messages import AnyTransferMessage, TransferFault
 from keepstep.protocol.transfer.plan import Bucket
-from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.buffers import Fill, SlotBuffer, SlotPart
 from keepstep.weights.memory.pieces import CHECKSUM_BYTES
-from keepstep.weights.remote.kept import Serving, Version, VersionKeeper
+from keepstep.weights.remote.kept import Serving, VersionKeeper
 
 CONSUMER_SHARE = 0.7
 """Of the deadline, for a consumer of this node that holds a slot which the next bucket waits for. Below the deadline,
@@ -42,15 +42,13 @@ class BucketInSlot:
     Attributes:
         update: of which update.
         bucket: its index in the plan.
-        slot: of the buffer.
-        content: the bucket and its checksum, readable until ``release``.
+        part: the bucket and its checksum, readable until ``release``.
         release: called when no consumer reads there any more. Any thread, any number of times.
     """
 
     update: int
     bucket: int
-    slot: int
-    content: memoryview
+    part: SlotPart
     release: Callable[[], None]
 
 
@@ -77,6 +75,14 @@ class Below(Protocol):
         """The device says something to a consumer; a `Welcomed` comes with this node's buffer."""
         ...
 
+    def begin(self, update: msg.UpdateBeganFor) -> None:
+        """An update begins; the numbers of its members are keys."""
+        ...
+
+    def tell_all(self, keys: Sequence[int], message: msg.Notice | msg.BucketUnchanged) -> None:
+        """The device says something to these consumers; of a bucket to all that want it."""
+        ...
+
     def give(self, keys: Sequence[int], bucket: BucketInSlot) -> None:
         """A bucket has come that these consumers want."""
         ...
@@ -94,12 +100,19 @@ class _Tunnel:
     key: int
     introduction: msg.SubscriberCalled
     update: int = 0
-    reader: int = -1
     is_local: bool = False
     moved_s: float = 0.0
     is_welcomed: bool = False
     serving: Serving | None = None
     """While it is given what is kept here; it is led to the device afterwards."""
+
+
+class _Group(NamedTuple):
+    """Tunnels that lead to the same place, with their keys there."""
+
+    below: Below
+    tunnels: list[int]
+    keys: list[int]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -110,6 +123,8 @@ class _Flow:
     buckets: dict[int, Bucket]
     members: dict[int, int] = dataclasses.field(default_factory=dict)
     """Tunnel -> reader."""
+    groups: dict[tuple[int, ...], list[_Group]] = dataclasses.field(default_factory=dict)
+    """By readers of a bucket: where it goes, as long as the members are the same."""
 
 
 class Switch:
@@ -148,11 +163,12 @@ class Switch:
             self._last_tunnel += 1
             tunnel = self._last_tunnel
             there = self._tunnels[tunnel] = _Tunnel(below, key, introduction, is_local=is_local)
-            kept = None if self._keeper is None or self._buffer is None else self._keeper.serve(introduction)
+            kept = None if self._keeper is None or self._buffer is None else self._keeper.for_consumer(introduction)
             if kept is not None:
-                version, reader, there.serving = kept
-                arguments = (tunnel, there, version, reader, there.serving)
-                threading.Thread(target=self._serve, args=arguments, name="keepstep-kept", daemon=True).start()
+                assert self._buffer is not None
+                place = msg.BufferPlace(self._buffer.num_slots, self._buffer.slot_bytes, None)
+                welcomed = msg.Welcomed(self._rank, self._generation, place)
+                there.serving = Serving(self, tunnel, kept, welcomed, self._deadline_s)
             elif self._above is not None:
                 self._above.open(tunnel, introduction)
             return tunnel
@@ -165,7 +181,7 @@ class Switch:
             if isinstance(message, msg.LoadFailed):
                 self._part(tunnel, there)  # it takes no more of this update
             if there.serving is not None:
-                self._hear_served(there.serving, message)
+                there.serving.hear(message)
             elif self._above is not None:
                 self._above.say(tunnel, message)
 
@@ -229,29 +245,43 @@ class Switch:
                     there.is_welcomed = True
                     place = msg.BufferPlace(buffer.num_slots, buffer.slot_bytes, None)
                     message = msg.Welcomed(message.rank, message.generation, place)
-                case msg.UpdateBegan():
-                    self._join(tunnel, there, message)
-                case msg.VersionCommitted():
-                    self.version = message.version
-                    if self._keeper is not None:
-                        self._keeper.commit(message.update)
-                    self._part(tunnel, there)
                 case msg.UpdateAborted():
                     self._part(tunnel, there)
-                case msg.BucketUnchanged() if self._keeper is not None:
-                    self._keeper.stayed(message)
                 case _:
                     pass
             there.below.tell(there.key, message, buffer)
             if isinstance(message, msg.Refused):
                 self._end_below(tunnel, "the device", message.reason, is_told=True)
 
+    def hear_all(self, message: msg.ToProxied) -> None:
+        """The device says something to several consumers, by the numbers of their tunnels."""
+        with self._changed:
+            match message:
+                case msg.UpdateBeganFor():
+                    self._begin(message)
+                case msg.BucketUnchanged(update, bucket):
+                    if self._keeper is not None:
+                        self._keeper.stayed(message)
+                    for group in self._wanting(update, bucket):
+                        group.below.tell_all(group.keys, message)
+                case msg.SaidTo(numbers, notice):
+                    if isinstance(notice, msg.VersionCommitted):
+                        self.version = notice.version
+                        if self._keeper is not None:
+                            self._keeper.commit(notice.update)
+                    groups = self._grouped(numbers)
+                    for group in groups:
+                        group.below.tell_all(group.keys, notice)
+                        if not isinstance(notice, msg.MovementSeen):
+                            for number in group.tunnels:
+                                self._part(number, self._tunnels[number])
+
     def ended(self, tunnel: int, reason: str) -> None:
         """Nothing more comes on a tunnel."""
         with self._changed:
             self._end_below(tunnel, "the device", reason)
 
-    def bring(self, update: int, bucket: int, num_bytes: int, fill: Callable[[memoryview], None]) -> None:
+    def bring(self, update: int, bucket: int, num_bytes: int, fill: Fill) -> None:
         """A bucket comes: waits for its slot, has it filled, and gives it to all who want it.
 
         The caller has seen to it that all messages that the device sent before the bucket have been heard.
@@ -259,7 +289,7 @@ class Switch:
         Args:
             update, bucket: which.
             num_bytes: of the bucket and its checksum.
-            fill: writes so many bytes; called once, also for a bucket that no consumer wants any more.
+            fill: writes so many bytes; called once, with None for a bucket that no consumer wants any more.
 
         Raises:
             PeerLost: from ``fill``, or because no slot came free.
@@ -267,81 +297,38 @@ class Switch:
         claim = object()
         slot = self._claim(update, bucket, num_bytes, claim)
         if slot is None:
-            fill(memoryview(bytearray(num_bytes)))
+            fill(None)
             return
         with self._changed:
             assert self._buffer is not None
-            content = self._buffer.view(slot).numpy().data[:num_bytes]
+            part = SlotPart(self._buffer, slot, num_bytes)
             holders = self._holders[slot]
         try:
-            fill(content)
+            fill(part)
             with self._changed:
                 self.num_bytes += num_bytes
                 if self._keeper is not None:
-                    self._keeper.came(update, bucket, content)
-                gifts = [
-                    (
-                        below,
-                        [tunnel.key for tunnel in tunnels.values()],
-                        self._gift(update, bucket, slot, content, tunnels),
-                    )
-                    for below, tunnels in self._wanting(update, bucket)
-                ]
-            for below, keys, gift in gifts:
-                below.give(keys, gift)
+                    self._keeper.came(update, bucket, part.content)
+                gifts = [(group, self._gift(update, bucket, part, group)) for group in self._wanting(update, bucket)]
+            for group, gift in gifts:
+                group.below.give(group.keys, gift)
         finally:
             self._release(holders, claim)
 
-    # ---- what is kept -----------------------------------------------------------------------------------------------
-
-    def _serve(self, number: int, tunnel: _Tunnel, kept: Version, reader: int, serving: Serving) -> None:
-        """Gives a consumer what is kept, as its device would, and leads it to the device then. A thread of its own."""
-        update = serving.update
+    def served(self, number: int, version: int | None, has_failed: bool) -> None:
+        """A consumer has got what is kept here, or (None) has not; it is led to the device."""
         with self._changed:
-            if number not in self._tunnels or self._buffer is None:
-                return
-            buffer = self._buffer
-            place = msg.BufferPlace(buffer.num_slots, buffer.slot_bytes, None)
-            tunnel.is_welcomed = True
-            tunnel.below.tell(tunnel.key, msg.Welcomed(self._rank, self._generation, place), buffer)
-            self._flows[update] = _Flow(kept.layout, kept.buckets, {number: reader})
-            tunnel.update, tunnel.reader = update, reader
-            began = msg.UpdateBegan(update, kept.version, kept.generation, kept.layout, reader, base=None)
-            tunnel.below.tell(tunnel.key, began, None)
-        for bucket in kept.buckets_of(reader) or []:
-            content = kept.contents[bucket.index]
-            self.bring(update, bucket.index, len(content), functools.partial(_fill_with, content))
-        is_loaded = serving.loaded.wait(self._deadline_s) and not serving.has_failed
-        with self._changed:
-            if number in self._tunnels and is_loaded:
-                tunnel.below.tell(tunnel.key, msg.VersionCommitted(update, kept.version), None)
-        is_taken = is_loaded and serving.taken.wait(self._deadline_s)
-        with self._changed:
-            if number not in self._tunnels:
+            if (tunnel := self._tunnels.get(number)) is None:
                 return
             self._part(number, tunnel)
             tunnel.serving = None
-            if not is_taken and not serving.has_failed:
+            if version is not None:
+                tunnel.introduction = msgspec.structs.replace(tunnel.introduction, version=version)
+            elif not has_failed:
                 self._end_below(number, "this node", "the consumer has not taken what is kept here")
                 return
-            version = kept.version if is_taken else tunnel.introduction.version
-            tunnel.introduction = msgspec.structs.replace(tunnel.introduction, version=version)
             if self._above is not None:
                 self._above.open(number, tunnel.introduction)
-
-    @staticmethod
-    def _hear_served(serving: Serving, message: AnyTransferMessage) -> None:
-        match message:
-            case msg.VersionLoaded(update=update) if update == serving.update:
-                serving.loaded.set()
-            case msg.VersionTaken(update=update) if update == serving.update:
-                serving.taken.set()
-            case msg.LoadFailed(update=update) if update == serving.update:
-                serving.has_failed = True
-                serving.loaded.set()
-                serving.taken.set()
-            case _:
-                pass
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -374,34 +361,41 @@ class Switch:
                 self.leave(holder, reason)
                 tunnel.below.end(tunnel.key, reason)
 
-    def _wanting(self, update: int, bucket: int) -> list[tuple[Below, dict[int, _Tunnel]]]:
-        """Who wants a bucket: tunnels by number, by where they lead."""
+    def _wanting(self, update: int, bucket: int) -> list[_Group]:
+        """Who wants a bucket."""
         flow = self._flows.get(update)
         if flow is None or bucket not in flow.buckets:
             return []
-        readers = set(flow.buckets[bucket].readers)
-        found: dict[int, tuple[Below, dict[int, _Tunnel]]] = {}
-        for number, reader in flow.members.items():
-            if reader in readers:
-                tunnel = self._tunnels[number]
-                found.setdefault(id(tunnel.below), (tunnel.below, {}))[1][number] = tunnel
-        return list(found.values())
+        readers = flow.buckets[bucket].readers
+        if readers not in flow.groups:
+            wanting = set(readers)
+            numbers = [number for number, reader in flow.members.items() if reader in wanting]
+            flow.groups[readers] = self._grouped(numbers)
+        return flow.groups[readers]
 
-    def _gift(
-        self, update: int, bucket: int, slot: int, content: memoryview, tunnels: dict[int, _Tunnel]
-    ) -> BucketInSlot:
+    def _grouped(self, numbers: Sequence[int]) -> list[_Group]:
+        """Those of these tunnels that are there, by where they lead."""
+        groups: dict[int, _Group] = {}
+        for number in numbers:
+            if (tunnel := self._tunnels.get(number)) is not None:
+                group = groups.setdefault(id(tunnel.below), _Group(tunnel.below, [], []))
+                group.tunnels.append(number)
+                group.keys.append(tunnel.key)
+        return list(groups.values())
+
+    def _gift(self, update: int, bucket: int, part: SlotPart, group: _Group) -> BucketInSlot:
         """Makes those who want a bucket its holders. A consumer of this node holds by its tunnel, a link as a whole."""
-        holders = self._holders[slot]
-        if any(tunnel.is_local for tunnel in tunnels.values()):
+        holders = self._holders[part.slot]
+        if self._tunnels[group.tunnels[0]].is_local:
             now_s = time.monotonic()
-            for number, tunnel in tunnels.items():
+            for number in group.tunnels:
                 if not any(number in each for each in self._holders):
-                    tunnel.moved_s = now_s
-            holders |= set(tunnels)
-            return BucketInSlot(update, bucket, slot, content, lambda: None)
+                    self._tunnels[number].moved_s = now_s
+            holders |= set(group.tunnels)
+            return BucketInSlot(update, bucket, part, lambda: None)
         token = object()
         holders.add(token)
-        return BucketInSlot(update, bucket, slot, content, lambda: self._release(holders, token))
+        return BucketInSlot(update, bucket, part, lambda: self._release(holders, token))
 
     def free(self, tunnel: int, update: int, slot: int) -> None:
         """A consumer of this node has taken what it needs from a slot."""
@@ -430,8 +424,11 @@ class Switch:
 
     # ---- updates and tunnels ----------------------------------------------------------------------------------------
 
-    def _join(self, number: int, tunnel: _Tunnel, began: msg.UpdateBegan) -> None:
-        self._part(number, tunnel)
+    def _begin(self, began: msg.UpdateBeganFor) -> None:
+        """The members take part in this update, and in none before."""
+        members = {member.number: member for member in began.members if member.number in self._tunnels}
+        for number in members:
+            self._part(number, self._tunnels[number])
         flow = self._flows.get(began.update)
         if flow is None or flow.layout != began.layout:
             if self._last_layout is None or self._last_layout[0] != began.layout:
@@ -440,8 +437,16 @@ class Switch:
             flow = self._flows[began.update] = _Flow(*self._last_layout)
             if self._keeper is not None:
                 self._keeper.begin(began, flow.buckets)
-        flow.members[number] = began.reader
-        tunnel.update, tunnel.reader = began.update, began.reader
+        flow.groups.clear()
+        for group in self._grouped(list(members)):
+            for number in group.tunnels:
+                flow.members[number] = members[number].reader
+                self._tunnels[number].update = began.update
+            theirs = (
+                msgspec.structs.replace(members[number], number=key)
+                for number, key in zip(group.tunnels, group.keys, strict=True)
+            )
+            group.below.begin(msgspec.structs.replace(began, members=tuple(theirs)))
 
     def _part(self, number: int, tunnel: _Tunnel) -> None:
         """The tunnel takes no part in its update any more, and reads in no slot."""
@@ -450,6 +455,7 @@ class Switch:
         flow = self._flows.get(tunnel.update)
         if flow is not None:
             flow.members.pop(number, None)
+            flow.groups.clear()
             if not flow.members:
                 del self._flows[tunnel.update]
         tunnel.update = 0
@@ -459,14 +465,13 @@ class Switch:
         tunnel = self._tunnels.pop(number, None)
         if tunnel is not None:
             self._part(number, tunnel)
+            if tunnel.serving is not None:
+                tunnel.serving.end()
         return tunnel
 
     def _end_below(self, number: int, culprit: str, reason: str, *, is_told: bool = False) -> None:
         if (tunnel := self._drop(number)) is None:
             return
-        if tunnel.serving is not None:
-            tunnel.serving.loaded.set()
-            tunnel.serving.taken.set()
         if not is_told:
             tunnel.below.tell(tunnel.key, msg.UpdateAborted(0, TransferFault.LOST, culprit, reason), None)
         tunnel.below.end(tunnel.key, reason)
@@ -487,7 +492,3 @@ class Switch:
                 with contextlib.suppress(BufferError):
                     self._buffer.close()
                 self._buffer = None
-
-
-def _fill_with(content: bytes, view: memoryview) -> None:
-    view[:] = content

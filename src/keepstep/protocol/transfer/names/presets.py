@@ -14,7 +14,7 @@ def fused_decoder(prefix: str = "model.", kv_replicas: int = 1) -> tuple[NameRul
     Norms, and biases of ``o_proj`` and ``down_proj``, are whole on every rank.
 
     Args:
-        prefix: in front of ``layers`` and ``embed_tokens``, on both sides.
+        prefix: before ``layers`` and ``embed_tokens``, on both sides.
         kv_replicas: how many ranks share a head of keys and values, where there are fewer heads than ranks; else 1.
     """
     attention, mlp = f"{prefix}layers.{{layer}}.self_attn.", f"{prefix}layers.{{layer}}.mlp."

@@ -1,6 +1,6 @@
-"""Weights under a name map: what a consumer's tensors want of those that are published, and where it lies in them.
+"""Weights under a name map: the blocks of published tensors that a consumer's tensors need, and their places.
 
-On the other side a publisher may declare how what it publishes comes from its own tensors, by the same rules.
+A publisher may use the same rules to map its own tensors to the published ones.
 """
 
 from __future__ import annotations

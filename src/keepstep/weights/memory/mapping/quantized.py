@@ -1,4 +1,4 @@
-"""Tensors that a consumer quantizes: put together first, since a scale needs all of its block."""
+"""Tensors that a consumer quantizes: assembled first, because a scale needs its complete block."""
 
 from __future__ import annotations
 

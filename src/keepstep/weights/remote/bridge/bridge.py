@@ -14,7 +14,8 @@ from keepstep.trust.credentials import Credentials
 from keepstep.weights.remote.bridge.far_devices import FarDevices, FarNode
 from keepstep.weights.remote.bridge.local_devices import LocalDevices
 from keepstep.weights.remote.handshake import Joining, call, open_streams
-from keepstep.weights.remote.link import TcpLink
+from keepstep.weights.remote.link import NodeLink
+from keepstep.weights.remote.transports.by_name import make_transport
 
 RETRY_S = 0.2
 """Between two attempts to reach a node."""
@@ -76,7 +77,7 @@ class Bridge:
         """Of buckets that have come from other nodes."""
         return self._far_devices.num_bytes
 
-    def end_of(self, link: TcpLink, name: str) -> LocalDevices:
+    def end_of(self, link: NodeLink, name: str) -> LocalDevices:
         """What a link that another node has opened gives it."""
         return LocalDevices(self._folder, link, name)
 
@@ -108,7 +109,8 @@ class Bridge:
         """Opens a link, and stays until it is lost."""
         control, accepted = call(address, self._credentials, self._joining, self._tls)
         joining = dataclasses.replace(self._joining, session=accepted.session)
-        link = TcpLink(control, open_streams(address, self._credentials, joining, self._tls, control), self._deadline_s)
+        streams = open_streams(address, self._credentials, joining, self._tls, control)
+        link = NodeLink(control, make_transport(joining.transport, streams, len(streams)), self._deadline_s)
         peer.ended.clear()
         if peer.stop.is_set():
             peer.ended.set()

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.cancel import Cancelled, CancelToken
@@ -20,6 +20,7 @@ from keepstep.errors import BufferUnavailable, PeerLost, RemoteProtocolError
 from keepstep.protocol.transfer.messages import AnyTransferMessage, FarCalled, PathLost, Refused, Welcomed
 from keepstep.weights.channels.connection import Connection, wait, what_of
 from keepstep.weights.channels.listener import Listener, far_path, make_private
+from keepstep.weights.memory.buffers import Fill
 from keepstep.weights.remote import messages as msg
 from keepstep.weights.remote.bridge.mirrors import Mirror
 from keepstep.weights.remote.devices import LOOK_S, SEND_S
@@ -152,16 +153,14 @@ class FarDevices:
             case other:
                 raise RemoteProtocolError(f"sent {other!r:.80}")
 
-    def bring(
-        self, node: FarNode, mirror: int, shipment: int, num_bytes: int, fill: Callable[[memoryview], None]
-    ) -> None:
+    def bring(self, node: FarNode, mirror: int, shipment: int, num_bytes: int, fill: Fill) -> None:
         """A shipment comes from a node; see `Mirror.take`."""
         with self._lock:
             there = node.mirrors.get(mirror)
             waiting = [each for each in self._callers.values() if each.node is node and each.mirror == mirror]
             self.num_bytes += num_bytes
         if there is None:  # all its readers here have left
-            fill(memoryview(bytearray(num_bytes)))
+            fill(None)
             return
         there.take(shipment, num_bytes, fill)
         for caller in waiting:

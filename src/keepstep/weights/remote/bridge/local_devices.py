@@ -6,24 +6,23 @@ goes over the link once, straight out of the device's buffer.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import os
-import threading
 import time
 from pathlib import Path
 
 from keepstep.cancel import Cancelled, CancelToken
 from keepstep.errors import PeerLost, RemoteProtocolError, StaleGeneration
-from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, DeviceCalled, PathLost, Refused
-from keepstep.weights.channels.connection import Connection, wait, what_of
+from keepstep.protocol.transfer.messages import AnyTransferMessage, BucketReady, DeviceCalled, Refused
+from keepstep.weights.channels.connection import wait
 from keepstep.weights.channels.flow import attach_buffer
 from keepstep.weights.channels.listener import dial, listener_path
-from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.buffers import SlotBuffer, SlotPart
 from keepstep.weights.remote import messages as msg
 from keepstep.weights.remote.bridge.mirrors import ON_A_GPU
-from keepstep.weights.remote.devices import FOREVER_S, LOOK_S, SEND_S
+from keepstep.weights.remote.devices import FOREVER_S, DeviceConnections, Reached
 from keepstep.weights.remote.link import NodeLink
 from keepstep.weights.remote.switch import BucketInSlot
 
@@ -53,19 +52,13 @@ class _Mirrored:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Reached:
+class _Mirroring(Reached):
     """A device of this node, as a tunnel leads to it."""
 
-    connection: Connection
-    mirrored: _Mirrored | None
-    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def send(self, message: AnyTransferMessage) -> None:
-        with self.turn:
-            self.connection.send(message, time.monotonic() + SEND_S)
+    mirrored: _Mirrored | None = None
 
 
-class LocalDevices:
+class LocalDevices(DeviceConnections[_Mirroring]):
     """See `keepstep.weights.remote.feeder.LinkEnd`."""
 
     def __init__(self, folder: Path, link: NodeLink, name: str) -> None:
@@ -75,14 +68,8 @@ class LocalDevices:
         name: of that node.
         """
         self._folder, self._link, self._name = folder, link, name
-        self._lock = threading.Lock()
-        self._dialling: dict[int, CancelToken] = {}
-        self._reached: dict[int, _Reached] = {}
-        self._gone: list[_Reached] = []
         self._numbers = itertools.count(1)
-        self._changed = CancelToken()
-        self._stop = CancelToken()
-        threading.Thread(target=self._attend, name="keepstep-bridge", daemon=True).start()
+        super().__init__("keepstep-bridge")
 
     # ---- from the other node ----------------------------------------------------------------------------------------
 
@@ -90,18 +77,9 @@ class LocalDevices:
         """See `LinkEnd`."""
         match message:
             case msg.DeviceTunnelOpened(tunnel):
-                stop = CancelToken()
-                with self._lock:
-                    self._dialling[tunnel] = stop
-                threading.Thread(target=self._dial, args=(message, stop), name="keepstep-dial", daemon=True).start()
+                self._open(tunnel, functools.partial(self._dial, message))
             case msg.TunnelSaid(tunnel, said):
-                with self._lock:
-                    reached = self._reached.get(tunnel)
-                if reached is not None:
-                    try:
-                        reached.send(said)
-                    except PeerLost:
-                        reached.connection.hang_up()  # the loop finds its end
+                self._say(tunnel, said)
             case msg.TunnelEnded(tunnel, reason):
                 self._end(tunnel, reason)
             case other:
@@ -109,22 +87,7 @@ class LocalDevices:
 
     def lose(self, reason: str) -> None:
         """See `LinkEnd`."""
-        with self._lock:
-            tunnels = [*self._dialling, *self._reached]
-        for tunnel in tunnels:
-            self._end(tunnel, f"cannot be reached: node {self._name!r} {reason}")
-        self._stop.set()
-
-    def _end(self, tunnel: int, reason: str) -> None:
-        with self._lock:
-            if (stop := self._dialling.pop(tunnel, None)) is not None:
-                stop.set()
-            if (reached := self._reached.pop(tunnel, None)) is not None:
-                self._gone.append(reached)
-        if reached is not None:
-            with contextlib.suppress(PeerLost):  # the device is gone, too
-                reached.send(PathLost(reason))
-            self._changed.set()
+        self._end_all(f"cannot be reached: node {self._name!r} {reason}")
 
     def _dial(self, opened: msg.DeviceTunnelOpened, stop: CancelToken) -> None:
         tunnel, who = opened.tunnel, f"rank {opened.rank}"
@@ -147,15 +110,14 @@ class LocalDevices:
             reason = str(error).removeprefix(f"{who} refuses this process: ")
             self._link.send(msg.TunnelSaid(tunnel, Refused(reason, isinstance(error, StaleGeneration))))
             return
-        with self._lock:
-            if self._dialling.pop(tunnel, None) is None:
-                connection.close()
-                return
+
+        def make() -> _Mirroring:
             is_shared = isinstance(opened.introduction, DeviceCalled)
             mirrored = self._mirrored(buffer, is_shared) if isinstance(buffer, SlotBuffer) else None
             self._link.send(msg.DeviceWelcomed(tunnel, 0 if mirrored is None else mirrored.number, welcomed))
-            self._reached[tunnel] = _Reached(connection, mirrored)
-        self._changed.set()
+            return _Mirroring(connection, mirrored=mirrored)
+
+        self._enter(tunnel, connection, make)
 
     def _mirrored(self, buffer: SlotBuffer, is_shared: bool) -> _Mirrored:
         """The same for all that read what a device sends in updates, which the file of its buffer tells.
@@ -173,42 +135,16 @@ class LocalDevices:
 
     # ---- from the devices -------------------------------------------------------------------------------------------
 
-    def _attend(self) -> None:
-        while True:
-            self._changed.clear()
-            with self._lock:
-                gone, self._gone = self._gone, []
-                reached = dict(self._reached)
-            for each in gone:
-                each.connection.close()
-            awaited: list[Connection | CancelToken] = [self._changed, *(each.connection for each in reached.values())]
-            try:
-                ready = wait(awaited, time.monotonic() + LOOK_S, self._stop)
-            except Cancelled:
-                break
-            for tunnel, each in reached.items():
-                if each.connection in ready:
-                    self._hear(tunnel, each)
-        with self._lock:
-            left = [*gone, *self._gone, *self._reached.values()]
-        for each in left:
-            each.connection.close()
+    def _heard(self, number: int, there: _Mirroring, message: AnyTransferMessage) -> None:
+        if isinstance(message, BucketReady):
+            self._ship(number, there, message)
+        else:
+            self._link.send(msg.TunnelSaid(number, message))
 
-    def _hear(self, tunnel: int, reached: _Reached) -> None:
-        try:
-            while (message := reached.connection.receive_now()) is not None:
-                if isinstance(message, BucketReady):
-                    self._ship(tunnel, reached, message)
-                else:
-                    self._link.send(msg.TunnelSaid(tunnel, message))
-        except (PeerLost, RemoteProtocolError) as error:
-            with self._lock:
-                if self._reached.pop(tunnel, None) is None:
-                    return
-                self._gone.append(reached)
-            self._link.send(msg.TunnelEnded(tunnel, what_of(error)))
+    def _lost(self, number: int, there: _Mirroring, reason: str) -> None:
+        self._link.send(msg.TunnelEnded(number, reason))
 
-    def _ship(self, tunnel: int, reached: _Reached, ready: BucketReady) -> None:
+    def _ship(self, tunnel: int, reached: _Mirroring, ready: BucketReady) -> None:
         """A bucket lies in a device's buffer. The device tells one tunnel after the other of it."""
         mirrored = reached.mirrored
         if mirrored is None or not 0 <= ready.slot < mirrored.buffer.num_slots:
@@ -225,14 +161,6 @@ class LocalDevices:
         shipment.told.add(tunnel)
         self._link.send(msg.BucketShipped(tunnel, mirrored.number, shipment.number, ready))
         if is_new:
-            content = mirrored.buffer.view(ready.slot).numpy().data[: ready.num_bytes]
-            self._link.ship(_in_slot(mirrored, shipment.number, ready.slot, content))
-
-
-def _in_slot(mirrored: _Mirrored, shipment: int, slot: int, content: memoryview) -> BucketInSlot:
-    """Keeps the buffer mapped until it is sent. The slot is freed by the readers on the other node."""
-
-    def release() -> None:
-        _ = mirrored.buffer
-
-    return BucketInSlot(mirrored.number, shipment, slot, content, release)
+            part = SlotPart(mirrored.buffer, ready.slot, ready.num_bytes)
+            # The slot is freed by the readers on the other node.
+            self._link.ship(BucketInSlot(mirrored.number, shipment.number, part, lambda: None))

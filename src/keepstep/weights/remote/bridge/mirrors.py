@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.transfer.messages import BucketReady, BufferPlace
-from keepstep.weights.memory.buffers import SlotBuffer
+from keepstep.weights.memory.buffers import Fill, SlotBuffer, SlotPart
 
 ON_A_GPU = "its buffers are on a GPU: with publishers on several nodes they must be on 'cpu'"
 """Why a buffer has no mirror."""
@@ -58,18 +57,18 @@ class Mirror:
                 self._last_expected = shipment
                 self._expected[shipment] = ready
 
-    def take(self, shipment: int, num_bytes: int, fill: Callable[[memoryview], None]) -> None:
-        """A shipment has come; see `keepstep.weights.remote.switch.Switch.bring` for ``fill``."""
+    def take(self, shipment: int, num_bytes: int, fill: Fill) -> None:
+        """A shipment has come; see `keepstep.weights.memory.buffers.Fill`."""
         with self._lock:
             ready = self._expected.pop(shipment, None)
         if ready is None or ready.num_bytes != num_bytes:
-            fill(memoryview(bytearray(num_bytes)))
+            fill(None)
             return
         with self._turns[ready.slot]:
             if shipment < self._arrived[ready.slot]:
-                fill(memoryview(bytearray(num_bytes)))
+                fill(None)
                 return
-            fill(self.buffer.view(ready.slot).numpy().data[:num_bytes])
+            fill(SlotPart(self.buffer, ready.slot, num_bytes))
             self._arrived[ready.slot] = shipment
 
     def has(self, shipment: int, slot: int) -> bool:
