@@ -8,7 +8,8 @@ The same script (`train_timed.py`) runs under both launchers at once and takes t
 while the other waits before its next step. So the two sides of a pair lie a second apart, and what else the machine
 does meets both alike. But processes of one plain script differ by some percent, by where their memory lies: so both
 jobs are started several times for each size, and a start counts as one measurement. The processor time of a step is
-that of all ranks; what the launchers use stands beside it.
+that of all ranks; what the launchers use stands beside it. keepstep's launcher looks at a job that waits every 20 ms,
+and every 50 ms at one that trains: that slows plain torchrun's steps, too, so the difference is a little too small.
 A profile of one more keepstep job tells where the time goes.
 """
 
@@ -23,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from train_timed import Training, build_model
 
 WORKER = Path(__file__).with_name("train_timed.py")
 KINDS = ("torchrun", "keepstep")
+UNSET = "torchrun, allocator unset"
+"""A third one that may take turns: without the allocator's variables, which keepstep's workers get by default."""
 SHAPES = {1: (64, 4), 10: (256, 8), 100: (512, 8)}
 """Width and depth of the model, by the step's time in milliseconds; the batch is calibrated."""
 BLOCK_S = 0.5
@@ -109,16 +112,18 @@ def _step_ms(training: Training, repeats: int = 9) -> float:
 class Turns:
     """One of the two jobs, standing before its next block of steps. Use it in a ``with`` block of a stack."""
 
-    def __init__(self, command: list[str], folder: Path, num_ranks: int, stack: ExitStack) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, num_ranks: int, stack: ExitStack, *, keeps_memory: bool = True
+    ) -> None:
         self.folder = folder
         self._num_ranks = num_ranks
         names = ["arrived", *(f"go-{rank}" for rank in range(num_ranks))]
         self._pipes = stack.enter_context(pipes(folder, names))
         started_s = time.monotonic()
-        self.job = stack.enter_context(RunningJob(command, folder))
+        self.job = stack.enter_context(RunningJob(command, folder, keeps_memory=keeps_memory))
         self._wait_for_all()
         self.start_s = time.monotonic() - started_s
-        """From the command until all ranks stand at their first step."""
+        """From the command until all ranks are at their first step."""
         self._begun_s, self._cpu_before_s = time.monotonic(), self.job.cpu_now_s()
 
     def take(self) -> None:
@@ -177,30 +182,33 @@ def measure_one(shape: Shape, step_ms: int, num_ranks: int, args: argparse.Names
 
 
 def one_start(
-    shape: Shape, num_ranks: int, block: int, num_pairs: int, number: int, root: Path
+    shape: Shape, num_ranks: int, block: int, num_pairs: int, number: int, root: Path, kinds: Sequence[str] = KINDS
 ) -> dict[str, dict[str, float]]:
-    """Starts both jobs and lets them take turns; the first turn of each is not counted.
+    """Starts a job of each kind and lets them take turns; the first turn of each is not counted.
 
     Returns:
         figure -> kind of job -> its value.
     """
     with ExitStack() as stack:
         jobs = {}
-        for kind in KINDS:
-            folder = root / kind
+        for kind in kinds:
+            folder = root / kind.replace(" ", "-")
             folder.mkdir()
-            jobs[kind] = Turns(shape.command(kind, num_ranks, folder, "--block", str(block)), folder, num_ranks, stack)
+            command = shape.command(kind, num_ranks, folder, "--block", str(block))
+            jobs[kind] = Turns(command, folder, num_ranks, stack, keeps_memory=kind != UNSET)
         for turn in range(1 + num_pairs):
-            for kind in KINDS if (number + turn) % 2 == 0 else KINDS[::-1]:
+            for kind in kinds if (number + turn) % 2 == 0 else kinds[::-1]:
                 jobs[kind].take()
-        launcher = {kind: round(jobs[kind].launcher_cpu_percent(), 2) for kind in KINDS}
-        measured = {kind: [each[1:] for each in jobs[kind].blocks(block)] for kind in KINDS}
+        launcher = {kind: round(jobs[kind].launcher_cpu_percent(), 2) for kind in kinds}
+        measured = {kind: [each[1:] for each in jobs[kind].blocks(block)] for kind in kinds}
+        for each in jobs.values():
+            each.job.kill()  # they wait for their turn, and would be given time to end
     return {
-        "median_ms": {kind: float(np.median(measured[kind][0])) for kind in KINDS},
-        "tenth_ms": {kind: float(np.quantile(measured[kind][0], 0.1)) for kind in KINDS},
-        "cpu_ms": {kind: float(np.median(measured[kind][1])) for kind in KINDS},
+        "median_ms": {kind: float(np.median(measured[kind][0])) for kind in kinds},
+        "tenth_ms": {kind: float(np.quantile(measured[kind][0], 0.1)) for kind in kinds},
+        "cpu_ms": {kind: float(np.median(measured[kind][1])) for kind in kinds},
         "launcher_cpu_percent": launcher,
-        "start_s": {kind: round(jobs[kind].start_s, 2) for kind in KINDS},
+        "start_s": {kind: round(jobs[kind].start_s, 2) for kind in kinds},
     }
 
 
@@ -306,7 +314,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
         f"Milliseconds per step; both jobs started {len(result['sizes'][0]['more']['median_ms'])} times for each line. "
         "more: keepstep's median step less torchrun's, of jobs that took turns; the median of all starts. 10th "
         "percentile: the same of each start's tenth percentile.",
-        "more CPU: processor time of all ranks. start: from the command until all ranks stand at their first step, "
+        "more CPU: processor time of all ranks. start: from the command until all ranks are at their first step, "
         "under torchrun and under keepstep. launcher: what `keepstep run` used more than torchrun, in percent of "
         "a core; both run all the time, also in the other's turns.",
     ]

@@ -43,7 +43,7 @@ def run_ranks(
         num_ranks: how many processes.
         function: importable by its name.
         arguments: for every rank.
-        silent: ranks that stop or die in the test: nobody waits for their answer, which is None.
+        silent: ranks that stop or die in the test: no process waits for their answer, which is None.
 
     Raises:
         AssertionError: a rank raised (with its traceback), died, or did not answer in time.

@@ -31,7 +31,7 @@ def coordination(page: int) -> Iterator[Coordination]:
     theirs.close()
 
 
-def test_no_failure_is_known_while_none_is_told_of(coordination: Coordination) -> None:
+def test_no_failure_is_known_while_none_is_reported(coordination: Coordination) -> None:
     assert not coordination.knows_failure(0.0)
     assert not coordination.knows_failure(0.01)
 
@@ -65,7 +65,7 @@ def test_a_connection_that_ended_is_a_failure_that_is_known(coordination: Coordi
     assert coordination.knows_failure(0.0)
 
 
-def test_behind_the_last_step_a_failure_is_the_scripts_own(
+def test_after_the_last_step_a_failure_is_the_scripts_own(
     coordination: Coordination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Coordination, "completed", property(lambda self: True))

@@ -97,7 +97,7 @@ def test_an_update_is_told_of_when_it_begins_and_ends(tmp_path: Path, weights, s
     assert ends[1] <= ends[5] <= last.at_s - last.begun_s
 
 
-def test_an_update_that_broke_off_is_told_of_with_its_reason(tmp_path: Path, weights) -> None:
+def test_an_update_that_broke_off_is_reported_with_its_reason(tmp_path: Path, weights) -> None:
     """The second of two ranks never comes."""
     told: list[WeightsObserved] = []
     publishing = StepPublication(tmp_path / "w", weights, every=1, deadline_s=0.5, voice=Voice(0, told.append))
@@ -128,3 +128,19 @@ def test_a_consumer_that_fails_is_named(tmp_path: Path, weights) -> None:
     (why,) = told[-1].failures
     assert why.startswith("engine: load() raised RuntimeError('no room')")
     assert told[-1].consumers == (("engine", None),)
+
+
+def test_a_version_that_is_due_when_training_is_interrupted_is_reported_as_not_published(
+    tmp_path: Path, weights, capfd
+) -> None:
+    told: list[WeightsObserved] = []
+    publishing = StepPublication(tmp_path / "w", weights, every=2, deadline_s=DEADLINE_S, voice=Voice(7, told.append))
+    publishing.stand_ready(0, 2, 3, 0)
+    publishing.after_step(1, is_interrupted=True)
+    assert told == []
+    publishing.after_step(2, is_interrupted=True)
+    publishing.close()
+    ((stage, version, failures),) = [(each.stage, each.version, each.failures) for each in told]
+    why = "version 2 was not published: rank 0: it was interrupted"
+    assert (stage, version, failures) == (PublicationStage.BROKEN_OFF, 2, (why,))
+    assert capfd.readouterr().err == f"keepstep: publishing weights: {why}\n"

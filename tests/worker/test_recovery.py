@@ -45,7 +45,7 @@ def test_a_rank_stays_or_goes_back_to_a_checkpoint_and_ends_with_the_same_bits(t
 
 
 def rescued(_rank: int, _size: int, path: Path) -> Any:
-    """The job cannot go on: stopped in a backward, the rank saves what the step began with."""
+    """The job cannot continue: stopped in a backward, the rank saves what the step began with."""
     training = Training()
     before: list[torch.Tensor] = []
 

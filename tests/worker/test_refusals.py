@@ -46,6 +46,14 @@ def strided() -> torch.nn.Module:
     return model
 
 
+def power_sgd(_path: Path) -> Objects:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    model = DistributedDataParallel(small())
+    model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1), powerSGD_hook)
+    return {"model": model}
+
+
 def zero(**attributes: Any) -> Callable[[Path], Objects]:
     """A ZeroRedundancyOptimizer with some attributes that are not its own."""
 
@@ -178,8 +186,8 @@ def no_right(path: Path) -> Objects:
 FORBIDDEN = "forbidden"
 """A folder in which the test's process, which may be root, is taken to have no rights."""
 SECOND_CALL = "a second call"
-SHARDED = "what [SHARDED.md](SHARDED.md#what-is-refused) lists"
-OTHER_GROUP = "DDP over a group that keepstep did not make"
+SHARDED = "with sharded state, what [SHARDED.md](SHARDED.md#what-is-refused) lists"
+OTHER_GROUP = "DDP over a group that keepstep did not create"
 ROWS: dict[str, list[Make]] = {
     "no `torch.nn.Module`": [lambda _path: {"thing": Keeps({})}],
     "an object without `state_dict()` and `load_state_dict()`": [lambda _path: {"model": small(), "thing": object()}],
@@ -209,12 +217,13 @@ ROWS: dict[str, list[Make]] = {
     ],
     "a DDP that was trained before": [trained],
     OTHER_GROUP: [],
-    "a module that a DDP trains which is not protected": [wrapped],
-    "a `checkpoint_dir` that is no folder, or in which this process may not write": [no_folder, no_right],
-    'a `snapshot_every` that is no number from 1 on, "auto" or "off"': [
+    "a module wrapped by a DDP that is not protected": [wrapped],
+    "a communication hook of DDP with a state": [power_sgd],
+    "a `checkpoint_dir` that is no folder, or not writable by this process": [no_folder, no_right],
+    'a `snapshot_every` other than a positive number, "auto" or "off"': [
         lambda path: {"model": small(), "snapshot_every": 0}
     ],
-    "a `snapshot_every` by number, and state that is neither on the CPU nor on a GPU (CUDA)": [
+    "a number as `snapshot_every`, and state on a device other than the CPU and CUDA GPUs": [
         lambda path: {"model": small().to("meta"), "snapshot_every": 1}
     ],
     "a `data_mesh` that is no `DeviceMesh`": [
@@ -229,8 +238,8 @@ ROWS: dict[str, list[Make]] = {
 def rows() -> list[str]:
     """The first column of the table."""
     text = (ROOT / "docs" / "USAGE.md").read_text()
-    section = text.split("## What protect() refuses")[1].split("\nAnd at run time")[0]
-    lines = [line for line in section.splitlines() if re.match(r"\| (?!given|---)", line)]
+    section = text.split("## What protect() refuses")[1].split("\nkeepstep also refuses at run time")[0]
+    lines = [line for line in section.splitlines() if re.match(r"\| (?!argument|---)", line)]
     return [line.split(" | ")[0].removeprefix("| ") for line in lines]
 
 
@@ -304,50 +313,49 @@ def test_every_row_is_refused_and_nothing_else(tmp_path: Path) -> None:
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.backends.own_device:refuse_sharing": (
-        "the job ends with an error before it begins",
-        "add `--share-gpus` (from NCCL 2.30 on)",
+        "the job ends with an error before it starts",
+        "add `--share-gpus` (NCCL 2.30 and newer)",
     ),
     "worker.backends.nccl.communicator:NcclCommunicator._refuse": (
         "a collective in a CUDA graph",
-        "a collective on tensors of another GPU than the process's own",
+        "or on tensors of a GPU other than the process's own",
     ),
-    "worker.loop.reading:check_replicas": ("Their sampler must be told",),
-    "worker.loop.epochs:Epochs._end": ("An epoch is iterated to its last step",),
-    "worker.loop.loops:Loops._refuse_second_loop": ("One loop has all epochs; a second one is refused.",),
-    "worker.loop.loops:Loops._loop": ("takes the same n on all ranks",),
+    "worker.state.rollback:StepSnapshot.check_gradients": ("gradients that an earlier update has",),
+    "worker.loop.reading:check_replicas": ("Create their sampler as",),
+    "worker.loop.epochs:Epochs._end": ("Iterate an epoch to its last step",),
+    "worker.loop.loops:Loops._refuse_second_loop": ("One loop covers all epochs; keepstep refuses a second one.",),
+    "worker.loop.loops:Loops._loop": ("Pass the same n to `steps(n)` on all ranks",),
     "worker.loop.loops:Loops._protected_controller": ("`session.steps()` before `protect()`",),
-    "worker.loop.loops:Loops._refuse_going_back": (
-        "a part of the state has no replica, `session.epochs()` is refused",
-    ),
+    "worker.loop.loops:Loops._refuse_going_back": ("If a shard has no replica, keepstep refuses `session.epochs()`",),
     "worker.loop.loops:Loops.run_step": ("",),
     "worker.loop.loops:Loops.steps": ("",),
     "worker.loop.stream:StreamReading._read": ("",),
-    "worker.loop.stream:positioned": ("Without a position such a dataset is refused",),
-    "worker.loop.runner:_Call.__call__": ("a function that changes one in place is refused",),
+    "worker.loop.stream:positioned": ("Without a position keepstep refuses such a dataset",),
+    "worker.loop.runner:_Call.__call__": ("refuses a function that changes a tensor argument in place",),
     "worker.once:Once.__init__": ("",),
     "worker.once:Once.__enter__": ("",),
     "worker.process.bootstrap:run_script": ("an interruption that leaves the script instead of ending",),
     "worker.publication:StepPublication.__init__": ("",),
-    "worker.session:init": ("before `DDP(...)` and before every other group",),
+    "worker.session:init": ("Call it before `DDP(...)` and before creating any group",),
     "worker.session:Session.publish_weights": (
-        "`session.publish_weights(folder, model, every=10)`, after `protect()`",
+        "`session.publish_weights(folder, model, every=10)`, called after `protect()`",
     ),
     "worker.session:Session._known_data_ranks": ("", ""),
-    "worker.step.second_copies:SecondCopies._send": ("Memory that is not there ends the job with an error",),
-    "worker.step.snapshots:Snapshots._open": ("Memory that is not there ends the job with an error",),
-    "worker.step_controller:StepController._script_returns": ("a step that was handed out and not entered",),
+    "worker.step.second_copies:SecondCopies._refused": ("is not available, the job ends with an error",),
+    "worker.step.snapshots:Snapshots._open": ("is not available, the job ends with an error",),
+    "worker.step_controller:StepController._script_returns": ("a step that was yielded and not entered",),
     "worker.step_controller:StepController.begin": ("",),
     "worker.step_controller:StepController._refuse_leftover_gradients": (
-        "ends with gradients and without an update is refused",
+        "keepstep refuses a step that ends with gradients and without an update",
     ),
     "worker.step_controller:StepController._is_in_step": (
         "of a protected optimizer outside of a step",
-        "not protected inside",
+        "or of an unprotected one inside",
     ),
-    "worker.state.checkpoint:Checkpoints.inspect": ("Where none is intact the job ends",),
+    "worker.state.checkpoint:Checkpoints.inspect": ("If none is intact, the job ends",),
     "worker.state.checkpoint:Checkpoints.start_together": (
-        "in which this process may not write",
-        "sharded state ends the job with an error where they do not",
+        "not writable by this process",
+        "with sharded state the job ends with an error if they do not",
     ),
     "worker.state.checkpoint:Checkpoints.load": ("a checkpoint of another model",),
     "worker.state.dcp.reading:StateReader.__init__": ("a checkpoint of another model",),
@@ -357,19 +365,22 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "worker.state.dcp.writing:_Merged.write": ("A checkpoint that cannot be written",),
     "worker.state.layout:check_same_layout": ("in names, shapes, dtypes or contents",) * 3,
     "worker.state.layout:check_same_start": (
-        "Replicas have their parameters on the same type of device",
+        "All replicas must have their parameters on the same type of device",
         "in names, shapes, dtypes or contents",
         "in names, shapes, dtypes or contents",
     ),
     "worker.state.layout:check_same_objects": ("a checkpoint of another model",) * 2,
-    "worker.state.protected:ProtectedState.refuse_added_parameters": ("parameters that an optimizer got after",),
+    "worker.state.protected:ProtectedState.refuse_added_parameters": ("parameters added to an optimizer after",),
     "worker.state.protected:ProtectedState.place_optimizer_tensor": ("a checkpoint of another model",),
     "worker.state.protected:_placed_as": ("a checkpoint of another model",),
     "worker.step.update:check_call": ("with a closure", "inside `backward()`"),
-    "worker.step.update:check_gradients": ("with gradients that a backward behind another update has reduced",),
+    "worker.step.update:check_gradients": ("with gradients that a backward after another update has reduced",),
     "worker.step.update:check_alone": ("with collectives in it",),
     "worker.values.attributes:State.__init__": ("",),
-    "worker.values.attributes:State.__setattr__": ("Attributes that were not declared cannot be set", "it is refused"),
+    "worker.values.attributes:State.__setattr__": (
+        "Attributes that were not declared cannot be set",
+        "keepstep refuses a later change",
+    ),
     "worker.values.attributes:State.__delattr__": ("",),
     "worker.values.attributes:State.load_state_dict": ("a checkpoint of another model",),
     "worker.values.attributes:to_bytes": ("tensors without a gradient graph",),
@@ -378,11 +389,15 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
         "",
         "makes a second object",
     ),
-    "worker.values.declared:DeclaredState.check": ("a later change would die with it, so it is refused",),
+    "worker.values.declared:DeclaredState.check": ("keepstep refuses a later change",),
     "worker.values.declared:DeclaredState._check_size": ("64 KiB of them, and all ranks together 16 MiB",),
-    "worker.values.declared:DeclaredState._compare": ("A difference ends the job with the attribute's name",) * 2,
+    "worker.values.declared:DeclaredState._compare": (
+        "A difference ends the job with an error that names the attribute",
+    )
+    * 2,
+    "worker.values.replica_buffers:ReplicaBuffers.reduced": ("buffers that differ between replicas after a forward",),
     "worker.values.declared:_LocalTable._check": (
-        "only as many ranks can resume from it",
+        "only the same number of ranks can resume from it",
         "a checkpoint of another model",
     ),
 }

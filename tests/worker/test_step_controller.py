@@ -49,7 +49,7 @@ def interrupted(_rank: int, _size: int, where: str) -> Any:
 
 
 @pytest.mark.parametrize("where", ["begun", "forward", "backward", "updated"])
-def test_a_step_that_is_interrupted_comes_again_and_one_whose_update_has_begun_does_not(where: str) -> None:
+def test_a_step_that_is_interrupted_is_repeated_and_one_whose_update_has_begun_does_not(where: str) -> None:
     ((phases, digest),) = run_ranks(1, undisturbed)
     assert phases == [(index, 0, False) for index in range(NUM_STEPS)]
     ((attempts, again),) = run_ranks(1, interrupted, where)

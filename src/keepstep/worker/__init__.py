@@ -1,1 +1,1 @@
-"""What runs inside the user's training process."""
+"""Code that runs inside the user's training process."""

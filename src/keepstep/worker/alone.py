@@ -1,4 +1,4 @@
-"""A script under plain python: one rank, no agent, no controller, the same code above."""
+"""A script under plain python: one rank, no agent, no controller, with the same code above this layer."""
 
 from __future__ import annotations
 

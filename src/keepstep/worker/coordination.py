@@ -1,8 +1,8 @@
-"""The shell around the worker's machine: its threads, its communicators, its tag page, its line to the agent.
+"""The shell around the worker's machine: its threads, communicators, tag page, and link to the agent.
 
-Two threads meet here. The link's listener (and gloo's threads, when a collective fails) call `on_order` and `failed`:
-they tell the machine, which raises a flag, and close the groups. The training thread looks at the flag at its
-safe points and asks `next_move` what to do; no other thread touches parameters.
+Two threads use it. The link's listener (and gloo's threads, when a collective fails) call `on_order` and `failed`: they
+pass the event to the machine, which sets a flag, and close the groups. The training thread checks the flag at its safe
+points and asks `next_move` for its next move; no other thread touches parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ORDER_DEADLINE_S = 3600.0
 """The controller has deadlines of its own for everything it waits for; this one only ends a wait on a lost one."""
 SETTLE_S = 0.25
 """How long a backward may go on whose step a lost rank was synced in. It ends in milliseconds: what it still waits for
-was sent before. Only where another loss comes on top does it wait in vain."""
+was sent before. Only after another loss does it wait for nothing."""
 SIGN_OF_LIFE_S = 0.1
 """Between two signs of life of a rank that will go on by itself; less than any deadline of a phase."""
 
@@ -90,7 +90,7 @@ class Coordination:
         self.attempting = False
         """Whether a step was handed out and is not complete: what the script does is undone if it is interrupted."""
         self.is_warming_up = False
-        """Whether this is a spare that computes in vain, to be faster later."""
+        """Whether this is a spare that computes only to warm up."""
         self.leaves_between_steps = False
         """Whether the loop leaves what it does where a step was handed out and is not begun, and does it again."""
         self._update: FrameType | None = None
@@ -113,7 +113,7 @@ class Coordination:
     def on_order(self, order: WorkerOrder) -> None:
         """What cannot wait for the training thread. Runs in the listener."""
         if isinstance(order, Terminate) and not callable(signal.getsignal(signal.SIGTERM)):
-            return  # a script that does not handle the signal must not go on behind its loop: it would seem complete
+            return  # a script that does not handle the signal must not go on after its loop: it would seem complete
         with self._news:
             urgency = self.machine.receive(order)
             holding = self.machine.holding()
@@ -180,7 +180,7 @@ class Coordination:
         return True
 
     def is_over(self, generation: int) -> bool:
-        """Whether a newer generation has begun: groups that are just being connected are to be broken."""
+        """Whether a newer generation has begun: groups that are being connected must be broken."""
         return self.machine.is_over(generation)
 
     def knows_failure(self, within_s: float) -> bool:
@@ -212,7 +212,7 @@ class Coordination:
 
     @property
     def _is_for_good(self) -> bool:
-        """Whether what the script does now is not undone: it is behind the gradient barrier, or behind the step."""
+        """Whether what the script does now is not undone: it is after the gradient barrier, or after the step."""
         phase = self.machine.steps.phase
         return phase is Phase.OPTIMIZER or (
             phase is Phase.UPDATED and self.machine.state is WorkerState.TRAINING and not self.attempting
@@ -251,7 +251,7 @@ class Coordination:
             self.machine.found_partially_updated()
             print(
                 f"keepstep: rank {self.machine.rank}, step {self.machine.steps.step}: the value that a failure cut off "
-                f"may have got into {harm}; this rank's copy has to be restored. In front of optimizer.step() such a "
+                f"may have got into {harm}; this rank's copy has to be restored. Before optimizer.step() such a "
                 "collective does no harm",
                 file=sys.stderr,
             )
@@ -335,7 +335,7 @@ class Coordination:
         self.attempting, self._update, self._update_raised = True, None, False
 
     def begin_update(self, call: FrameType) -> None:
-        """A protected optimizer begins its ``step()``, behind the gradient barrier.
+        """A protected optimizer begins its ``step()``, after the gradient barrier.
 
         Args:
             call: the frame of this call. One inside of another, as of the base class's ``step()``, is a part of that.
@@ -386,7 +386,7 @@ class Coordination:
                 raise InternalError(f"worker {self.link.worker} has joined and is to {move}")
 
     def next_move(self) -> Work:
-        """What the caller is to do next. Sends reports, waits for orders and connects groups by itself until then."""
+        """The caller's next move. Sends reports, waits for orders and connects groups by itself until then."""
         while True:
             move, num_orders = self._ask()
             match move:
@@ -473,7 +473,7 @@ class Coordination:
         self.machine.fell_out(where, text(error))
 
     def end(self, order: Rescue, path: str | None, problem: str | None) -> NoReturn:
-        """Reports what was saved of this rank's state, and ends the process: the job cannot go on."""
+        """Reports what was saved of this rank's state, and ends the process: the job cannot continue."""
         self.link.send(StateRescued(self.link.worker, path, problem))
         print(f"keepstep: rank {self.machine.rank} ends: {order.reason}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_TOO_FEW_RANKS)

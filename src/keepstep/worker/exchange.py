@@ -1,4 +1,4 @@
-"""What ranks exchange while the script starts, as one session takes part in it: it records, or it is answered."""
+"""One session's part in the ranks' start-up exchange: it records results, or replays recorded ones."""
 
 from __future__ import annotations
 

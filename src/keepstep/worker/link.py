@@ -1,7 +1,7 @@
-"""The worker's line to its agent: one socket that was inherited, and one thread that listens on it.
+"""The worker's link to its agent: an inherited socket, and a thread that listens on it.
 
-The training thread is often inside a collective or a kernel when an order comes, so the listener deals with what
-cannot wait (`Stop`: close the groups) and leaves the rest to the training thread.
+The training thread is often inside a collective or a kernel when an order arrives, so the listener handles what cannot
+wait (`Stop`: close the groups) and leaves the rest to the training thread.
 """
 
 from __future__ import annotations

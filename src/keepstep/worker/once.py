@@ -1,4 +1,4 @@
-"""`Session.once`: what happens once in a job's life."""
+"""`Session.once`: what happens once per job."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Ask = Callable[[str, str], bool]
 
 
 class Once:
-    """Asked in a condition it is claimed at most once; as a context manager it is done by one process at a time until
-    one has come to the end of its block.
+    """In a condition the action is claimed at most once. As a context manager one process at a time performs it, until
+    one has completed its block.
 
-    Made by `keepstep.Session.once`.
+    Created by `keepstep.Session.once`.
     """
 
     def __init__(self, name: str, ask: Ask, known: dict[str, bool]) -> None:
@@ -34,14 +34,14 @@ class Once:
         self._claimed: bool | None = None
 
     def __bool__(self) -> bool:
-        """Whether it is this process that does it; True for exactly one process of the job, and there for one call."""
+        """Whether this process performs the action; True for exactly one call in the job."""
         if self._claimed is None:
             self._claimed = self._name not in self._known and self._ask("claim", self._name)
             self._known.setdefault(self._name, False)
         return self._claimed
 
     def __enter__(self) -> bool:
-        """Waits while another process is at it; True where this one is to do it."""
+        """Waits while another process performs it; returns True if this process must perform it."""
         if self._known.get(self._name):
             raise UsageError(f"once({self._name!r}) inside of itself: it would wait for its own end")
         is_mine = self._name not in self._known and self._ask("hold", self._name)
@@ -51,7 +51,7 @@ class Once:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """It is done; or, where an exception leaves the block, another process is to do it."""
+        """Marks it as done; after an exception in the block, releases it for another process."""
         if not self._known[self._name]:
             return
         if kind is None:

@@ -1,7 +1,7 @@
-"""A spare that waits in front of its script's first line, for scripts that read their rank while they are imported.
+"""A parked spare, which waits before its script's first line, for scripts that read their rank at import time.
 
-It has joined nothing and built nothing: for the controller it is a spare whose script can go no further without a rank.
-Once it has one, the script runs from its beginning with everything set, as that of a rank that was started as such.
+For the controller it is a spare whose script waits for a rank. Once it has one, the script runs from its beginning with
+all variables set, like that of a process that was started with a rank.
 """
 
 from __future__ import annotations

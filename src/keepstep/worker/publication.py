@@ -1,4 +1,4 @@
-"""Publishing a job's weights to consumers every so many steps, while it trains and while ranks come and go."""
+"""Publishes a job's weights to consumers at regular steps, while it trains and while ranks are replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from keepstep.errors import ConfigurationError, KeepstepError
+from keepstep.errors import ConfigurationError, KeepstepError, PublisherLost
 from keepstep.protocol.messages import PublicationStage, StageSpan, WeightsObserved, text
 from keepstep.weights.memory.blocks import Weights
 from keepstep.weights.memory.mapping.mapped import Mapped
@@ -35,10 +35,10 @@ class Voice:
 
 
 class StepPublication:
-    """One rank's part. Used from the training thread, but for `interrupt`.
+    """One rank's part. Used from the training thread, except for `interrupt`.
 
-    Copies are published, in a thread, so training goes on meanwhile. A version is the number of steps that its weights
-    have seen. One that does not come about, because a rank was lost just then, is left out; the next one is complete.
+    A thread publishes copies, so training continues meanwhile. A version is the number of steps that its weights have
+    been trained for. One that fails because a rank is lost at that moment is skipped; the next one is complete.
     """
 
     def __init__(
@@ -94,13 +94,21 @@ class StepPublication:
         if begins and self._at_start:
             self._publish(self._publisher, num_steps)
 
-    def after_step(self, num_steps: int) -> None:
-        """So many steps are complete: publishes, where it is due."""
+    def after_step(self, num_steps: int, is_interrupted: bool = False) -> None:
+        """So many steps are complete: publishes, where it is due.
+
+        Args:
+            num_steps: how many.
+            is_interrupted: this generation is over, so what is due is not published, and reported as such.
+        """
         if self._publisher is None:
             return
         if num_steps % self._every == 0:
             self.flush()
-            self._publish(self._publisher, num_steps)
+            if is_interrupted:
+                self._skip(self._publisher, num_steps)
+            else:
+                self._publish(self._publisher, num_steps)
         elif self._publisher.consumer_versions != self._shown:
             now_s = time.monotonic()
             self._tell(self._publisher, PublicationStage.ATTACHED, None, now_s, None)
@@ -121,6 +129,13 @@ class StepPublication:
                 self._has_told.set()
 
         self._under_way.add_done_callback(ended)
+
+    def _skip(self, publisher: Publisher, version: int) -> None:
+        failed: Future[Published] = Future()
+        reason = f"version {version} was not published: rank {self._rank}: it was interrupted"
+        failed.set_exception(PublisherLost(reason))
+        self._tell(publisher, PublicationStage.BROKEN_OFF, version, time.monotonic(), failed)
+        self._note(str(failed.exception()))
 
     def _tell(
         self,

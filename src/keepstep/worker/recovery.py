@@ -1,4 +1,4 @@
-"""Carrying out a recovery on one rank, in its training thread: CLEAN, RESTORE, ROLLBACK."""
+"""Performs a recovery on one rank, in its training thread: CLEAN, RESTORE, ROLLBACK."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.restore import Landing, Source, StateTransport, receive_state, send_state
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.snapshots import Snapshots
+from keepstep.worker.values.replica_buffers import ReplicaBuffers
 
 
 class Recovery:
@@ -54,6 +55,7 @@ class Recovery:
         self._snapshots = snapshots
         self._resumed = False
         self._source, self._landing = Source(), Landing(state.device)
+        self._buffers = ReplicaBuffers(state)
         self._has_told_of_replicas = False
         self._has_told_of_snapshots = False
         self._publication: StepPublication | None = None
@@ -161,6 +163,7 @@ class Recovery:
 
     def hand_out(self, step: int) -> None:
         """A step is handed out, and what it may change is noted: its snapshot begins, if one is due."""
+        self._buffers.hand_out(step)
         if self._snapshots is not None:
             self._snapshots.hand_out(step)
 
@@ -172,27 +175,35 @@ class Recovery:
     def proposals(self) -> tuple[int, ...]:
         """What this rank says in the gradient barrier of this step, if the ranks have anything to agree on there.
 
-        How many steps are to lie between two snapshots (`Snapshots.proposal`); and whether it still writes its part of
-        a checkpoint, for all ranks write one or none does.
+        How many steps are to lie between two snapshots (`Snapshots.proposal`); whether it still writes its part of a
+        checkpoint, for all ranks write one or none does; whether it lacks a second copy (`Snapshots.complaint`); and
+        what its buffers are (`ReplicaBuffers.contribution`).
         """
-        checkpoints, step = self._checkpoints, self._machine.steps.step
-        every = self._snapshots.proposal(step) if self._snapshots is not None else None
+        checkpoints, snapshots, step = self._checkpoints, self._snapshots, self._machine.steps.step
+        every = snapshots.proposal(step) if snapshots is not None else None
+        complaint = snapshots.complaint(step) if snapshots is not None else None
         is_due = checkpoints is not None and not self._share.is_all and checkpoints.is_due(step + 1)
-        if every is None and not is_due:
+        buffers = self._buffers.contribution()
+        if every is None and complaint is None and not is_due and not buffers:
             return ()
-        return every or 0, int(checkpoints is not None and checkpoints.is_busy())
+        return every or 0, int(checkpoints is not None and checkpoints.is_busy()), complaint or 0, *buffers
 
     def passed_barrier(self, agreed: Sequence[int] | None) -> None:
         """Every rank is synced, and has its snapshot.
 
         Args:
             agreed: the greatest of the ranks' `proposals`. None: there were none, or a failure came.
+
+        Raises:
+            ConfigurationError: see `ReplicaBuffers.reduced`.
         """
-        every, is_any_busy = agreed or (0, 1)
+        every, is_any_busy, complaint, *buffers = agreed or (0, 1, 0)
+        self._buffers.reduced(buffers)
         self._agreed_step = None if is_any_busy else self._machine.steps.step + 1
         if self._snapshots is None:
             return
         self._snapshots.passed_barrier()
+        self._snapshots.reduced(complaint)
         if every:
             self._snapshots.agreed(every)
             self._tell_of_snapshots(every)
@@ -218,7 +229,7 @@ class Recovery:
     # ---- where it is called from ------------------------------------------------------------------------------------
 
     def write_checkpoint(self) -> None:
-        """Writes one where it is due. Not before the script returns: what it does behind the ``with`` belongs to it."""
+        """Writes one where it is due. Not before the script returns: what it does after the ``with`` belongs to it."""
         machine, share = self._machine, self._share
         step = machine.steps.step + 1
         may_write = self._saves and (share.is_all or self._agreed_step == step)
@@ -248,8 +259,8 @@ class Recovery:
         does in between runs on survivors only, so its collectives must not meet the replacement. They echo.
         """
         machine = self._machine
-        if self._publication is not None and not machine.partially_updated and not self._coordination.interrupted:
-            self._publication.after_step(machine.steps.step + 1)
+        if self._publication is not None and not machine.partially_updated:
+            self._publication.after_step(machine.steps.step + 1, self._coordination.interrupted)
 
     def after_last_step(self) -> None:
         """Waits for the checkpoint that is being written, and for the weights that are being published."""
@@ -297,10 +308,11 @@ class Recovery:
         finally:
             coordination.page.set_waiting(False)
         self._machine.loaded(received, from_checkpoint=from_checkpoint)
+        order, rank, membership = move.order, self._machine.rank, self._machine.membership
+        assert rank is not None
+        self._buffers.resumed(order.resume_step, rank, membership)
         if self._snapshots is not None:
-            assert self._machine.rank is not None
-            order = move.order
-            self._snapshots.resumed(order.resume_step, self._machine.rank, self._machine.membership, order.kept_step)
+            self._snapshots.resumed(order.resume_step, rank, membership, order.kept_step, order.generation)
         if move.action in (Action.RESTORE, Action.REWIND):
             coordination.show()
         self._resumed = move.order.resume_step > 0 or move.order.generation > 1
@@ -378,7 +390,7 @@ class Recovery:
         self._machine.saved(is_saved)
 
     def _rescue(self, order: Rescue) -> NoReturn:
-        """The job cannot go on: saves what this rank holds, if it is whole, and ends the process."""
+        """The job cannot continue: saves what this rank holds, if it is whole, and ends the process."""
         at = self._machine.steps.parameters_at
         path, problem = None, None
         try:

@@ -1,4 +1,4 @@
-"""The user's handles: `init` and `Session`. Its loops are in `keepstep.worker.loop.loops`."""
+"""The user's API: `init` and `Session`. The loops are in `keepstep.worker.loop.loops`."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ _session: Session | None = None
 
 
 def init(*, seed: int = 0, rng: bool = True) -> Session:
-    """Joins the job, or runs alone under plain python. Call it once, in place of ``init_process_group``.
+    """Joins the job; under plain python, runs with world size 1. Call it once, instead of ``init_process_group``.
 
     Args:
-        seed: base of the random numbers of the start-up and of every step.
+        seed: of the random numbers of the script's start and of every step.
         rng: seed Python's, NumPy's and torch's generators now, the same on all ranks, so that they build the same
-            model; and at the start of each step from (seed, rank, step), so that a step computed again draws the same
-            numbers (ranks that share a computation by tensor parallelism draw those of the first of them).
-            Turn it off only if the script does the same itself.
+            model; and at the start of each step from (seed, rank, step), so that a repeated step draws the same numbers
+            (ranks that share a computation by tensor parallelism draw those of the first of them). Disable it only if
+            the script does the same itself.
 
     Returns:
         the session; a second call returns the same one.
@@ -84,7 +84,7 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
     if _session is None:
         if dist.is_initialized():
             raise ConfigurationError(
-                "torch.distributed is initialised already: call keepstep.init() in place of init_process_group()"
+                "torch.distributed is initialised already: call keepstep.init() instead of init_process_group()"
             )
         _session = Session(config.worker_config(), seed, rng)
         if rng:
@@ -93,12 +93,12 @@ def init(*, seed: int = 0, rng: bool = True) -> Session:
 
 
 def current_session() -> Session | None:
-    """The session of this process, if `init` was called."""
+    """The session of this process; None if `init` was not called."""
     return _session
 
 
 class Session(Loops):
-    """One rank's part of a protected training job. Made by `init`; used from the training thread."""
+    """One rank's part of a protected training job. `init` creates it; use it from the training thread only."""
 
     def __init__(self, settings: config.WorkerConfig | None, seed: int, rng: bool) -> None:
         super().__init__(seed)
@@ -160,7 +160,7 @@ class Session(Loops):
 
     @property
     def rank(self) -> int:
-        """This process's rank. On a spare it blocks until the spare takes a rank's place."""
+        """This process's rank. Blocks on a spare until the spare gets a rank."""
         return self._coordination.await_rank()
 
     @property
@@ -176,16 +176,16 @@ class Session(Loops):
 
     @property
     def is_pretending(self) -> bool:
-        """Whether a spare is told at present that it has a rank; see `pretending`."""
+        """Whether a spare currently pretends to have a rank; see `pretending`."""
         return self._coordination.is_warming_up and self.is_waiting_spare
 
     @contextlib.contextmanager
     def pretending(self, is_wanted: bool = True) -> Iterator[None]:
-        """Inside, a spare takes itself for rank 0, and does not wait: for code that asks for the rank and needs it
-        only later, when it is to be told anew. Where this process is no spare that waits, nothing changes.
+        """Inside, a spare acts as rank 0 and does not wait: for code that asks for the rank but needs it only later,
+        and then asks again. No effect on a process that is not a waiting spare.
 
         Args:
-            is_wanted: False inside of such code, for a part of it that needs the rank at once.
+            is_wanted: False for a part of such code that needs the rank at once.
         """
         before = self._coordination.is_warming_up
         self._coordination.is_warming_up = is_wanted and (before or self.is_waiting_spare)
@@ -201,9 +201,8 @@ class Session(Loops):
 
     @property
     def data_rank(self) -> int:
-        """This process's data-parallel coordinate: ranks that have the same one read the same samples.
-
-        On a spare it blocks as `rank` does.
+        """This process's data-parallel coordinate: ranks with the same one read the same samples. Blocks on a spare,
+        like `rank`.
 
         Raises:
             UsageError: `protect` was not called, or cannot know it without ``data_mesh``.
@@ -212,7 +211,7 @@ class Session(Loops):
 
     @property
     def data_world_size(self) -> int:
-        """How many data-parallel coordinates there are: 1 where all ranks work on the same samples.
+        """Number of data-parallel coordinates: 1 if all ranks work on the same samples.
 
         Raises:
             UsageError: as for `data_rank`.
@@ -234,7 +233,7 @@ class Session(Loops):
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank among those of its node, torchrun's ``LOCAL_RANK``. Blocks on a spare as `rank` does."""
+        """This rank's number on its node, torchrun's ``LOCAL_RANK``. Blocks on a spare, like `rank`."""
         self._coordination.await_rank()
         assignment = self._coordination.machine.assignment
         if assignment is not None:
@@ -245,7 +244,7 @@ class Session(Loops):
 
     @property
     def device(self) -> torch.device:
-        """This process's own device, on a spare too: the one that its node has given to it, or the CPU."""
+        """This process's device: the one that its node has assigned, or the CPU. Does not block on a spare."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         own = 0 if self._settings is None else self._settings.device
@@ -253,20 +252,21 @@ class Session(Loops):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank 0. Does not block: a spare is not, as long as it has no rank."""
+        """Whether this process is rank 0. Does not block: False on a spare without a rank."""
         return self._coordination.machine.rank == 0
 
     def once(self, name: str) -> Once:
-        """What happens once in the job's life: across recoveries, restarts of the controller and starts of spares.
+        """For an action that happens once per job: across recoveries, restarts of the controller and starts of spares.
 
-        ``if session.once("log"): ...`` is True in one process of the job, and there for one call; it is not asked
-        again where that process dies in the middle (at most once). ``with session.once("data") as mine:`` waits until
-        it is done: ``mine`` is True in one process at a time, in the next one where the former died or raised in its
-        block, and False everywhere as soon as one has come to the end of the block, where it waits until the controller
-        knows. So the work may meet what a dead process has left half done. From the training thread.
+        ``if session.once("log"): ...`` is True for one call in one process of the job; it stays False everywhere else,
+        even if that process dies in the middle (at most once). ``with session.once("data") as mine:`` waits until the
+        action is done: ``mine`` is True in one process at a time; if that process dies or raises in its block, in the
+        next one; and False everywhere once a process has completed the block. At the end of the block that process
+        waits until the controller has recorded it. So the block may find half-done work of a dead process. Call it from
+        the training thread.
 
         Args:
-            name: of what happens, up to 200 characters.
+            name: of the action, up to 200 characters.
 
         Raises:
             UsageError: the name is too long or empty; or its block is entered inside of itself.
@@ -276,7 +276,7 @@ class Session(Loops):
 
     @property
     def generation(self) -> int:
-        """Number of the present membership: 1 at the start, one more at every recovery."""
+        """Number of the current membership: 1 at the start, one more at every recovery."""
         return self._coordination.machine.generation
 
     # ---- what is protected ----------------------------------------------------------------------------------------
@@ -291,20 +291,21 @@ class Session(Loops):
         data_mesh: DeviceMesh | None = None,
         **objects: Any,
     ) -> None:
-        """Names everything that must be the same after a recovery as before. Call it once, before the first step.
+        """Names everything that a recovery must restore. Call it once, before the first step.
 
         Args:
             checkpoint_dir: write a checkpoint here every ``checkpoint_every`` steps (torch DCP, in the background);
-                used when no live rank holds the state any more, and when the job is started again.
+                used when no live rank holds the state any more, and when the job is restarted.
             checkpoint_every: steps from one checkpoint to the next.
-            snapshot_every: how many steps lie between two copies of each rank's state in the memory of its node. All
-                ranks go back to the newest where a lost one held what no other does. "auto": as few steps as cost no
-                more than 1 % of the time, and no copies where every shard has a replica; "off": none.
-            shard: a text for the part of the model that this rank holds, where the names and shapes of its tensors
-                are those of other parts: experts, stages of a pipeline. Ranks of equal texts are replicas. Parts that
-                are DTensors need none.
-            data_mesh: the dimensions of the job's mesh along which samples differ, for `data_rank`. Only where neither
-                DDP nor FSDP2 reduces the gradients along them, or context parallelism is among what FSDP2 reduces over.
+            snapshot_every: steps between two copies of each rank's state in its node's memory. If a lost rank was the
+                only holder of its shard, all ranks go back to the newest copy. "auto": the shortest interval that costs
+                at most 1 % of the time, and no copies if every shard has a replica; "off": none.
+            shard: an identifier of the part of the model that this rank holds, needed if other parts have the same
+                names and shapes: experts, stages of a pipeline. Ranks with equal identifiers are replicas. DTensors
+                need none.
+            data_mesh: the dimensions of the job's mesh along which samples differ, for `data_rank`. Needed only if
+                neither DDP nor FSDP2 reduces the gradients along them, or if FSDP2 also reduces over context-parallel
+                ranks.
             objects: at least one ``torch.nn.Module``; optimizers; anything else with ``state_dict()`` and
                 ``load_state_dict()``: schedulers, scalers, loaders. The names are yours and must be the same on
                 every rank.
@@ -345,12 +346,12 @@ class Session(Loops):
         if self._settings is None or every == 0 or not is_known:
             return None
         file = SnapshotFile(self._settings.snapshots_fd)
-        copies = SecondCopies(file, self._background, self._second_copy_failed)
-        num_ranks = max(1, self._settings.local_world_size)
-        return Snapshots(self._state, file, every, copies, num_ranks, self._coordination.show_moment)
+        show = self._coordination.show_moment
+        copies = SecondCopies(file, self._background, self._second_copy_failed, show)
+        return Snapshots(self._state, file, every, copies, max(1, self._settings.local_world_size), show)
 
     def _background(self) -> Carrier | None:
-        """What carries tensors beside what the training thread does, in the present generation."""
+        """What carries tensors beside what the training thread does, in the current generation."""
         assert self._coordination.groups is not None
         inner = self._coordination.groups.world.inner
         return None if inner is None else inner.background
@@ -374,14 +375,14 @@ class Session(Loops):
     def state(self, name: str = "", /, *, per_rank: bool = False, **values: Any) -> State:
         """Declares values of the script that must survive a failure, as the attributes of one object.
 
-        A replacement gets them, an interrupted step puts them back, and a checkpoint holds them. Call it on every rank
+        A replacement gets them, undoing a step restores them, and checkpoints contain them. Call it on every rank
         before the first step.
 
         Args:
-            name: tells several objects apart.
-            per_rank: each rank has values of its own, and a replacement gets those of the rank that it replaces. They
-                may be set from when a step is handed out to its first ``optimizer.step()``. Else all ranks set the
-                same values, at any time.
+            name: distinguishes several objects.
+            per_rank: each rank has its own values, and a replacement gets those of the rank that it replaces. They may
+                be set from the start of a step to its first ``optimizer.step()``. If False, all ranks must set the same
+                values, at any time.
             values: each attribute with its first value: numbers, strings, bytes, None, tensors, and lists, tuples,
                 sets and dicts of them.
 
@@ -403,20 +404,19 @@ class Session(Loops):
         at_start: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
-        """Publishes the weights every so many steps, in the background, to every `keepstep.Subscriber` there.
+        """Publishes the weights at regular intervals, in the background, to every attached `keepstep.Subscriber`.
 
-        A version is the number of steps that its weights have seen. One that is under way when a rank is lost is left
-        out. Call it after `protect`, before the first step.
+        A version is the number of steps that its weights have been trained for. A version in transfer when a rank is
+        lost is skipped. Call it after `protect`, before the first step.
 
         Args:
-            folder: where consumers of this node find the ranks; a short name, for sockets are in it.
-            weights: a module (without its DDP wrapper, for the names), or tensors by name; with a name map, what is
-                published is made of them.
+            folder: where consumers on this node find the ranks; use a short path, because it contains sockets.
+            weights: a module (without its DDP wrapper, because of the names), or tensors by name; a name map maps them
+                to the published tensors.
             every: steps from one version to the next.
-            at_start: publish also the weights with which the first step begins, and after each recovery those with
-                which training goes on: for consumers that need the version of the very step, also where steps come
-                again.
-            deadline_s: how long a consumer may show nothing before it is left out.
+            at_start: also publish the weights at the first step, and after each recovery those at the resume step: for
+                consumers that need the version of every step, including repeated ones.
+            deadline_s: time without progress after which a consumer is left out.
 
         Raises:
             ConfigurationError: ``every`` is below 1.
@@ -431,7 +431,7 @@ class Session(Loops):
     # ---- for the loops ----------------------------------------------------------------------------------------------
 
     def begin(self, start: int = 0) -> StepController:
-        """The script, or the framework that runs its loop, stands in front of its first step.
+        """The script, or the framework that runs its loop, stands before its first step.
 
         Args:
             start: see `steps`.
@@ -464,7 +464,7 @@ class Session(Loops):
         return self._recovery.takes_snapshots and bool(lone_shards(membership))
 
     def _check_replicas(self, start: int) -> None:
-        """Compares what this rank begins with to what its replicas do, while all ranks start together."""
+        """Compares this rank's initial state with its replicas', while all ranks start together."""
         machine = self._coordination.machine
         if machine.generation == 0 or machine.used_echo or machine.rank is None or self.world_size == 1:
             return
@@ -477,9 +477,9 @@ class Session(Loops):
         except PeerLost:
             machine.echoed()  # a rank was lost while all started: this start-up does not count
 
-    def _seed_step(self, index: int) -> None:
+    def _seed_step(self, place: int | str) -> None:
         if self._rng:
-            seed_step(self._seed, self.rank if self._draws_as is None else self._draws_as, index)
+            seed_step(self._seed, self.rank if self._draws_as is None else self._draws_as, place)
 
     def _final_digest(self) -> str | None:
         if self._settings is None or not self._settings.digest or self._state is None:

@@ -1,6 +1,6 @@
-"""One step after the other: begin, then commit; or where it was interrupted, undo it and begin it again.
+"""Controls one step after the other: begin, then commit; or, after an interruption, undo and begin again.
 
-`Session.steps` is made of it. A loop that belongs to another framework, and has no ``with step:``, uses it so:
+`Session.steps` uses it. A loop of another framework, without ``with step:``, uses it like this:
 
     while (index := controller.next_step(num_steps)) is not None:
         try:
@@ -18,18 +18,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from keepstep.errors import StepInterrupted, UsageError
+from keepstep.errors import PeerLost, StepInterrupted, UsageError
 from keepstep.protocol.moves import End
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.coordination import Coordination
+from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.parallel.zero import local_optimizer
 from keepstep.worker.recovery import Recovery
+from keepstep.worker.state.layout import COMPARED_AGAIN, are_replicas_equal, compare_replicas, replica_digest
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step.attempt import Attempt
 from keepstep.worker.step.barrier import pass_gradient_barrier
@@ -37,13 +41,15 @@ from keepstep.worker.step.stop_points import StopPoints
 from keepstep.worker.step.update import check_alone, check_call, check_gradients
 from keepstep.worker.step.warm_up import warm_up
 
+_STORE_TIMEOUT = timedelta(seconds=300)
+
 
 class StepController:
     """Takes one rank through its steps. All methods are called by the training thread.
 
     Attributes:
-        attempt: how often the present step was begun before on this rank.
-        resumed: whether the present step is the first since a recovery or a checkpoint.
+        attempt: how often the current step was begun before on this rank.
+        resumed: whether the current step is the first since a recovery or a checkpoint.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class StepController:
         attempt: Attempt,
         recovery: Recovery,
         *,
-        seed_step: Callable[[int], None],
+        seed_step: Callable[[int | str], None],
         final_digest: Callable[[], str | None],
     ) -> None:
         """Puts stop points into the protected modules, and hooks on every optimizer of the process, for good.
@@ -63,12 +69,13 @@ class StepController:
             state: the protected objects.
             attempt: undoes a step.
             recovery: carries out recoveries.
-            seed_step: seeds the random numbers of a step.
+            seed_step: seeds the random numbers of a step, or of another place in the training that has a name.
             final_digest: of the state after the last step; None where none is asked for.
         """
         self.attempt = 0
         self.resumed = False
         self._coordination = coordination
+        self._machine = coordination.machine
         self._state = state
         self._undoing = attempt
         self._recovery = recovery
@@ -80,7 +87,7 @@ class StepController:
         self._deferred: list[Callable[[], object]] = []
         self._is_inside = False
         """Whether it was begun, and neither committed nor undone."""
-        self._was_begun = False
+        self._was_begun = self._has_backward = False
         self._last_index = -1
         self.warm_up: Callable[[], object] = lambda: None
         """What a spare calls before it is needed; see `Session.warm_up`."""
@@ -112,7 +119,7 @@ class StepController:
             num_steps: the length of the training.
 
         Returns:
-            its index; the same as before where the former attempt was interrupted. None: all ranks are through.
+            its index; the same as before where the former attempt was interrupted. None: all ranks have finished.
 
         Raises:
             UsageError: the step that was handed out before was not begun.
@@ -143,6 +150,15 @@ class StepController:
         self._deferred.clear()
         self._undoing.hand_out()
         self._recovery.hand_out(index)
+        self.seed_before_step()
+
+    def seed_before_step(self, place: str = "") -> None:
+        """Seeds the random numbers of the script's lines before a step, which are repeated with it.
+
+        Args:
+            place: names other lines, such as those at the beginning of an epoch.
+        """
+        self._seed_step(place or f"in front of {self._index}")
 
     def seed(self, number: int | None = None) -> None:
         """Seeds the random numbers of what is done before the step that was handed out begins.
@@ -161,6 +177,10 @@ class StepController:
                 the state with which the step begins.
         """
         self._undoing.settle(is_done=is_done)
+
+    def guard(self) -> None:
+        """The script is about to do what may be undone between two steps; see `WrittenParameters.guard`."""
+        self._undoing.guard()
 
     def leave_between_steps(self) -> None:
         """From now on stop points raise `StepInterrupted` also where a step was handed out and is not begun.
@@ -204,15 +224,38 @@ class StepController:
 
         Raises:
             UsageError: a step is begun already.
+            StateMismatch: this rank holds other values than its replicas.
         """
         if self._is_inside:
             raise UsageError(f"step {self._index} was entered inside itself")
         assert self._index is not None
         self._is_inside = self._was_begun = True
+        self._has_backward = False
         self._begun_s = time.monotonic()
         self._undoing.begin()
         self.seed(draws_as)
         self._coordination.move(StepEvent.STEP_ENTERED)
+        if self._index in COMPARED_AGAIN:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Compares what this rank holds with what its replicas do."""
+        machine, page, world_size = self._machine, self._coordination.page, dist.get_world_size()
+        if machine.rank is None or world_size == 1:
+            return
+        page.set_waiting(True)  # to read all of the state may take long
+        digest = replica_digest(self._state)
+        page.set_waiting(False)
+        if are_replicas_equal(digest, world_size):
+            return
+        page.set_waiting(True)
+        try:
+            store = LinkStore(self._coordination.link, machine.generation, "again", _STORE_TIMEOUT)
+            compare_replicas(self._state, self._last_index, machine.rank, store, is_start=False)
+        except PeerLost:
+            machine.echoed()
+        finally:
+            page.set_waiting(False)
 
     def commit(self) -> None:
         """The script has come to the end of the step. From here on it counts.
@@ -245,7 +288,7 @@ class StepController:
             function()
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Whether an exception that leaves a step belongs to a failure elsewhere: the step comes again."""
+        """Whether an exception that leaves a step belongs to a failure elsewhere: the step is repeated."""
         coordination = self._coordination
         if isinstance(error, StepInterrupted):
             return True
@@ -258,7 +301,7 @@ class StepController:
         return True
 
     def undo(self) -> None:
-        """Puts back what an interrupted attempt has changed, be it begun or only handed out."""
+        """Undoes the changes of an interrupted attempt, begun or only yielded."""
         self._is_inside, self._was_begun = False, True
         self._undoing.undo()
 
@@ -286,7 +329,7 @@ class StepController:
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def _check_stop(self) -> None:
-        if self._coordination.interrupted and self._may_be_left:
+        if self._machine.interrupted and self._may_be_left:
             raise StepInterrupted
 
     @property
@@ -300,11 +343,14 @@ class StepController:
     def _mark_phase(self, phase: Phase) -> None:
         present = self._coordination.phase
         if present is not phase and present in (Phase.FORWARD, Phase.BACKWARD):
+            if phase is Phase.BACKWARD and not self._has_backward and self._index in COMPARED_AGAIN:
+                self._undoing.check_gradients()
+            self._has_backward |= phase is Phase.BACKWARD
             begun = StepEvent.FORWARD_BEGUN if phase is Phase.FORWARD else StepEvent.BACKWARD_BEGUN
             self._coordination.move(begun)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        """Stands in front of every ``optimizer.step()`` of the process."""
+        """Stands before every ``optimizer.step()`` of the process."""
         coordination = self._coordination
         if coordination.completed or coordination.is_warming_up or not self._is_in_step(optimizer):
             return
@@ -315,13 +361,13 @@ class StepController:
         coordination.begin_update(sys._getframe(1))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-        """Stands behind every ``optimizer.step()`` of the process."""
+        """Stands after every ``optimizer.step()`` of the process."""
         self._coordination.end_update(sys._getframe(1))
         if not self._recovery.takes_snapshots:
             check_alone(optimizer, self._coordination)
 
     def _is_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an update is part of the present step; an optimizer that is none of ours may do as it likes outside.
+        """Whether an update is part of the current step; an optimizer that is none of ours may do as it likes outside.
 
         Raises:
             UsageError: a protected optimizer outside of a step, or an unprotected one inside.

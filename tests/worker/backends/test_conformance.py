@@ -30,7 +30,7 @@ from keepstep.worker.backends.nccl.device import CudaDevice
 NEVER = timedelta(hours=10)
 SOON = timedelta(milliseconds=50)
 LARGE = 1 << 20
-"""Elements: a message that no socket buffer holds, so an abort finds it half-way."""
+"""Elements: a message that no socket buffer holds, so an abort finds it halfway."""
 
 
 @dataclass(frozen=True)

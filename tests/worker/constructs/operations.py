@@ -114,10 +114,10 @@ def coalesced(ranks: Ranks) -> Result:
 
 @construct("coalesced functional collectives")
 def functional_coalesced(ranks: Ranks) -> Result:
-    everybody = list(range(SIZE))
-    reduced = functional.all_reduce_coalesced(parts_of(ranks), "sum", everybody)
-    gathered = functional.all_gather_into_tensor_coalesced(parts_of(ranks), everybody)
-    scattered = functional.reduce_scatter_tensor_coalesced(parts_of(ranks)[:2], "sum", [0, 0], everybody)
+    all_members = list(range(SIZE))
+    reduced = functional.all_reduce_coalesced(parts_of(ranks), "sum", all_members)
+    gathered = functional.all_gather_into_tensor_coalesced(parts_of(ranks), all_members)
+    scattered = functional.reduce_scatter_tensor_coalesced(parts_of(ranks)[:2], "sum", [0, 0], all_members)
     found = [functional.wait_tensor(tensor) for tensor in (*reduced, *gathered, *scattered)]
     return {str(number): tensor.clone() for number, tensor in enumerate(found)}
 

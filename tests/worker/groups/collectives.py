@@ -279,12 +279,12 @@ def scatter_object_list(rank: int, size: int) -> Any:
 
 @collective
 def all_reduce_in_a_subgroup(rank: int, size: int) -> Any:
-    pair, everybody = dist.new_group([0, size - 1]), dist.new_group()
+    pair, all_members = dist.new_group([0, size - 1]), dist.new_group()
     tensor, whole = own(rank, 3), own(rank, 3)
     if rank in (0, size - 1):
         dist.all_reduce(tensor, group=pair)
-    dist.all_reduce(whole, group=everybody)
-    return [tensor, whole, dist.get_rank(pair), dist.get_world_size(everybody)]
+    dist.all_reduce(whole, group=all_members)
+    return [tensor, whole, dist.get_rank(pair), dist.get_world_size(all_members)]
 
 
 # What DTensor and compiled code call, by way of torch's C++.

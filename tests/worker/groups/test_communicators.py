@@ -138,7 +138,7 @@ def break_one(rank: int, size: int, path: Path, ahead: int) -> list[object]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_where_one_is_broken_both_are_built_anew(ahead: int, tmp_path: Path) -> None:
+def test_where_one_is_broken_both_are_rebuilt(ahead: int, tmp_path: Path) -> None:
     answers = run_ranks(2, break_one, tmp_path, ahead)
     assert [answer[:2] for answer in answers] == [[False, 2.0]] * 2
     assert answers[1 - ahead][2] == ["world"], "the group seemed whole here"

@@ -101,7 +101,7 @@ def named_and_awaited(rank: int, size: int, path: Path) -> tuple[list[tuple[str,
     return [(group, str(operation), peer) for group, operation, peer in watcher.operations], awaited
 
 
-def test_an_operation_is_told_by_name_and_peer_and_awaited_only_when_the_script_asks_for_it(tmp_path: Path) -> None:
+def test_an_operation_is_reported_by_name_and_peer_and_awaited_only_when_the_script_asks_for_it(tmp_path: Path) -> None:
     answers = run_ranks(2, named_and_awaited, tmp_path)
     for rank, (operations, awaited) in enumerate(answers):
         assert operations == [
@@ -281,7 +281,7 @@ def test_take_down_frees_a_waiting_collective_and_fills_it_by_echo(tmp_path: Pat
     answers, outputs, gathered, errors = run_ranks(2, interrupted, tmp_path, True, silent=frozenset({1}))[0]
     assert answers == [True, True]
     assert outputs == gathered == [own(0, 3).tolist()] * 2
-    assert errors == [], "whoever takes a group down needs no report of it"
+    assert errors == [], "the thread that takes a group down needs no report of it"
 
 
 def breaking(rank: int, size: int, path: Path, echoes: bool) -> Any:
@@ -349,7 +349,7 @@ def another_rank(rank: int, size: int, path: Path) -> list[Any]:
     place = {"rank": rank}
     registry.join_world(rank, size, lambda: place["rank"])
     registry.connect(1, rank)
-    everybody = dist.new_group()
+    all_members = dist.new_group()
     place["rank"] = 1 - rank
     meet(path, size, "group made")
     registry.take_down()
@@ -357,8 +357,8 @@ def another_rank(rank: int, size: int, path: Path) -> list[Any]:
     tensor = own(rank, 2)
     dist.broadcast(tensor, src=0)
     outputs = [torch.zeros(1) for _ in range(size)]
-    dist.all_gather(outputs, torch.tensor([float(rank)]), group=everybody)
-    return [dist.get_rank(), dist.get_rank(everybody), tensor.tolist(), torch.cat(outputs).tolist()]
+    dist.all_gather(outputs, torch.tensor([float(rank)]), group=all_members)
+    return [dist.get_rank(), dist.get_rank(all_members), tensor.tolist(), torch.cat(outputs).tolist()]
 
 
 def test_a_process_may_have_another_rank_in_the_next_generation(tmp_path: Path) -> None:

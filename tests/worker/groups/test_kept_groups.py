@@ -88,7 +88,7 @@ def test_a_lost_rank_leaves_groups_without_it_as_they_are(tmp_path: Path) -> Non
 
 
 def nothing(pair: Any, rank: int) -> None:
-    """Nobody does anything."""
+    """No member does anything."""
 
 
 def messages_that_were_received(pair: Any, rank: int) -> None:
@@ -153,7 +153,7 @@ Answers = list[dict[str, list[tuple[bool, str, list[float]]]]]
 
 
 def after_each(rank: int, size: int, path: Path) -> dict[str, list[tuple[bool, str, list[float]]]]:
-    """In a pair for each of them both members do something; then all are connected anew twice, though none is lost."""
+    """In a pair for each of them both members do something; then all are reconnected twice, though none is lost."""
     registry, _world = join(path, rank, size)
     pairs: dict[str, SurvivingGroup] = {}
     for action in (*STAYS, *REBUILT):

@@ -124,7 +124,7 @@ def test_a_spare_waits_for_its_rank_where_there_is_a_result() -> None:
         store.wait(["a"])  # its rank has waited once
 
 
-def test_another_value_than_its_rank_has_set_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_value_than_its_rank_has_set_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     keeper = Kept()
     recorded(lambda store: store.set("run", "first"), keeper)
     replacement(keeper).set("run", "second")
@@ -145,7 +145,7 @@ def test_more_than_the_rank_has_asked_for_is_refused() -> None:
         replacement(Kept()).num_keys()
 
 
-def test_what_is_too_large_is_told_of_and_refused(
+def test_what_is_too_large_is_reported_and_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(startup, "MAX_RESULT_BYTES", 100)
@@ -165,7 +165,7 @@ def test_what_is_too_large_is_told_of_and_refused(
     assert store.add("n", 1) == 1
 
 
-def test_a_controller_that_has_no_room_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_controller_that_has_no_room_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     recorded(lambda store: store.set("a", "1"), Kept(is_full=True))
     assert "rank 0: not all that the store gave" in capsys.readouterr().err
 

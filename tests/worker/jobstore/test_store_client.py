@@ -53,7 +53,7 @@ def test_between_two_steps_it_ends_where_no_rank_will_set_the_key(rank: Rank) ->
     assert rank.coordination.machine.own_reach() == (0,)
 
 
-def test_behind_the_update_of_a_step_it_waits_on_and_at_last_is_restored_from_another_rank(rank: Rank) -> None:
+def test_after_the_update_of_a_step_it_waits_on_and_at_last_is_restored_from_another_rank(rank: Rank) -> None:
     rank.advance(*IN_UPDATE)
     assert rank.coordination.phase is Phase.OPTIMIZER
     later(rank, rank.stop, lambda: rank.set_by_another("late", b"1"))
@@ -89,7 +89,7 @@ def test_what_another_thread_asks_meanwhile_does_not_keep_a_step_from_being_inte
 def test_before_the_first_step_it_stands_until_its_process_is_ended(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks start anew. Here the controller does not end the process, and the deadline for that is short."""
+    """All ranks restart. Here the controller does not end the process, and the deadline for that is short."""
     monkeypatch.setattr(coordination, "ORDER_DEADLINE_S", 0.1)
     machine = rank.coordination.machine
     machine.state, machine.generation = WorkerState.BUILDING, 1

@@ -273,7 +273,7 @@ def test_augmentation_belongs_to_the_batch() -> None:
         lambda batch: batch["more"][0].fill(0),
     ],
 )
-def test_a_step_that_comes_again_has_the_same_batch_after_any_change_by_the_script(spoil: Any) -> None:
+def test_a_step_that_is_repeated_has_the_same_batch_after_any_change_by_the_script(spoil: Any) -> None:
     def collate(samples: list[torch.Tensor]) -> dict[str, Any]:
         return {"x": torch.stack(samples), "more": [np.stack(samples), None, "text"]}
 

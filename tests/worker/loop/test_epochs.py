@@ -78,7 +78,7 @@ def test_the_steps_and_ends_of_all_epochs_come_in_their_order(form: str) -> None
 
 @pytest.mark.parametrize("form", ["run", "with"])
 @pytest.mark.parametrize("at", [("step", 0), ("step", 5), ("step", 7), ("end", 0), ("end", 2)])
-def test_what_is_interrupted_comes_again_and_nothing_else_does(at: tuple[str, int], form: str) -> None:
+def test_an_interrupted_step_is_repeated_and_no_other(at: tuple[str, int], form: str) -> None:
     ((_seen, digest),) = run_ranks(1, all_of_it, None, form)
     ((seen, again),) = run_ranks(1, all_of_it, at, form)
     expected = whole()
@@ -174,3 +174,32 @@ def test_a_length_in_steps_reads_the_loader_as_often_as_it_takes() -> None:
     ((again, digest_again),) = run_ranks(1, by_steps, STEPS + 1)
     assert again == [*places, (1, 1)]
     assert digest_again == digest
+
+
+def drawn(_rank: int, _size: int, at: tuple[str, int] | None) -> Any:
+    """What is drawn at the beginning of each epoch, in front of each step, in it, and at the end of each epoch."""
+    mine = Epochs()
+    found: dict[Any, float] = {}
+
+    def note(*place: Any) -> None:
+        found[place] = torch.rand(()).item()
+
+    for epoch in mine.epochs:
+        note("begin", int(epoch))
+        for step, batch in epoch:
+            note("front", epoch, step.position)
+            with step:
+                mine.seen.append(("step", step.epoch * STEPS + step.position))
+                if at:
+                    mine.stop_at(at)
+                note("in", epoch, step.position)
+                mine.step(batch)
+        note("end", int(epoch))
+    return found
+
+
+@pytest.mark.parametrize("at", [("step", 0), ("step", STEPS), ("step", STEPS + 1)])
+def test_what_is_drawn_outside_of_a_step_is_drawn_again(at: tuple[str, int]) -> None:
+    (undisturbed,), (again,) = run_ranks(1, drawn, None), run_ranks(1, drawn, at)
+    assert again == undisturbed
+    assert len(set(undisturbed.values())) == len(undisturbed)

@@ -45,14 +45,14 @@ def content(found: Any) -> Any:
     return [each.tolist() for each in found] if isinstance(found, list) else found.tolist()
 
 
-def test_it_begins_anew_where_it_ends() -> None:
+def test_it_starts_over_where_it_ends() -> None:
     own = reading(fresh())
     assert [int(own.read(0, step)[0, 0]) for step in range(8)] == [1, 3, 5, 7, 9, 1, 3, 5]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("at", [0, 1, 4, 5])
-def test_a_step_that_comes_again_reads_the_same(at: int, accumulate: int) -> None:
+def test_a_step_that_is_repeated_reads_the_same(at: int, accumulate: int) -> None:
     """Also on another process, which has what the former one had when its last step counted."""
     whole = [content(reading(fresh(), accumulate=accumulate).read(0, 0))]
     own = fresh()

@@ -7,10 +7,11 @@ import pytest
 import torch
 from tests.worker.ranks import Watcher, file_store, join, registry_of, run_ranks
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigurationError
-from keepstep.worker.parallel.ddp import find_ddp, settle_buckets, share_buffers
+from keepstep.worker.parallel.ddp import find_ddp, refuse_hooks, settle_buckets, share_buffers
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.state.rollback import StepSnapshot
 
@@ -40,7 +41,7 @@ NUM_TRAINED = len([parameter for parameter in Net().parameters() if parameter.re
 
 
 class Interrupted(Exception):
-    """Ends a backward half-way."""
+    """Ends a backward halfway."""
 
 
 def make(settings: dict[str, Any], seed: int) -> DistributedDataParallel:
@@ -274,6 +275,38 @@ def test_what_cannot_be_protected_is_refused_by_name(tmp_path: Path) -> None:
     assert both.startswith("protect(c=...): DistributedDataParallel(find_unused_parameters=True, gradient_as_bucket_vi")
     assert trained.startswith("protect(d=...): this DistributedDataParallel has trained already and keeps the bucket l")
     assert trained.endswith("call protect() before the first forward and backward")
+
+
+class HookState:
+    """What a hook of the user's keeps, which is the same on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+def hooked(rank: int, size: int, path: Path) -> list[str]:
+    """Why a hook is refused: without a state, with a group, with a state, and with one that is protected."""
+    _registry, world = join(path, rank, size)
+    state = HookState()
+    found = []
+    for kept, protected in ((None, ()), (world, ()), (state, (HookState(),)), (state, (state,))):
+        module = DistributedDataParallel(torch.nn.Linear(2, 2))
+        module.register_comm_hook(kept, default_hooks.allreduce_hook)
+        try:
+            refuse_hooks({"model": torch.nn.ModuleList([module])}, protected)
+            found.append("")
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found
+
+
+def test_hooks_that_keep_what_is_not_protected_are_refused(tmp_path: Path) -> None:
+    ((no_state, group, state, protected),) = run_ranks(1, hooked, tmp_path)
+    assert no_state == group == protected == ""
+    assert "the communication hook allreduce_hook keeps a HookState from step to step" in state
 
 
 def buffers_after_sharing(

@@ -256,7 +256,7 @@ def test_modules_begin_a_step_sharded_and_what_a_step_sets_is_put_back(tmp_path:
     run_ranks(2, left_by_an_evaluation, tmp_path, seed)
 
 
-def optimizer_state_made_anew(rank: int, size: int, path: Path, seed: int) -> str:
+def optimizer_state_recreated(rank: int, size: int, path: Path, seed: int) -> str:
     me = Rank(rank, size, path, {"hsdp": True}, seed)
     me.hand_out()
     me.forward_backward(0)
@@ -279,5 +279,5 @@ def optimizer_state_made_anew(rank: int, size: int, path: Path, seed: int) -> st
 
 def test_replicas_have_one_shard_and_make_optimizer_state_from_local_tensors(tmp_path: Path, seed: int) -> None:
     """As on a replacement."""
-    shards = run_ranks(4, optimizer_state_made_anew, tmp_path, seed)
+    shards = run_ranks(4, optimizer_state_recreated, tmp_path, seed)
     assert shards[0] == shards[2] != shards[1] == shards[3]

@@ -61,7 +61,7 @@ class Rank:
 
 
 def taken_back(rank: int, size: int, path: Path, options: dict[str, Any], seed: int) -> None:
-    """Steps, then one undone in front of its update, one whose update is cut off, and both again: all the same."""
+    """Steps, then one undone before its update, one whose update is cut off, and both again: all the same."""
     registry, _world = join(path, rank, size)
     me = Rank(seed, **options)
     for step in range(2):

@@ -268,7 +268,7 @@ def test_a_folder_that_is_lost_does_not_end_the_training(
     assert said.count("keepstep: ") == 1
     assert f"the checkpoint {tmp_path}/parent/folder/step_0000000002 could not be written: " in said
     assert "Not a directory" in said
-    assert "Training goes on, and every 2 steps it is tried again" in said
+    assert "Training continues; it tries again every 2 steps" in said
     (tmp_path / "parent").unlink()
     for step in range(7, 11):
         checkpoints.after_step(step, 1)
@@ -293,7 +293,7 @@ def test_a_disk_that_fills_up_does_not_end_the_training(
         full.setattr(os, "fsync", fill)
         checkpoints.after_step(1, 1)
         checkpoints.flush()
-        assert "step_0000000001 could not be written: no space left. Training goes on" in capsys.readouterr().err
+        assert "step_0000000001 could not be written: no space left. Training continues" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
         full.chdir(tmp_path)
         with pytest.raises(OSError, match=r"^no space left$"):
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_cannot_be_written_in_a_drain_is_not_said_to_come_late
     monkeypatch.setattr(os, "fsync", fill)
     checkpoints.after_step(2, 1)
     checkpoints.flush()
-    assert "Training goes on" in capsys.readouterr().err
+    assert "Training continues" in capsys.readouterr().err
     assert not checkpoints.write_now(3, 1)
     said = capsys.readouterr().err
     newest = "its newest one is of step 1" if older else "there is none"

@@ -245,7 +245,7 @@ def modes_of(rank: int, size: int, path: Path) -> Any:
 
 
 def test_a_receiver_has_switched_off_what_a_source_has(tmp_path: Path) -> None:
-    """A script that freezes a layer at some step does so in front of that step only."""
+    """A script that freezes a layer at some step does so before that step only."""
     assert run_ranks(2, modes_of, tmp_path) == [({"model.1"}, {"model.3.weight"})] * 2
 
 
@@ -431,7 +431,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path, seed: int) -> None:
 
 
 def in_mid_transfer(rank: int, size: int, path: Path, way: str, lost: int, seed: int) -> str:
-    """One side is killed half-way."""
+    """One side is killed halfway."""
     choose(way)
     state, module, optimizer, _scheduler = make("mixed", "adamw", seed + rank)
     train(module, [optimizer], 1, seed + rank)

@@ -104,7 +104,7 @@ def test_a_handle_that_cuda_refuses_breaks_off_one_transfer_and_the_next_goes_th
     assert receiver == source
 
 
-def test_what_cuda_says_is_told_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cuda_says_is_reported_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = TwinGpu()
     buffer = gpu.make_buffer(DEVICE, 2, 256)
     place = gpu.share(buffer.view(0))

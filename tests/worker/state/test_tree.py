@@ -3,6 +3,7 @@
 import enum
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,9 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.worker.ranks import file_store, run_ranks
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from keepstep.errors import ConfigurationError, RemoteProtocolError
-from keepstep.worker.state import tree
+from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch
+from keepstep.worker.state import protected, tree
 
 scalars = (
     st.none()
@@ -222,3 +227,29 @@ def test_a_subclass_is_refused(value: Any) -> None:
     for place in ({"a": value}, {value: 1}, {value}):
         with pytest.raises(ConfigurationError, match=rf"^state.* is a .*\.{name}: .* but no classes derived from them"):
             tree.pack(place, [], "state")
+
+
+def dtensors(_rank: int, _size: int, path: Path) -> tuple[bool, list[Any]]:
+    """What becomes of a state with a DTensor, and of one that lies otherwise where it comes to."""
+    dist.init_process_group("gloo", store=file_store(path, 1), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    average = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    value = {"ema": [average, torch.ones(2)], "n": (3, OrderedDict(a=average))}
+    tensors: list[torch.Tensor] = []
+    packed = tree.pack(tree.unplaced(value), tensors)
+    back = tree.placed(tree.unpack(packed, tensors), value, protected._placed_as)
+    is_same = type(back["ema"][0]) is type(average) and back["n"][1]["a"].placements == (Shard(0),)
+    is_same = is_same and torch.equal(back["ema"][0].full_tensor(), average.full_tensor()) and back["n"][0] == 3
+    plain = tree.placed({"ema": [torch.zeros(6)], "more": torch.ones(1)}, {"ema": []}, protected._placed_as)
+    try:
+        tree.placed({"ema": torch.zeros(5)}, {"ema": average}, protected._placed_as)
+    except StateMismatch as error:
+        return is_same, [type(plain["ema"][0]), type(plain["more"]), str(error)]
+    raise AssertionError
+
+
+def test_dtensors_are_carried_as_a_ranks_part(tmp_path: Path) -> None:
+    ((is_same, (first, second, error)),) = run_ranks(1, dtensors, tmp_path)
+    assert is_same
+    assert (first, second) == (torch.Tensor, torch.Tensor)
+    assert error.startswith("'a copy of a parameter' is sharded in another way")

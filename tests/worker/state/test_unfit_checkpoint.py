@@ -229,7 +229,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_called_damaged(
     assert capsys.readouterr().err == ""
 
 
-def test_where_all_are_damaged_nothing_begins_anew_and_none_is_removed(tmp_path: Path, seed: int) -> None:
+def test_where_all_are_damaged_nothing_starts_over_and_none_is_removed(tmp_path: Path, seed: int) -> None:
     two_checkpoints(tmp_path, seed)
     for step in (1, 2):
         damage(tmp_path / f"step_000000000{step}", "a flipped bit")

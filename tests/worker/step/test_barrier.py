@@ -34,7 +34,7 @@ def at_the_barrier(training: Training) -> None:
 
 
 def passing(_rank: int, _size: int, moment: str, keeps: bool) -> Any:
-    """The phase behind the barrier and the answer; a failure comes at a moment of its own, or not at all."""
+    """The phase after the barrier and the answer; a failure comes at a moment of its own, or not at all."""
     training = Training()
     at_the_barrier(training)
     coordination = training.session._coordination

@@ -39,7 +39,7 @@ class Twin:
 def test_without_a_gpu_nothing_is_asked() -> None:
     completion = completion_on(torch.device("cpu"))
     assert isinstance(completion, HostCompletion)
-    completion.wait(lambda: pytest.fail("nobody looks"), lambda: pytest.fail("nobody asks"))
+    completion.wait(lambda: pytest.fail("no process looks"), lambda: pytest.fail("no process asks"))
     completion.drain()
 
 
@@ -53,7 +53,7 @@ def test_the_host_waits_until_the_device_has_come() -> None:
 
 
 def test_what_has_ended_is_looked_at_once_more() -> None:
-    """An aborted collective completes: whether it was one is asked behind the end."""
+    """An aborted collective completes: whether it was one is asked after the end."""
     twin = Twin()
     twin.finish()
     twin.completion.wait(twin.look, lambda: False)

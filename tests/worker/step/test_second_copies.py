@@ -1,5 +1,7 @@
 """Second copies of snapshots: they get to the buddy whole or not at all, and end with the group that carries them."""
 
+import contextlib
+import io
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +14,7 @@ from keepstep.errors import ConfigurationError
 from keepstep.protocol.messages import Member, Membership
 from keepstep.shared import snapshotfile
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.worker.backends.gloo.communicator import GlooCommunicator
 from keepstep.worker.step import second_copies as module
 from keepstep.worker.step.second_copies import SecondCopies
@@ -24,18 +27,22 @@ SIZE = 3 * module.CHUNK_BYTES + 12_345
 class Rank:
     """One rank with its memory and its group."""
 
-    def __init__(self, path: Path, rank: int, generation: int = 1) -> None:
+    def __init__(self, path: Path, rank: int, membership: Membership = APART, generation: int = 1) -> None:
         self.rank = rank
         self.watcher = Watcher()
         self.group = GlooCommunicator("world", self.watcher)
         timeouts = timedelta(seconds=DEADLINE_S), timedelta(hours=1)
-        self.group.connect(file_store(path, generation), rank, 2, *timeouts)
+        self.group.connect(file_store(path, generation), rank, membership.world_size, *timeouts)
         self.file = SnapshotFile(snapshotfile.create("test"))
         self.errors: list[str] = []
+        self.moments: list[SnapshotMoment] = []
         self.copies = SecondCopies(
-            self.file, lambda: self.group.background, lambda error: self.errors.append(str(error))
+            self.file,
+            lambda: self.group.background,
+            lambda error: self.errors.append(str(error)),
+            lambda moment, *_rest: self.moments.append(moment),
         )
-        self.copies.resumed(rank, APART, None)
+        self.copies.resumed(rank, membership, None, generation)
 
     def take(self, step: int, content: bytes) -> WholeSnapshot:
         """A snapshot of this rank's is whole."""
@@ -90,7 +97,7 @@ def sending_again(rank: int, num_ranks: int, path: Path) -> tuple[int, object]:
         num_chunks += 1
         return chunks(*arguments)  # type: ignore[arg-type]  # passed on
 
-    mine.copies.resumed(rank, APART, 4)  # waits for what is under way
+    mine.copies.resumed(rank, APART, 4, 2)  # waits for what is under way
     module._chunks = counting  # type: ignore[assignment]  # in this process only
     mine.copies.hand_out()
     held = mine.file.find(rank, 4)
@@ -122,6 +129,39 @@ def test_a_node_without_memory_for_it_is_named(tmp_path: Path) -> None:
     (error, held), (none, theirs) = run_ranks(2, sending_without_memory, tmp_path)
     assert error.startswith("the node of rank 1 has no memory for second copies of rank 0's snapshots")
     assert (none, theirs, held) == ("", (), ((1, (4,)),))
+
+
+THREE = Membership.of(Member(rank, f"n{rank}", str(rank)) for rank in range(3))
+
+
+def being_refused(rank: int, num_ranks: int, path: Path) -> tuple[object, object, list[SnapshotMoment], list[str]]:
+    """The node of rank 1, which keeps rank 0's, has no memory more; behind the barrier rank 2 keeps them."""
+    mine = Rank(path, rank, THREE, generation=2)
+    if rank == 1:
+        module.free_bytes = lambda: 0
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        for step in (4, 5):
+            mine.double(step, content_of(rank, step))
+            meet(path, num_ranks, f"refused {step}")
+        before = mine.copies.held()
+        assert mine.copies.contribution() == (1 if rank == 0 else 0)
+        mine.copies.reduced(1)
+        mine.double(6, content_of(rank, 6))
+        meet(path, num_ranks, "sent")
+    assert mine.copies.contribution() == 0
+    assert mine.errors == []
+    return before, mine.copies.held(), mine.moments, told.getvalue().splitlines()
+
+
+def test_where_a_node_has_no_memory_another_one_keeps_the_second_copy(tmp_path: Path) -> None:
+    (before, after, moments, told), second, third = run_ranks(3, being_refused, tmp_path)
+    assert (before, after) == (((2, (4, 5)),), ((2, (5, 6)),))
+    assert moments == [SnapshotMoment.REFUSED, SnapshotMoment.REFUSED, SnapshotMoment.DOUBLED]
+    assert len(told) == 2, "each once"
+    assert told[0].startswith("keepstep: snapshots of rank 0: they have no second copy, for the node of rank 1 has no")
+    assert told[1] == "keepstep: snapshots of rank 0: rank 2 keeps a second copy of them"
+    assert second == ((), (), [], [])
+    assert third == (((1, (4, 5)),), ((0, (6,)), (1, (5, 6))), [], [])
 
 
 def sending_what_changes(rank: int, num_ranks: int, path: Path) -> tuple[list[str], object]:
@@ -156,9 +196,9 @@ def being_interrupted(rank: int, _num_ranks: int, path: Path) -> tuple[object, o
     assert mine.group.wait_until_quiet(DEADLINE_S)
     mine.group.release()
     before = mine.copies.held()
-    again = Rank(path, rank, 2)
+    again = Rank(path, rank, generation=2)
     mine.group, mine.copies._group_of_generation = again.group, lambda: again.group.background
-    mine.copies.resumed(rank, APART, 1)
+    mine.copies.resumed(rank, APART, 1, 2)
     mine.double(7, content_of(rank, 7))
     meet(path, 2, "copied")
     return before, mine.copies.held(), [each for each in mine.errors if "damaged" in each]
@@ -180,6 +220,6 @@ def test_what_is_of_former_wards_goes_when_all_have_their_snapshots_again(kept_s
         file.seal(WholeSnapshot(slot, rank, 5, 3, xxhash.xxh3_128_digest(b"abc")))
         file.leave(slot)
     copies = SecondCopies(file, lambda: None, lambda error: None)
-    copies.resumed(0, APART, kept_step)
+    copies.resumed(0, APART, kept_step, 2)
     copies.passed_barrier()
     assert copies.held() == (((1, (5,)), (2, (5,))) if kept_step is None else ((1, (5,)),))

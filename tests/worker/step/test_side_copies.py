@@ -17,7 +17,7 @@ __all__ = ["memory"]
 
 
 class TwinStream:
-    """Does what was launched when somebody waits for it, and not before."""
+    """Does what was launched when a thread waits for it, and not before."""
 
     def __init__(self) -> None:
         self.launched: list[Callable[[], object]] = []
@@ -177,7 +177,7 @@ class Driver:
         return None
 
 
-def test_a_slot_is_pinned_once_and_anew_when_it_grows() -> None:
+def test_a_slot_is_pinned_once_and_again_when_it_grows() -> None:
     driver = Driver()
     slots = PinnedSlots(driver.register, driver.unregister)
     small, other, large = (mmap.mmap(-1, pages * mmap.PAGESIZE) for pages in (1, 1, 2))

@@ -20,8 +20,11 @@ class Machine:
         self.now_s += length_s
         self.idle_s += length_s * self.idle_cores
 
-    def snapshot(self, prepared_s: float = 0.0, waited_s: float = 0.0, processor_s: float = 0.0, size: int = 1) -> None:
-        self.step()
+    def snapshot(
+        self, prepared_s: float = 0.0, waited_s: float = 0.0, processor_s: float = 0.0, size: int = 1,
+        length_s: float = STEP_S,
+    ) -> None:  # fmt: skip
+        self.step(length_s)
         self.cost.prepared(prepared_s)
         self.cost.waited(waited_s, processor_s, size)
 
@@ -48,6 +51,32 @@ def test_what_is_waited_for_is_not_counted_twice() -> None:
         machine.snapshot(waited_s=0.0299, processor_s=0.0099)
         machine.step()
     assert machine.cost.fewest_steps() == 30
+
+
+def test_what_steps_become_longer_by_counts_where_it_is_more_than_copies_take() -> None:
+    """They also take caches and the memory's bandwidth, and all ranks wait for the slowest."""
+    machine = Machine(num_cores=2, num_ranks=4, busy_cores=2)
+    for _ in range(6):
+        machine.snapshot(processor_s=0.0099, length_s=STEP_S + 0.0299)
+        machine.step()
+    assert machine.cost.fewest_steps() == 30
+
+
+@pytest.mark.parametrize(("longer_s", "every"), [(0.02, 17), (-0.02, 25)])
+def test_lengths_that_differ_by_more_than_a_snapshot_costs_tell_nothing(longer_s: float, every: int) -> None:
+    machine = Machine(num_cores=2, num_ranks=4, busy_cores=2)
+    for number in range(8):
+        machine.snapshot(processor_s=0.0099, length_s=STEP_S + longer_s * (number % 3))
+        machine.step(STEP_S + longer_s * (number % 3))
+    assert machine.cost.fewest_steps() == every, "a snapshot costs 20 ms of steps of 120 or 80"
+
+
+def test_memory_that_is_touched_for_the_first_time_is_not_counted() -> None:
+    machine = Machine(num_cores=1, num_ranks=1, busy_cores=1)
+    for number in range(4):
+        machine.snapshot(processor_s=0.03 if number < 2 else 0.0099, length_s=STEP_S)
+        machine.step()
+    assert machine.cost.fewest_steps() == 10
 
 
 def test_one_step_that_is_disturbed_changes_nothing() -> None:

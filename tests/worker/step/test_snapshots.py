@@ -18,8 +18,8 @@ from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import side_copies
 from keepstep.worker.step import snapshots as module
-from keepstep.worker.step.second_copies import SecondCopies
-from keepstep.worker.step.snapshots import OnMoment, Snapshots, parse_every
+from keepstep.worker.step.second_copies import OnMoment, SecondCopies
+from keepstep.worker.step.snapshots import Snapshots, parse_every
 
 LONE = Membership.of(Member(rank, "n", str(rank)) for rank in range(2))
 
@@ -50,8 +50,9 @@ class Rank:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.own = Keeps({"seen": 0})
         self.state = ProtectedState({"model": self.model, "optimizer": self.optimizer, "own": self.own})
+        self.state.knows_written = True
         self.snapshots = snapshots_of(self.state, descriptor, every, on_moment)
-        self.snapshots.resumed(0, RANK, LONE, None)
+        self.snapshots.resumed(0, RANK, LONE, None, 1)
         self.contents: dict[int, Any] = {}
         """At each step that was handed out."""
 
@@ -100,7 +101,7 @@ def test_a_replacement_gets_what_the_former_process_has_left(memory: int) -> Non
     assert replacement.snapshots.steps(RANK) == (2, 4)
     assert replacement.snapshots.load(RANK, 4)
     assert content(replacement.state) == former.contents[4]
-    replacement.snapshots.resumed(4, RANK, LONE, None)
+    replacement.snapshots.resumed(4, RANK, LONE, None, 2)
     replacement.step(4)
     assert replacement.snapshots.steps(RANK) == (2, 4)
     replacement.snapshots.passed_barrier()
@@ -135,7 +136,7 @@ def test_what_lies_behind_the_step_at_which_all_resume_counts_no_more(memory: in
     for step in range(3):
         rank.step(step)
     rank.snapshots.load(RANK, 1)
-    rank.snapshots.resumed(1, RANK, LONE, None)
+    rank.snapshots.resumed(1, RANK, LONE, None, 2)
     assert rank.snapshots.steps(RANK) == (1,)
     assert not rank.snapshots.load(RANK, 2)
 
@@ -186,7 +187,7 @@ def test_a_copy_that_is_cut_off_counts_for_nothing(memory: int, monkeypatch: pyt
     assert content(rank.state) == rank.contents[1]
 
 
-def test_a_step_that_comes_again_has_its_snapshot_already(memory: int) -> None:
+def test_a_step_that_is_repeated_has_its_snapshot_already(memory: int) -> None:
     rank = Rank(memory)
     rank.step(0)
     rank.snapshots.hand_out(1)
@@ -247,7 +248,7 @@ def test_what_cannot(value: object) -> None:
         parse_every(value)
 
 
-def test_what_becomes_of_a_snapshot_is_told(memory: int) -> None:
+def test_what_becomes_of_a_snapshot_is_reported(memory: int) -> None:
     told: list[tuple[SnapshotMoment, int, int]] = []
     rank = Rank(memory, on_moment=lambda moment, step, num_bytes, at_ns: told.append((moment, step, at_ns)))
     rank.step(0)

@@ -3,7 +3,7 @@
 python -m tests.worker.upstream.run keepstep            all of them: about four minutes on two cores
 python -m tests.worker.upstream.run gloo test_barrier   some, on plain gloo
 
-The ranks begin anew behind a test that fails, since they may be at odds then. Tests that need a larger world get one.
+The ranks start over after a test that fails, since they may be at odds then. Tests that need a larger world get one.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Torch's own tests of process groups (`DistributedTest`, in the wheel), called by name in ranks of our own.
 
-Torch starts processes for every test, and each imports torch. Here the ranks stay, and every test gets a world anew.
+Torch starts processes for every test, and each imports torch. Here the ranks stay, and every test gets a new world.
 Torch decides by the backend's name what to run and what to expect, so the group of keepstep goes by "gloo" here.
 """
 

@@ -1,4 +1,4 @@
-"""Torch's own tests of process groups pass on keepstep's, but for a written list: `exceptions.toml`."""
+"""Torch's own tests of process groups pass on keepstep's, except for a written list: `exceptions.toml`."""
 
 import json
 import os

@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch, UsageError
+from keepstep.worker.values import attributes
 from keepstep.worker.values.attributes import State, from_bytes, to_bytes
 from keepstep.worker.values.missing import Missing
 
@@ -122,3 +124,33 @@ def test_numpy_numbers_become_numbers() -> None:
 def test_what_does_not_parse(content: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="x does not parse"):
         from_bytes(content, "x")
+
+
+@pytest.mark.parametrize("value", [1.5, "text", b"bytes", None, (1, 2.5)])
+def test_what_cannot_change_is_encoded_once(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    calls = []
+    monkeypatch.setattr(attributes, "to_bytes", lambda *given: calls.append(given) or to_bytes(*given))
+    state = State("state", {"best": 0}, free)
+    state.best = value
+    state.seal()
+    assert state.changed() is None
+    assert state.as_bytes() == {"best": to_bytes(value, "x")}
+    assert [given[0] for given in calls] == [0, value]
+    state.best = (3,)
+    assert state.changed() == "state.best"
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1.5], lambda value: value.append(1)),
+        ((1, [2]), lambda value: value[1].append(3)),
+        (torch.zeros(1), lambda value: value.add_(1)),
+    ],
+    ids=["list", "tuple with a list", "tensor"],
+)
+def test_what_can_change_is_looked_at_each_time(value: Any, change: Callable[[Any], object]) -> None:
+    state = State("state", {"best": value}, free)
+    state.seal()
+    change(value)
+    assert state.changed() == "state.best"

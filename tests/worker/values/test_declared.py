@@ -23,7 +23,7 @@ def alone(rank: int | None = 0) -> DeclaredState:
 # ---- when they may change -------------------------------------------------------------------------------------------
 
 
-LATE = r"session\.state\(per_rank=True\)\.losses was changed behind optimizer\.step\(\)"
+LATE = r"session\.state\(per_rank=True\)\.losses was changed after optimizer\.step\(\)"
 
 
 def test_replicated_values_may_change_at_any_time() -> None:
@@ -55,7 +55,7 @@ def test_local_values_may_change_from_the_hand_out_to_the_barrier() -> None:
         declared.hand_out()
         own.losses = 3
         declared.undone()
-        own.losses = 4  # put back before the step comes again
+        own.losses = 4  # put back before the step is repeated
         declared.hand_out()
         declared.before_barrier(step, 1)
         with pytest.raises(UsageError, match=LATE):

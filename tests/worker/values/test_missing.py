@@ -20,7 +20,7 @@ from keepstep.worker.values.missing import MissingValues
 
 
 class Job:
-    """What a script has behind its update: a model, what follows its weights, and host state."""
+    """What a script has after its update: a model, what follows its weights, and host state."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(2, 2)

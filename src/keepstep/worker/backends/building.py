@@ -1,7 +1,7 @@
-"""Having another thread build a group of torch's together with its other members, and waiting no longer than one wants.
+"""Creates a torch group in another thread, so that the caller can stop waiting.
 
-Torch's constructors wait for the other members where nothing can wake them. That thread is left to itself then: it ends
-when torch gives up, and drops what it may have built.
+Torch's constructors wait for the other members, and cannot be interrupted. The thread is then abandoned: it ends when
+torch gives up, and drops the group that it may have created.
 """
 
 from __future__ import annotations

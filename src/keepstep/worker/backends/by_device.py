@@ -1,4 +1,4 @@
-"""Which backend carries tensors of which device."""
+"""Maps devices to backends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a surviving group needs of the backend inside it: a communicator of one generation, which can be aborted.
+"""The interface of a backend: a communicator of one generation, which can be aborted.
 
-Each backend is a folder beside this file. `keepstep.worker.backends.by_device` says which one carries what.
+Each backend is a folder next to this file. `keepstep.worker.backends.by_device` maps devices to backends.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Communicator(Carrier, Protocol):
         ...
 
     def look(self) -> None:
-        """Notices which operations have ended, without waiting, and tells whom it concerns. From the training thread.
+        """Checks which operations have ended, without waiting, and notifies their owners. From the training thread.
 
         Raises:
             RuntimeError: the error that one has ended in, which its `OnError` has not dealt with, where the thread that

@@ -1,6 +1,6 @@
-"""Futures of collectives, of the type that torch's C++ asks for.
+"""Futures of collectives, of the type that torch's C++ code requires.
 
-A future that Python makes holds a Python object, where a few places in C++ want a list of tensors.
+A future created in Python holds a Python object, but a few places in C++ need a list of tensors.
 """
 
 from __future__ import annotations

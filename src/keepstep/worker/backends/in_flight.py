@@ -1,4 +1,4 @@
-"""The operations of one communicator that have begun: how many there were, and which of them are under way."""
+"""The operations of one communicator: the number begun, and those in flight."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OperationsInFlight(Generic[H]):
 
     @property
     def num_begun(self) -> int:
-        """How many operations were begun, but for those in the background."""
+        """How many operations were begun, except for those in the background."""
         return self._begun.total()
 
     def enter(self, work: H, *, in_background: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether a process may use its device."""
+"""Checks whether a process may use its device."""
 
 from __future__ import annotations
 

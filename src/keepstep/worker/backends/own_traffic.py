@@ -1,4 +1,4 @@
-"""What keepstep itself sends over a communicator: it does not echo, and its errors are raised."""
+"""keepstep's own operations on a communicator: they do not echo, and raise their errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Echo: what a collective leaves behind while a group is down, as if every peer held what this rank holds.
+"""Echo: the result of a collective while a group is down, as if every peer held what this rank holds.
 
-A backward pass, a DDP reducer or a model's constructor then ends in an orderly state instead of in an exception
-half-way. What was computed is thrown away at the next safe point.
+A backward pass, a DDP reducer or a model's constructor can then finish normally, without an exception in the middle.
+The results are discarded at the next safe point.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A process group that outlives its members.
 
-`SurvivingGroup` is what DDP, FSDP2, a DeviceMesh and the user hold. Inside are ordinary groups of torch's backends, one
-for each type of device, that are closed at a failure, and replaced or opened again in the next generation, so the
-script does not notice. In between the group is *down* and echoes (`keepstep.worker.groups.echo`).
+DDP, FSDP2, a DeviceMesh and the user hold a `SurvivingGroup`. Inside are ordinary groups of torch's backends, one for
+each type of device, which are closed at a failure, and replaced or reopened in the next generation, transparently to
+the script. In between the group is *down* and echoes (`keepstep.worker.groups.echo`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SurvivingGroup(dist.ProcessGroup):
 
         Args:
             store, rank, connect_deadline: as there.
-            is_over: whether the groups are to be taken down; it says so before `take_down` is called.
+            is_over: whether the groups must be taken down; true before `take_down` is called.
 
         Raises:
             RuntimeError: a member did not come, or `take_down` was called meanwhile.

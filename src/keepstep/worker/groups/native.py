@@ -1,7 +1,7 @@
-"""Handles for torch's C++, where an object of Python's does not do.
+"""Handles for torch's C++ code, where a Python object is not sufficient.
 
-A `dist.Work` of Python's loses its methods when Python drops it, though C++ still holds it: waiting for it then never
-ends.
+A `dist.Work` created in Python loses its methods when Python drops it, although C++ still holds it: waiting for it
+would never end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a group learns from the function of torch's that calls it: of Python objects, and of batches.
+"""Information that a group takes from its calling torch function: about Python objects, and batches.
 
-`broadcast_object_list` and `scatter_object_list` of torch ask the group for its rank to know whether they send or
-receive, and a receiver unpickles what came. Where nothing came that would be uninitialised memory.
+torch's `broadcast_object_list` and `scatter_object_list` ask the group for its rank to decide whether they send or
+receive, and a receiver unpickles the result. Without a received object that would be uninitialised memory.
 """
 
 from __future__ import annotations

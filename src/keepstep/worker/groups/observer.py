@@ -1,4 +1,4 @@
-"""What the groups of a session tell it."""
+"""The events that groups report to their session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All surviving groups of this process: made, connected, taken down and connected again together."""
+"""All surviving groups of this process: created, connected, closed and reconnected together."""
 
 from __future__ import annotations
 

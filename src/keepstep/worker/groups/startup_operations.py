@@ -1,12 +1,12 @@
-"""What operations gave the ranks while they started, for a replacement that runs the same script later and alone.
+"""Results of the ranks' start-up operations, for a replacement that runs the same script later and alone.
 
 Until the first step, an `OperationRecorder` numbers the operations of each group and copies small results. The rank
 hands them to the controller before it reports that it is ready. A replacement's groups echo while it starts, but an
 `OperationReplayer` answers an operation of the same number, kind, dtypes and shapes with the result that was kept.
-Large results are not kept: they are weights, as in the constructor of DDP, which a replacement gets later.
+Large results are not kept: they are usually weights, as in DDP's constructor, which a replacement gets later.
 
-The operations of a group that give all members the same are kept once, by its first member. What differs from rank to
-rank is kept by rank. Tensors are kept as bytes: objects that are pickled in them are torch's and the script's affair.
+A result that is equal on all members of a group is kept once, by its first member. Results that differ are kept by
+rank. Tensors are kept as bytes; only torch and the script unpickle objects in them.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class OperationRecorder:
         self._kept.setdefault(name, []).append(Result(number, operation, peer, _shapes(tensors), data))
 
     def hand_over(self, keeper: Keeper) -> None:
-        """Has everything kept. Says so on stderr where there is no room for it; training goes on.
+        """Has everything kept. Says so on stderr where there is no room for it; training continues.
 
         Raises:
             PeerLost: a rank was lost, so this start-up does not count.
@@ -251,7 +251,7 @@ class OperationReplayer:
         """Fills ``outputs`` with the result of the same operation of the ranks, where it was kept.
 
         Raises:
-            PeerLost: an object is to be received, and was not kept.
+            PeerLost: an object to be received was not kept.
         """
         number = self._numbering.next(group, operation, peer)
         tensors = _flat(outputs)

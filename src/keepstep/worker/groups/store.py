@@ -1,7 +1,7 @@
-"""The store in which the members of a group find each other, spoken over the worker's own line to its agent.
+"""The rendezvous store of a group, over the worker's link to its agent.
 
-It lives with the controller: no worker hosts it, so none takes it along when it dies, nothing listens on a port, and
-every key belongs to one generation.
+It is in the controller: no worker hosts it, so it survives the loss of any worker, needs no port, and every key belongs
+to one generation.
 """
 
 from __future__ import annotations

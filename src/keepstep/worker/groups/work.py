@@ -1,4 +1,4 @@
-"""The handles of collectives that a surviving group answers by itself, or has made of several."""
+"""Handles of collectives that a surviving group completes itself, or composes of several."""
 
 from __future__ import annotations
 

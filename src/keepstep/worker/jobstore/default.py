@@ -1,4 +1,4 @@
-"""Torch's default store in a job: what `torch.distributed` and scripts call, carried out by the controller.
+"""Torch's default store in a job, for `torch.distributed` and scripts; the controller executes the operations.
 
 Values, results and error types are those of torch's own stores (`tests/worker/jobstore/test_default.py` compares them).
 Queues and `list_keys` are refused, by torch itself.
@@ -67,11 +67,11 @@ class DefaultStore(Store):
 
         Raises:
             TypeError: ``value`` is no number, one with a fraction, or none of 64 bits.
-            ValueError: the key holds no number.
+            ValueError: the key holds no number, or one that 64 bits do not hold.
         """
         total = self._ask("job_add", [key], str(_number(value)).encode())
         if not total:
-            raise ValueError(f"add: key {key!r} of the store holds no number")
+            raise ValueError(f"add: key {key!r} of the store holds no number of 64 bits")
         return int(total[0])
 
     def append(self, key: str, value: bytes | str) -> None:

@@ -1,8 +1,8 @@
-"""What operations of the store gave the ranks while they started, for a replacement that starts later and alone.
+"""Results of the ranks' store operations during their start, for a replacement that starts later and alone.
 
-A replacement runs the same lines on a store that has long gone on: a counter would count it once more, and a key may be
-deleted or changed. So until its first step it is answered with what the rank that it replaces got, and changes nothing:
-the n-th time that it does the same with the same keys, it gets the n-th result.
+A replacement runs the same lines on a store that has changed since: a counter would count it twice, and a key may be
+deleted or changed. So until its first step it gets the results of the rank that it replaces, and changes nothing: for
+the n-th operation of a kind on the same keys it gets the n-th result.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StoreRecorder:
             self._results.append(result)
 
     def hand_over(self, keeper: Keeper) -> None:
-        """Has everything kept. Says so on stderr where there is no room for it; training goes on.
+        """Has everything kept. Says so on stderr where there is no room for it; training continues.
 
         Raises:
             PeerLost: a rank was lost, so this start-up does not count.

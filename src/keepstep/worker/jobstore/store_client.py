@@ -1,13 +1,13 @@
-"""What a rank asks of the store of the job, and what a recovery means for one that waits there.
+"""A rank's requests to the store of the job, and the effect of a recovery on a waiting request.
 
-The store outlives generations, so threads other than the training thread wait on through a recovery. The training
-thread is needed for the recovery, and what becomes of its wait depends on where it waits:
+The store outlives generations, so threads other than the training thread continue to wait through a recovery. The
+recovery needs the training thread, and the effect on its wait depends on the place:
 
 * in the forward or backward of a step: the step is interrupted as by a collective, and comes again;
-* before the first step: all ranks start anew, so it stands still until its process is ended;
+* before the first step: all ranks restart, so it stands still until its process is ended;
 * anywhere else nothing can be undone, and it waits on. Another rank may still set the key. When none can, for all
   others stand at a safe point or wait in the same way, the controller says so: then the wait ends in an error, or,
-  behind ``optimizer.step()`` inside of a step, this rank's copy is restored from another one.
+  after ``optimizer.step()`` inside of a step, this rank's copy is restored from another one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from keepstep.worker.loop.stream import StreamReading
 
 
 class Batches:
-    """What `Session.batches` gives. Iterate it once."""
+    """The iterable that `Session.batches` returns. Iterate it once."""
 
     def __init__(
         self, reading: Reading | StreamReading, steps: Callable[[int], Iterator[Step]], length: int | None = None

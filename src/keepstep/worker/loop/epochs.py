@@ -1,11 +1,11 @@
 """A loop over epochs with a loop over steps in it, and code of the script at the end of each epoch.
 
-That code is protected like a step. It has a number of its own among the steps, and the next epoch begins when all ranks
-are through with it: where one is lost before, all ranks come to the end of that epoch again.
+That code is protected like a step. It has its own number among the steps, and the next epoch begins when all ranks have
+finished it: if one is lost before, all ranks repeat the end of that epoch.
 
-Code at the *beginning* of an epoch, such as ``model.train()``, runs once on a rank that lives, also where the epoch's
-first step comes again. So what it changes in the protected state belongs to the state with which that step begins, once
-for the job: a replacement that enters the epoch later runs it as well, and has its changes from the others.
+Code at the *beginning* of an epoch, such as ``model.train()``, runs once on a surviving rank, even if the epoch's first
+step is repeated. So its changes to the protected state are part of the state in which that step begins, once for the
+job: a replacement that enters the epoch later runs it as well, and gets its changes from the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keepstep.worker.step_controller import StepController
 
 
 class Epochs:
-    """What `Session.epochs` gives. Iterate it once."""
+    """The iterable that `Session.epochs` returns. Iterate it once."""
 
     def __init__(self, reading: Reading, start: Callable[[], StepController], present: Callable[[Step], None]) -> None:
         """Args:
@@ -50,13 +50,16 @@ class Epochs:
         try:
             self._next()
             while self._index is not None:
-                yield Epoch(self, self._place()[0])
+                epoch = self._place()[0]
+                self._controller.guard()
+                self._controller.seed_before_step(f"epoch {epoch}")
+                yield Epoch(self, epoch)
                 self._end()
         finally:
             self._reading.close()
 
     def _place(self) -> tuple[int, int]:
-        """The epoch, and the position in it, that were handed out; the end of an epoch lies behind all its steps."""
+        """The epoch, and the position in it, that were handed out; the end of an epoch lies after all its steps."""
         assert self._index is not None
         return divmod(self._index, self.steps_per_epoch + 1)
 
@@ -64,8 +67,6 @@ class Epochs:
         controller = self._controller
         assert controller is not None
         self._index = controller.next_step(len(self) * (self.steps_per_epoch + 1))
-        if self._index is not None and self._place()[1] == self.steps_per_epoch:
-            controller.seed()  # for what the script does at the end of the epoch
 
     def _end(self) -> None:
         """The script has done what it does at the end of an epoch. It counts when all ranks have."""
@@ -93,7 +94,7 @@ class Epochs:
         self._controller.settle(is_done=counts)
 
     def steps_of(self, epoch: int) -> Iterator[tuple[Step, Any]]:
-        """The steps of an epoch that are left, each with its batch.
+        """The remaining steps of an epoch, each with its batch.
 
         Raises:
             NothingToRecoverFrom: the job has gone back to an earlier epoch.
@@ -109,17 +110,20 @@ class Epochs:
                     "a loop over steps in a loop over epochs cannot follow; session.batches() has one loop, which can"
                 )
             if position == num_steps:
+                controller.guard()
+                controller.seed()  # for what the script does at the end of the epoch
                 return
             assert self._index is not None
             step = Step(controller, self._index, controller.attempt, controller.resumed)
             step.place(epoch, position, num_steps)
             self._present(step)
+            controller.seed_before_step()
             yield step, self._reading.read(epoch, position)
             self._next()
 
 
 class Epoch(int):
-    """One epoch, from the step on at which the job stands: its number, from 0, and its steps.
+    """One epoch: an int, its number from 0, that yields its remaining steps.
 
     Iterate it once, as ``for step, batch in epoch``, or call `run`.
     """
@@ -138,10 +142,10 @@ class Epoch(int):
         return self._epochs.steps_of(int(self))
 
     def run(self, function: Callable[[Step, Any], object]) -> None:
-        """Calls a function in each step that is left, and again where the step is interrupted.
+        """Calls a function for each remaining step, and again if the step is interrupted.
 
         Args:
-            function: gets the step and its batch, and does what stands in a ``with step:``.
+            function: gets the step and its batch; replaces the body of a ``with step:``.
         """
         for step, batch in self:
             with step:

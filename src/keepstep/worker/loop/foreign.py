@@ -1,19 +1,23 @@
 """The steps of a loop that belongs to a framework, and is entered again where it was interrupted.
 
-Such a loop consists of *units* that follow each other: an optimizer step with what leads to it, or what the framework
-does behind one, such as an evaluation with a checkpoint. A unit counts when all ranks are through with it. Where it is
-interrupted, `StepInterrupted` leaves the framework's loop, the protected state goes back to the unit's beginning, and
-every rank, a replacement too, enters the loop there by the framework's own way of resuming.
+Such a loop is a sequence of *units*: an optimizer step with its forward and backward, or the framework's work after
+one, such as an evaluation with a checkpoint. A unit is committed when all ranks have finished it. If it is interrupted,
+`StepInterrupted` leaves the framework's loop, keepstep restores the protected state of the unit's beginning, and every
+rank, including a replacement, enters the loop there by the framework's own way of resuming.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from keepstep.errors import StepInterrupted
+from keepstep.weights.memory.blocks import local_of
 from keepstep.worker.step_controller import StepController
 
 
@@ -56,7 +60,7 @@ class ForeignLoop:
         """The unit is done; the next one is handed out.
 
         Raises:
-            StepInterrupted: the protected state is not that behind this unit any more, or was not yet.
+            StepInterrupted: the protected state is not that after this unit any more, or was not yet.
         """
         controller = self.controller
         if not self.is_inside:
@@ -69,7 +73,7 @@ class ForeignLoop:
             raise StepInterrupted
 
     def go_back(self) -> None:
-        """Recovers; the protected state says where the loop is to be entered. After `enter`, and `is_interruption`."""
+        """Recovers; the protected state says where to enter the loop. After `enter`, and `is_interruption`."""
         self._hand_out(sys.maxsize)
 
     def is_interruption(self, error: BaseException) -> bool:
@@ -108,7 +112,7 @@ class ForeignLoop:
         """The framework's loop is at its end, which the protected state says, too.
 
         Returns:
-            whether all ranks are. If not, the loop is to be entered again.
+            whether all ranks are. If not, enter the loop again.
         """
         self.controller.undo()  # the unit that was handed out is not needed
         index = self.controller.next_step(self.index)
@@ -146,3 +150,34 @@ def warn_of_release(framework: str, present: str, tested: tuple[tuple[int, int],
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+def warn_of_tensors(callbacks: Iterable[object], modules: Iterable[torch.nn.Module], what_to_do: str) -> None:
+    """Warns of callbacks that keep tensors or modules of their own, such as averaged weights, which nothing restores.
+
+    Args:
+        callbacks: those whose state is not protected.
+        modules: those that are protected, of which they may keep what they like.
+        what_to_do: the end of the warning.
+    """
+    own = {_storage(tensor) for module in modules for tensor in _tensors(module)}
+    for callback in callbacks:
+        names = [name for name, value in vars(callback).items() if not own.issuperset(map(_storage, _tensors(value)))]
+        if names:
+            warnings.warn(
+                f"keepstep: {type(callback).__name__} keeps tensors ({', '.join(names)}), which are not protected: on "
+                f"a replacement they begin anew. If training changes them, {what_to_do}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in leaves if leaf.layout is torch.strided]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""What is made on a spare, and asks for the rank: a sampler, the state of Accelerate. The rank is not known yet."""
+"""Objects that need the rank but are created on a spare, before its rank is known: a sampler, Accelerate's state."""
 
 from __future__ import annotations
 

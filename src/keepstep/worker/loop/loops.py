@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Loops(abc.ABC):
-    """The part of `keepstep.Session` that hands out steps. All methods are called by the training thread."""
+    """The part of `keepstep.Session` that yields steps. Call all methods from the training thread."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -72,14 +72,14 @@ class Loops(abc.ABC):
         """Whether the loss of one rank may take the job back by several steps."""
 
     def steps(self, num_steps: int, *, start: int = 0) -> Iterator[Step]:
-        """Hands out the steps up to ``num_steps``, beginning where the job stands.
+        """Yields the steps up to ``num_steps``, beginning at the job's current step.
 
-        Each must be used as ``with step:``. An interrupted step comes again with the same index.
+        Use each as ``with step:``. An interrupted step is repeated with the same index.
 
         Args:
             num_steps: the length of the training, not of this run.
-            start: the first step of a script that has loaded a checkpoint of its own, the same on all ranks. A
-                checkpoint of keepstep's own that is further wins, and so does a recovery.
+            start: the first step of a script that has loaded its own checkpoint, the same on all ranks. A recovery, or
+                a newer checkpoint of keepstep's, takes precedence.
 
         Raises:
             UsageError: `protect` was not called, a step was not entered, or the job has completed fewer steps already.
@@ -100,23 +100,24 @@ class Loops(abc.ABC):
     def batches(
         self, loader: DataLoader[Any], *, epochs: int = 1, accumulate: int = 1, steps: int | None = None
     ) -> Batches:
-        """Hands out the steps of so many epochs of a loader, each with its batch, as pairs ``step, batch``.
+        """Yields the steps of the epochs of a loader as pairs ``step, batch``.
 
-        The order is the loader's own, epoch by epoch (``set_epoch()`` is called). Augmentation draws random numbers of
-        the batch's own, so a batch that is read again is the same. Nothing is read to come to the first step of a
-        replacement or a restarted job. `Step.epoch` and `Step.is_epoch_end` say where the training stands.
+        The order is the loader's own, epoch by epoch (it calls ``set_epoch()``). Augmentation is seeded for each batch,
+        so a batch that is read again is the same. A replacement or a restarted job reads no batches before its first
+        step. `Step.epoch` and `Step.is_epoch_end` give the position.
 
         Args:
-            loader: of a map-style dataset, with any sampler. Its workers, ``collate_fn`` and the like are used, but it
-                is not iterated itself.
+            loader: of a map-style dataset, with any sampler. Its workers, ``collate_fn`` and other settings are used,
+                but it is not iterated itself.
             epochs: the length of the training, not of this run.
-            accumulate: batches of a step. If more than 1, a step has a list of them, the last of an epoch maybe fewer.
-            steps: the length of the training in place of ``epochs``, which are as many as it takes. A loader that has
-                ``state_dict()`` and ``load_state_dict()``, and one of an iterable dataset that does, is iterated
-                itself, from its front again where it ends, and comes back to where it stood.
+            accumulate: batches per step. If more than 1, a step has a list of them; the last step of an epoch may have
+                fewer.
+            steps: the length of the training in steps, instead of ``epochs``. A loader with ``state_dict()`` and
+                ``load_state_dict()``, or with an iterable dataset that has them, is then iterated itself, restarted at
+                its end, and set back to its position after a recovery.
 
         Raises:
-            ConfigurationError: no batch of the loader could be found again, or a number is below 1.
+            ConfigurationError: the loader's batches cannot be found by their number, or a number is below 1.
             UsageError: as for `steps` and `data_rank`; or a second loop over batches is begun.
         """
         if steps is not None and is_stream(loader):
@@ -136,11 +137,11 @@ class Loops(abc.ABC):
         self._refuse_second_loop()
 
     def epochs(self, loader: DataLoader[Any], num_epochs: int, *, accumulate: int = 1) -> Epochs:
-        """Hands out epochs of a loader, beginning where the job stands; each hands out its steps with their batches.
+        """Yields epochs of a loader, beginning at the job's current step; each yields its steps with their batches.
 
         ``for epoch in session.epochs(loader, 3)``, and in it ``for step, batch in epoch`` with its ``with step:``, or
-        ``epoch.run(function)``. What stands behind that, at the end of the epoch, is protected too: where a rank is
-        lost in it all ranks come there again. The batches are those of `batches`.
+        ``epoch.run(function)``. The code after that, at the end of the epoch, is protected too: if a rank is lost in
+        it, all ranks repeat it. The batches are those of `batches`.
 
         Args:
             loader: see `batches`.
@@ -190,23 +191,23 @@ class Loops(abc.ABC):
             )
 
     def run_step(self, function: Callable[..., Result], /, *arguments: Any, **keywords: Any) -> Result:
-        """Calls a function as the body of the step that the loop was handed, until the step counts.
+        """Calls a function as the body of the loop's current step, until the step is committed.
 
-        In place of ``with step:``. What it is given is kept, and given again where the step is interrupted, in copies
-        of its lists and dicts; tensors are the same ones, so it must not change them in place.
+        Use it instead of ``with step:``. keepstep keeps the arguments and passes them again if the step is interrupted:
+        copies of lists and dicts, but the same tensors, so the function must not change tensors in place.
 
         Args:
             function: computes, and calls ``optimizer.step()``.
-            arguments: what it is called with.
-            keywords: likewise.
+            arguments: of the function.
+            keywords: of the function.
 
         Returns:
-            what it has returned in the attempt that counts.
+            its result in the committed attempt.
 
         Raises:
-            UsageError: outside of a loop over steps, in a step that was entered already, or it has changed a tensor
-                that it was given.
-            NothingToRecoverFrom: the job has gone back to steps of which nothing is kept.
+            UsageError: outside of a loop over steps, in a step that was entered already, or the function has changed a
+                tensor argument.
+            NothingToRecoverFrom: the job has gone back to steps whose arguments are not kept.
         """
         if self._runner is None or self._present is None:
             raise UsageError(
@@ -224,10 +225,10 @@ class Loops(abc.ABC):
         return run
 
     def defer(self, function: Callable[..., object], /, *arguments: Any, **keywords: Any) -> None:
-        """Calls a function once the present step counts, and never for an attempt that does not.
+        """Calls a function once the current step is committed, and never for an attempt that is undone.
 
-        For what must not happen twice: a line of a log, a counter. It is called at the end of the step, or of the epoch
-        where no step is handed out, on ranks that live until then. It must not communicate.
+        For actions that must not happen twice, such as a log line or a counter. Surviving ranks call it at the end of
+        the step, or of the epoch if it was deferred there. It must not communicate.
 
         Args:
             function: what to call.
@@ -237,11 +238,11 @@ class Loops(abc.ABC):
         self._protected_controller("defer").defer(functools.partial(function, *arguments, **keywords))
 
     def warm_up(self, function: Callable[..., object], /, *arguments: Any, **keywords: Any) -> None:
-        """Has a spare call a function before it is needed, such as a forward and backward of a compiled model.
+        """Lets a waiting spare call a function, such as a forward and backward of a compiled model.
 
-        It is called where the loop begins, on spares only. The state that it changes is restored when the spare takes a
-        rank, and its gradients are dropped. There are no other ranks to communicate with: collectives echo, and the
-        spare's rank is 0. Call this after `protect`, before the loop.
+        Only spares call it, at the beginning of the loop. The state that it changes is restored when the spare takes a
+        rank, and its gradients are dropped. Collectives in it echo, and the spare's rank is 0. Call this after
+        `protect`, before the loop.
 
         Args:
             function: what to call.

@@ -1,4 +1,4 @@
-"""A function as the body of a step: it is called again until its step counts."""
+"""A function as the body of a step: it is called again until its step is committed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Call:
         if any(tensor._version != version for tensor, version in self._tensors):
             raise UsageError(
                 f"run_step(): {getattr(self._function, '__name__', self._function)!s} has changed a tensor in place "
-                "that it was given; where the step comes again it would get the changed one: have it change a copy"
+                "that it was given; where the step is repeated it would get the changed one: have it change a copy"
             )
         return result
 

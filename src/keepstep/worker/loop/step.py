@@ -1,4 +1,4 @@
-"""What a training loop is handed: `Step`."""
+"""`Step`: one step of a training loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Step:
 
     Attributes:
         index: the number of the step, from 0; parameters *at step i* are those that step i's forward reads.
-        attempt: how often this step was begun before on this rank.
-        resumed: True for the first step after a recovery or a checkpoint: iterators must be made anew.
-        committed: after the ``with``: whether the step counts. An interrupted attempt is undone and comes again.
-        epoch: the epoch that it belongs to, from 0; None where no loader says so (`Session.batches`, `Session.epochs`).
+        attempt: how many times this rank has begun this step before.
+        resumed: True for the first step after a recovery or a checkpoint: iterators must be recreated.
+        committed: after the ``with``: whether the step is committed. An interrupted attempt is undone and repeated.
+        epoch: its epoch, from 0; None without a loader (`Session.batches`, `Session.epochs`).
         position: its number among the steps of its epoch, from 0; None likewise.
         is_epoch_end: whether it is the last step of its epoch.
     """

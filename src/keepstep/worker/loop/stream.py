@@ -1,4 +1,4 @@
-"""The batches of a loader that knows its position: of a dataset that can only be read from the front."""
+"""The batches of a loader with a position, for a dataset that can only be read sequentially."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each way to parallelise a model needs around a step."""
+"""Adapters: what each form of parallelism needs around a step."""

@@ -1,4 +1,4 @@
-"""Which adapters a model needs: the one place where a way to parallelise is recognised in the user's objects."""
+"""Chooses the adapters of a model: the only place that detects the form of parallelism of the user's objects."""
 
 from __future__ import annotations
 

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import ConfigurationError
+from keepstep.typenames import is_named
 from keepstep.weights.memory.blocks import is_dtensor
 from keepstep.worker.groups.group import SurvivingGroup
 from keepstep.worker.parallel.layout import Replicated
+
+_UPCAST = "_AllreduceUpcastHookState"
+"""What DDP itself gives its hook for ``mixed_precision``: it keeps nothing from step to step."""
 
 
 class DataParallel(Replicated):
@@ -36,7 +41,7 @@ class DataParallel(Replicated):
             settle_buckets(module)
 
     def hand_out(self) -> None:
-        """Has all ranks begin alike what the script does in front of the step, such as an evaluation."""
+        """Has all ranks begin alike what the script does before the step, such as an evaluation."""
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -81,7 +86,7 @@ def refuse_wrapped(modules: dict[str, torch.nn.Module]) -> None:
     """Refuses a module that a DDP trains which is not protected with it.
 
     Such a DDP would keep what it knows of an interrupted step; ranks would then wait in different collectives, or
-    average other gradients, and nobody would see it.
+    average wrong gradients without an error.
 
     Raises:
         ConfigurationError: with what to protect.
@@ -105,6 +110,30 @@ def refuse_wrapped(modules: dict[str, torch.nn.Module]) -> None:
             )
 
 
+def refuse_hooks(modules: dict[str, torch.nn.Module], objects: Collection[object]) -> None:
+    """Refuses communication hooks that keep something from step to step which is not protected.
+
+    Args:
+        modules: the protected ones.
+        objects: all else that is protected.
+
+    Raises:
+        ConfigurationError: with what to do instead.
+    """
+    for name, module in modules.items():
+        for part in module.modules():
+            hooks = part._comm_hooks if isinstance(part, DistributedDataParallel) else ()
+            for hook, state in hooks:
+                is_known = state is None or isinstance(state, ProcessGroup) or is_named(state, _UPCAST)
+                if not is_known and not any(state is each for each in objects):
+                    raise ConfigurationError(
+                        f"protect({name}=...): the communication hook {getattr(hook, '__name__', hook)} keeps a "
+                        f"{type(state).__name__} from step to step, which a replacement does not get: use a hook "
+                        "without a state, such as fp16_compress_hook; or, if it is the same on all ranks, give it "
+                        "state_dict() and load_state_dict() and pass it to protect(), too"
+                    )
+
+
 def _check(name: str, ddp: DistributedDataParallel) -> None:
     if ddp.static_graph:
         raise ConfigurationError(
@@ -124,7 +153,7 @@ def _check(name: str, ddp: DistributedDataParallel) -> None:
     if not isinstance(ddp.process_group, SurvivingGroup):
         raise ConfigurationError(
             f"protect({name}=...): its process group was not made by keepstep; call keepstep.init() before DDP(...), "
-            "in place of torch.distributed.init_process_group()"
+            "instead of torch.distributed.init_process_group()"
         )
 
 

@@ -138,7 +138,7 @@ def _check(name: str, module: Any) -> None:
         if not all(isinstance(found, SurvivingGroup) for found in group.mesh_info.mesh.get_all_groups()):
             raise ConfigurationError(
                 f"protect(): the process groups of {name} were not made by keepstep; call keepstep.init() before "
-                "init_device_mesh(), in place of torch.distributed.init_process_group()"
+                "init_device_mesh(), instead of torch.distributed.init_process_group()"
             )
     for path, part in module.named_modules():
         if _has_statistics_of_its_own(part):

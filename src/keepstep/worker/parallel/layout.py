@@ -1,8 +1,8 @@
-"""What a way to parallelise adds to a step and to a restore: the interface of its adapter.
+"""The interface of an adapter: what a form of parallelism adds to a step and to a restore.
 
-There is one adapter for each way, in a file beside this one. It knows which part of each tensor its rank holds, and
-what has to be done around a step so that the step can be undone and done again. A model may need several at once
-(pipeline stages that are fully sharded): `keepstep.worker.parallel.choose` finds and composes them.
+There is one adapter for each form of parallelism, in a file next to this one. It knows which part of each tensor its
+rank holds, and prepares a step so that it can be undone and repeated. A model may need several at once (pipeline stages
+that are fully sharded): `keepstep.worker.parallel.choose` finds and composes them.
 """
 
 from __future__ import annotations

@@ -57,13 +57,13 @@ def data_ranks(objects: dict[str, Any], shard: str) -> Sequence[int] | None:
     reducing = {tuple(dist.get_process_group_ranks(group)) for group in ddp}
     reducing |= {tuple(mesh.mesh.flatten().tolist()) for mesh in _meshes_of_fsdp(modules)}
     splitting = {group for group in _splitting(modules, objects) if len(group) > 1}
-    everybody = tuple(range(dist.get_world_size()))
-    if not reducing and (not shard or len(everybody) == 1):
-        reducing = {(dist.get_rank(),) if splitting else everybody}
+    all_ranks = tuple(range(dist.get_world_size()))
+    if not reducing and (not shard or len(all_ranks) == 1):
+        reducing = {(dist.get_rank(),) if splitting else all_ranks}
     if len(reducing) != 1:
         return None
     (found,) = reducing
-    is_all = len(found) * math.prod(map(len, splitting)) == len(everybody)
+    is_all = len(found) * math.prod(map(len, splitting)) == len(all_ranks)
     return found if is_all and all(len(group.intersection(found)) == 1 for group in splitting) else None
 
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the schedules of `torch.distributed.pipelining`, whose steps can be undone and done again.
+"""Pipeline parallelism: makes steps of `torch.distributed.pipelining`'s schedules undoable and repeatable.
 
 A schedule is not re-entrant: the next step takes up what an interrupted one has put into it and its stages. And in its
 first step the neighbours exchange the shapes of activations and gradients (torch calls it metadata inference), which a

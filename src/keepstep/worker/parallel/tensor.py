@@ -2,7 +2,7 @@
 
 A backward may leave a gradient ``Partial``, each rank with its summand, as it does for the norms under
 `torch.distributed.tensor.parallel.SequenceParallel`: the optimizer reduces it inside of its update (torch 2.13). A rank
-that is lost there would leave the others' parameters between two steps, so here it is reduced in front of the gradient
+that is lost there would leave the others' parameters between two steps, so here it is reduced before the gradient
 barrier. The values are the same.
 """
 

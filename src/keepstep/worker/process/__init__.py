@@ -1,1 +1,1 @@
-"""How a worker's process comes into being."""
+"""Creation and end of worker processes."""

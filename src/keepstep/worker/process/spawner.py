@@ -1,4 +1,4 @@
-"""The process that makes workers, and sees them end.
+"""The process that starts workers and collects their exit status.
 
 With ``fork`` it imports torch once and forks: a worker is there in about ten milliseconds instead of seconds. With
 ``spawn`` it starts a fresh interpreter each time and imports nothing. It has a single thread, so forking is safe, and

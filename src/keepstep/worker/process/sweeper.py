@@ -1,8 +1,8 @@
-"""The process that ends what workers have started, when no agent is left to do it.
+"""The process that kills the workers' own children when no agent is left to do it.
 
-The kernel kills a worker when its spawner dies, and the spawner when the agent dies. It does not go on from there: what
-a worker has started, such as its data loader's processes, would live. A worker leads a process group, and what it
-starts is in that group; so there is one process that knows the groups and outlives all others by a moment.
+The kernel kills a worker when its spawner dies, and the spawner when the agent dies. It does not kill the worker's
+children, such as its data loader's processes. A worker leads a process group that contains its children; so one process
+knows the groups and outlives all others for a moment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import select
 import signal
 
 EXIT_DEADLINE_S = 5.0
-"""How long the spawner's exit may take behind the closing of its files; it has nothing left to do but to say so."""
+"""How long the spawner's exit may take after the closing of its files; it has nothing left to do but to say so."""
 _NUMBER = "i"
 """A process number as C has it. A few bytes pass through a pipe in one piece (`man 7 pipe`)."""
 

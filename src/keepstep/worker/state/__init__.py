@@ -1,1 +1,1 @@
-"""What has to be the same after a recovery as before: parameters, optimizer state, buffers, host state, RNG."""
+"""The state that a recovery restores: parameters, optimizer state, buffers, host state, RNG."""

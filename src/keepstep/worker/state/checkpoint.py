@@ -174,7 +174,7 @@ class Checkpoints:
         return step in self._found()
 
     def rescue(self, step: int, share: Share) -> str:
-        """The job cannot go on: each live rank writes its part of a checkpoint of ``step``. Returns the folder of all.
+        """The job cannot continue: each live rank writes its part of a checkpoint of ``step``. Returns their folder.
 
         It counts where every shard is held by a live rank, and all are at this step.
 
@@ -262,7 +262,7 @@ class Checkpoints:
         what = f"the checkpoint {self._path(step)} could not be written: {error}"
         if not self._is_ending:
             self._complain(
-                f"{what}. Training goes on, and every {self._every} steps it is tried again; this is said once"
+                f"{what}. Training continues; it tries again every {self._every} steps, without a further message"
             )
             return
         found = self._found()

@@ -1,4 +1,4 @@
-"""The state of one rank at one step as a header and blocks of memory: what a replacement gets, from wherever.
+"""The state of one rank at one step as a header and blocks of memory, which a replacement gets from any source.
 
 The header has the names, dtypes, shapes and strides of all tensors, the host state, which parameters have a gradient,
 and what is switched off. It is msgpack: nothing is unpickled.

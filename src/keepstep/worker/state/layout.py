@@ -1,4 +1,4 @@
-"""What a rank's tensors and host values are, and whether two ranks have the same ones."""
+"""The layout of a rank's tensors and host values, and its comparison between ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 import xxhash
+from torch import distributed as dist
 
 from keepstep.errors import StateMismatch
 from keepstep.protocol.transfer.boxes import Box
@@ -17,6 +18,23 @@ from keepstep.weights.memory.bytes_of import byte_view, digest_of
 from keepstep.worker.groups.store import LinkStore
 from keepstep.worker.state import tree
 from keepstep.worker.state.protected import ProtectedState
+
+COMPARED_AGAIN = frozenset({1, 2, 4, 8, 16})
+"""Steps before which replicas are compared as before the first one. What is each rank's own by the way in which it is
+computed (a part of an optimizer's state, statistics of its batches) differs after one update or a few."""
+
+
+_AT_START = (
+    "build the same model on every rank (wrap it in DistributedDataParallel, seed alike) and load the same checkpoint "
+    "everywhere. Ranks whose parts differ under equal names, as experts do, say so: "
+    'protect(shard="...") with another text for each part'
+)
+_LATER = (
+    "average gradients over all ranks (DistributedDataParallel), and what a forward changes as well "
+    "(broadcast_buffers=True, SyncBatchNorm). An optimizer that gives each rank a part of its state needs "
+    'protect(shard=f"rank {session.rank}"), and values of each rank\'s own session.state(per_rank=True)'
+)
+"""What to do about it."""
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -135,7 +153,37 @@ def start_of(state: ProtectedState, first_step: int = 0) -> Start:
     return Start(headers_of(blocks), tuple(host), (*digests, *map(_digest_of_value, host.values())))
 
 
-def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: LinkStore) -> None:
+def replica_digest(state: ProtectedState) -> bytes:
+    """A digest of the shard's name, followed by one of all that this rank holds now. It reads all of the state."""
+    own = xxhash.xxh3_128_digest(msgspec.msgpack.encode(start_of(state)))
+    return xxhash.xxh3_64_digest(state.shard().encode()) + own
+
+
+def are_replicas_equal(digest: bytes, world_size: int) -> bool:
+    """Compares this rank's `replica_digest` with those of its replicas; a collective of all ranks.
+
+    Returns:
+        whether the ranks of each shard hold the same; the same answer on all ranks.
+    """
+    rows = gathered(digest, world_size)
+    return len(set(rows)) == len({row[:8] for row in rows})
+
+
+def gathered(own: bytes, world_size: int) -> list[bytes]:
+    """The same number of bytes from each rank, by rank. While the group is broken, this rank's own for all."""
+    if world_size == 1:
+        return [own]
+    source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    output = torch.empty(world_size * len(own), dtype=torch.uint8)
+    group = dist.group.WORLD
+    assert group is not None
+    group._allgather_base(output, source).wait()  # torch's wrapper takes longer, and warns of its own name
+    return [row.tobytes() for row in output.view(world_size, -1).numpy()]
+
+
+def compare_replicas(
+    state: ProtectedState, first_step: int, rank: int, store: LinkStore, *, is_start: bool = True
+) -> None:
     """Compares what this rank begins with to the first replica that came, by digest; details travel only on a mismatch.
 
     Equal names, shapes and dtypes do not make a replica: stages of a pipeline can be alike in all of them. Where no
@@ -143,9 +191,10 @@ def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: L
 
     Args:
         state: this rank's protected objects.
-        first_step: the step that this rank's script begins with.
+        first_step: the step that this rank's script begins with, or stands at.
         rank: this rank.
         store: where the first one lays what it begins with, for this generation.
+        is_start: whether it stands before its first step.
 
     Raises:
         StateMismatch: names the first tensor or host value that differs, and how.
@@ -162,11 +211,11 @@ def compare_replicas(state: ProtectedState, first_step: int, rank: int, store: L
         store.set(f"{prefix}digest", digest)
     elif store.get(f"{prefix}digest") != digest:
         first = msgspec.msgpack.decode(store.get(f"{prefix}start"), type=Start)
-        check_same_start(own, first, rank, int(store.get(f"{prefix}rank")))
+        check_same_start(own, first, rank, int(store.get(f"{prefix}rank")), is_start=is_start)
 
 
-def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0) -> None:
-    """Compares what rank ``rank`` begins with to what rank ``first`` does.
+def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0, *, is_start: bool = True) -> None:
+    """Compares what rank ``rank`` begins with to what rank ``first`` does, or what they hold at a step.
 
     Raises:
         StateMismatch: names the first tensor or host value that differs, both ranks, and what to do.
@@ -186,10 +235,8 @@ def check_same_start(own: Start, theirs: Start, rank: int, first: int = 0) -> No
     names = [f"'{header.name}'" for header in own.tensors] + [f"the host value {name}" for name in own.host]
     name = next(name for name, mine, its in zip(names, own.digests, theirs.digests, strict=True) if mine != its)
     raise StateMismatch(
-        f"{name} differs between rank {rank} and rank {first} before the first step, and a lost rank gets its state "
-        "from a rank that holds the same: build the same model on every rank (wrap it in DistributedDataParallel, seed "
-        "alike) and load the same checkpoint everywhere. Ranks whose parts differ under equal names, as experts do, "
-        'say so: protect(shard="...") with another text for each part'
+        f"{name} differs between rank {rank} and rank {first} {'before the first step' if is_start else 'by now'}, and "
+        f"a lost rank gets its state from a rank that holds the same: {_AT_START if is_start else _LATER}"
     )
 
 

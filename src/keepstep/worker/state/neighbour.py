@@ -1,8 +1,8 @@
-"""Lines between two ranks of one machine, over which a receiver reads in its sources' buffers, on the host or a GPU.
+"""Connections between two ranks of one machine, over which a receiver reads its sources' buffers, on the host or a GPU.
 
 The receiver listens under a random name in the abstract namespace of Unix sockets, which leaves no file, and tells it
-to its sources over the group. A source that can reach it there is a neighbour; the kernel says whether it is of the
-same user. Who lives elsewhere (another machine, another network namespace) sends over the group instead.
+to its sources over the group. A source that can connect to it is a neighbour; the kernel reports whether it runs as the
+same user. Other sources (on another machine, in another network namespace) send over the group instead.
 """
 
 from __future__ import annotations

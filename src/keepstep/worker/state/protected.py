@@ -12,7 +12,7 @@ from keepstep.errors import ConfigurationError, StateMismatch, UsageError
 from keepstep.typenames import is_named
 from keepstep.weights.memory.blocks import NamedBlock, is_dtensor, local_of
 from keepstep.weights.memory.bytes_of import digest_of, is_dense
-from keepstep.worker.parallel.ddp import refuse_wrapped
+from keepstep.worker.parallel.ddp import refuse_hooks, refuse_wrapped
 from keepstep.worker.parallel.layout import ParallelLayout, Replicated, shard_of
 from keepstep.worker.parallel.pipeline import is_schedule
 from keepstep.worker.parallel.zero import is_zero, local_optimizer
@@ -22,7 +22,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a script switches on and off in a model, by name.
+    """What a script switches on and off in a model, and what it writes to itself, by name.
 
     Ranks may differ in it for a while, where one of them evaluates alone, so it is no part of what is compared.
     """
@@ -31,6 +31,8 @@ class Modes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Modules with ``training=False``."""
     frozen: frozenset[str]
     """Parameters with ``requires_grad=False``."""
+    written: frozenset[str] | None
+    """See `ProtectedState.written`; None: not all are known yet."""
 
 
 class ProtectedState:
@@ -53,6 +55,10 @@ class ProtectedState:
         """See `Session.protect`."""
         self.has_stages = False
         """Whether a rank holds some of the layers only: under pipelining."""
+        self.written: frozenset[str] = frozenset()
+        """Known parameters that the script itself writes to in a step, before its update."""
+        self.knows_written = False
+        """Whether they are all."""
         for name, thing in objects.items():
             self._sort(name, thing)
         self._num_parameters = {name: len(parameters_of(optimizer)) for name, optimizer in self.optimizers.items()}
@@ -100,6 +106,7 @@ class ProtectedState:
         self._refuse_flattened()
         self._refuse_others_parameters()
         refuse_wrapped(self.modules)
+        refuse_hooks(self.modules, self.others.values())
 
     def refuse_added_parameters(self) -> None:
         """Looks for parameters that an optimizer got since `protect`: a replacement's would not have them.
@@ -227,7 +234,7 @@ class ProtectedState:
                 f"optimizer '{optimizer}' has {len(parameters)} parameters here, and '{name}' elsewhere"
             )
         parameter = parameters[int(index)]
-        placed = _placed_as(parameter, value, name) if as_dtensor else value
+        placed = _placed_as(value, parameter, name) if as_dtensor else value
         local_optimizer(self.optimizers[optimizer]).state[parameter][key] = placed
 
     def drop_optimizer_state(self) -> None:
@@ -248,14 +255,21 @@ class ProtectedState:
     def modes(self) -> Modes:
         """What is switched off now."""
         evaluating = frozenset(name for name, part in self.parts() if not part.training)
-        return Modes(evaluating, frozenset(name for name, p in self.parameters() if not p.requires_grad))
+        frozen = frozenset(name for name, p in self.parameters() if not p.requires_grad)
+        return Modes(evaluating, frozen, self.written if self.knows_written else None)
+
+    def may_write(self, name: str) -> bool:
+        """Whether the script may write to a parameter in a step, before its update."""
+        return name in self.written or not self.knows_written
 
     def place_modes(self, modes: Modes) -> None:
-        """Switches off what is in ``modes``, and everything else on."""
+        """Switches off what is in ``modes``, and everything else on. What is written to is known from then on."""
         for name, part in self.parts():
             part.training = name not in modes.evaluating
         for name, parameter in self.parameters():
             parameter.requires_grad_(name not in modes.frozen)
+        if modes.written is not None:
+            self.written, self.knows_written = self.written | modes.written, True
 
     def gradient_marks(self) -> tuple[int, ...]:
         """Which parameters have a gradient, by index. Between steps its content does not matter, its presence does."""
@@ -280,8 +294,11 @@ class ProtectedState:
         }
 
     def host_state(self) -> dict[str, Any]:
-        """All host-side values: `step_state` and the optimizers' own state that is not in tensors."""
-        return self.step_state() | {"scalars": self.optimizer_values()}
+        """All host-side values: `step_state` and the optimizers' own state that is not in tensors.
+
+        Of DTensors, which copies for an average may be, it has this rank's part.
+        """
+        return {**tree.unplaced(self.step_state()), "scalars": self.optimizer_values()}
 
     def optimizer_values(self) -> dict[str, dict[int, dict[str, Any]]]:
         """Optimizer state that is not in tensors, by optimizer and parameter index."""
@@ -299,7 +316,10 @@ class ProtectedState:
             for index, values in scalars.items():
                 local_optimizer(self.optimizers[name]).state[parameters[index]].update(values)
         for name, value in state["others"].items():
-            _load_other(self.others[name], tree.copied(value))
+            thing = self.others[name]
+            if self.layout.is_sharded:
+                value = tree.placed(value, thing.state_dict(), _placed_as)
+            _load_other(thing, tree.copied(value))
 
     def host_bytes(self) -> tuple[bytes, list[torch.Tensor]]:
         """The host state as msgpack, and the tensors found in it, contiguous ones by reference.
@@ -325,8 +345,10 @@ def _flattened(name: str, kind: str) -> str:
     )
 
 
-def _placed_as(parameter: torch.Tensor, local: torch.Tensor, name: str) -> torch.Tensor:
-    """A DTensor of the parameter's mesh and placements around its local tensor."""
+def _placed_as(local: torch.Tensor, parameter: torch.Tensor, name: str = "a copy of a parameter") -> torch.Tensor:
+    """A DTensor of the mesh and placements of a parameter, or of another DTensor, around its local tensor."""
+    if is_dtensor(local):
+        return local
     if not is_dtensor(parameter) or local_of(parameter).shape != local.shape:
         raise StateMismatch(f"'{name}' is sharded in another way than its parameter: such state cannot be restored")
     from torch.distributed.tensor import DTensor

@@ -110,7 +110,7 @@ class Source:
 
     @contextlib.contextmanager
     def buffer(self, device: torch.device, limits: Limits) -> Iterator[Buffer]:
-        """A buffer on a device, for one transfer; in host memory where the device has not so much left."""
+        """A buffer on a device, for one transfer; in host memory if the device has not enough memory left."""
         slot_bytes = limits.bucket_bytes + SLOT_EXTRA_BYTES
         own = None
         if device.type != "cpu":

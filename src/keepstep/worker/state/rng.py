@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, rank, step), so that a step computed again draws the same ones."""
+"""Random numbers as a function of (seed, rank, step), so that a repeated step draws the same ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def seed_start_up(seed: int) -> None:
     torch.manual_seed(number)  # also those of devices that the script opens later
 
 
-def seed_step(seed: int, rank: int, step: int) -> None:
-    """Seeds the same generators for one step of one rank."""
+def seed_step(seed: int, rank: int, step: int | str) -> None:
+    """Seeds the same generators for one step of one rank, or for another place of its training that has a name."""
     number = _number(f"{seed}/{rank}/{step}")
     _seed_host(number)
     _seed_torch(number)

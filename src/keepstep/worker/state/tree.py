@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError
+from keepstep.weights.memory.blocks import is_dtensor, local_of
 
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _INT64 = 1 << 63
@@ -34,6 +35,13 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def is_constant(value: Any) -> bool:
+    """Whether ``value`` cannot be changed in place: a scalar, or a tuple of scalars."""
+    if type(value) is tuple:
+        return all(type(item) in _SCALARS for item in value)
+    return type(value) in _SCALARS
+
+
 def copied(value: Any) -> Any:
     """A copy that shares nothing with ``value`` that can change; `copy.deepcopy` for a few plain types at a tenth of
     its time. An object that is in two places of ``value`` is two objects in the copy, as it is after `unpack`.
@@ -50,12 +58,41 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def unplaced(value: Any) -> Any:
+    """The same with this rank's part of each DTensor in its place."""
+    return _mapped(value, value, lambda tensor, _like: local_of(tensor))
+
+
+def placed(value: Any, like: Any, place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """The opposite of `unplaced`.
+
+    Args:
+        value: tensors in it may be parts of DTensors.
+        like: a value in which the DTensors are where they belong; it may lack some items of ``value``.
+        place: makes a DTensor of its local tensor, as another one is.
+    """
+    return _mapped(value, like, lambda tensor, its: place(tensor, its) if is_dtensor(its) else tensor)
+
+
+def _mapped(value: Any, like: Any, change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return change(value, like)
+    if kind in (dict, OrderedDict):
+        by_key = like if type(like) is kind else {}
+        return kind((key, _mapped(item, by_key.get(key), change)) for key, item in value.items())
+    if kind in (list, tuple):
+        its = like if type(like) is kind and len(like) == len(value) else [None] * len(value)
+        return kind(_mapped(item, other, change) for item, other in zip(value, its, strict=True))
+    return value
+
+
 def pack(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
     """The plain form of ``value``; tensors are appended to ``tensors`` and leave their index behind.
 
     Args:
         value: scalars, strings, bytes, lists, tuples, sets, dicts (also OrderedDict and Counter) and tensors; no other
-            subclasses of these, which would come back as something else.
+            subclasses of these, which would come back as something else. No DTensors: see `unplaced`.
         tensors: receives the tensors by reference.
         path: where in the user's object the value stands, for the error.
 

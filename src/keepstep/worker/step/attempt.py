@@ -1,4 +1,4 @@
-"""One attempt at a step: what it may change before its update, and how that is undone."""
+"""One attempt at a step: the state that it may change before its update, and how to undo it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Attempt:
     def hand_out(self) -> None:
         """Takes note of what an interrupted attempt must put back.
 
-        The attempt begins here, and not with its ``with``: the script's lines in front of the ``with`` run again, too.
+        The attempt begins here, and not with its ``with``: the script's lines before the ``with`` run again, too.
         """
         self._declared.hand_out()
         self._snapshot.take()
@@ -54,9 +54,17 @@ class Attempt:
         else:
             self._snapshot.take()
 
+    def guard(self) -> None:
+        """What the script does now, outside of a step, may be undone though no step that is undone sees it."""
+        self._snapshot.guard()
+
     def begin(self) -> None:
         """Has all ranks begin in the same way."""
         self._layout.begin_step()
+
+    def check_gradients(self) -> None:
+        """A backward begins; see `StepSnapshot.check_gradients`."""
+        self._snapshot.check_gradients()
 
     def before_barrier(self) -> None:
         """Completes what the gradient barrier vouches for.
@@ -68,6 +76,7 @@ class Attempt:
             RuntimeError: an operation has ended in an error after the script had waited for it on a stream.
         """
         self._layout.before_barrier()
+        self._snapshot.before_barrier()
         self._declared.before_barrier(self._machine.steps.step, dist.get_world_size())
         coordination = self._coordination
         assert coordination.groups is not None
@@ -92,6 +101,7 @@ class Attempt:
         self._snapshot.put_back_modes()  # DDP's reducer counts the parameters that are trained
         self._layout.undo(in_backward=coordination.phase is Phase.BACKWARD)
         self._snapshot.put_back()
+        self._snapshot.guard()  # the script continues after the attempt
         self._declared.undone()
         self._machine.undone()
         coordination.show()
@@ -110,7 +120,7 @@ class Attempt:
         self._declared.check()
 
     def returned(self) -> bool:
-        """The script asks for the next step. What it did behind an interrupted attempt is put back.
+        """The script asks for the next step. What it did after an interrupted attempt is put back.
 
         Returns:
             whether the attempt was complete.

@@ -42,7 +42,7 @@ def pass_gradient_barrier(
     coordination.move(StepEvent.GRADIENTS_SYNCED)
     coordination.settled()
     greatest = torch.tensor(proposals) if proposals else None
-    is_passed = _everybody_came(coordination, greatest)
+    is_passed = _all_arrived(coordination, greatest)
     if not is_passed:
         decide()
     coordination.move(StepEvent.BARRIER_LEFT)
@@ -50,7 +50,7 @@ def pass_gradient_barrier(
     return greatest.tolist() if is_passed and greatest is not None else None
 
 
-def _everybody_came(coordination: Coordination, greatest: torch.Tensor | None) -> bool:
+def _all_arrived(coordination: Coordination, greatest: torch.Tensor | None) -> bool:
     assert coordination.groups is not None
     inner = coordination.groups.world.inner
     if inner is None:

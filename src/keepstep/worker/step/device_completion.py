@@ -1,9 +1,9 @@
-"""When what a process has launched on its GPU is complete there.
+"""Waits until the work that a process has launched on its GPU is complete.
 
-A host runs ahead of its GPU: behind ``backward()`` the gradients are launched and not yet computed. The gradient
+A host runs ahead of its GPU: after ``backward()`` the gradients are launched and not yet computed. The gradient
 barrier vouches for complete gradients, so the host waits for the device before it counts as synced, and launches the
 update's kernels only when it has seen the barrier pass: a collective that is aborted completes, with garbage, and
-whatever is queued behind it on the stream runs. What the lost run-ahead costs was not measured on a GPU.
+whatever is queued after it on the stream runs. What the lost run-ahead costs was not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StreamCompletion:
         self._never = threading.Event()
 
     def wait(self, look: Callable[[], None], is_interrupted: Callable[[], bool]) -> None:
-        """See `DeviceCompletion.wait`. ``look`` is called behind the end, too: what has ended may have failed."""
+        """See `DeviceCompletion.wait`. ``look`` is called after the end, too: what has ended may have failed."""
         has_come = self._record()
         while not has_come():
             look()

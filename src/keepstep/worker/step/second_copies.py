@@ -1,17 +1,19 @@
 """Second copies of snapshots, in the memory of another node: this rank's with its buddy, and those that it keeps.
 
-They move over the world's process group, as the gradients and restored state do: no further port is opened, and what
-ends that group ends them. Threads of their own send and receive, and the group's counters know nothing of it.
+They travel over the world's process group, like gradients and restored state: no further port is opened, and they end
+with that group. Separate threads send and receive them, and the group's counters ignore them.
 
-A copy is a header from the sender, an answer whether it is wanted, the snapshot's bytes in chunks straight from memory
-to memory, and an answer that they are whole.
+A copy consists of a header from the sender, an answer whether it is needed, the snapshot's bytes in chunks directly
+from memory to memory, and an acknowledgement.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import mmap
 import struct
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +25,9 @@ from torch import distributed as dist
 from keepstep.errors import ConfigurationError
 from keepstep.freememory import free_bytes
 from keepstep.protocol.messages import Membership, SnapshotsByRank
-from keepstep.protocol.snapshots import buddies
+from keepstep.protocol.snapshots import SecondCopyPlan
 from keepstep.shared.snapshotfile import SnapshotFile, WholeSnapshot, steps_by_rank
+from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.weights.channels.group import Carrier
 
 CHUNK_BYTES = 4 << 20
@@ -34,6 +37,15 @@ NUM_UNDER_WAY = 2
 _HEADER = struct.Struct("<qQq16s")
 """Step, bytes, the step that must stay (-1: none), and the digest."""
 _HEADER_TAG, _ANSWER_TAG, _CHUNK_TAG = 0x4B540, 0x4B541, 0x4B542
+
+OnMoment = Callable[[SnapshotMoment, int, int, int], None]
+"""Told what became of a snapshot, of which step and of how many bytes it is, and when, in monotonic nanoseconds.
+
+That one is complete the thread of the snapshots tells, all else the training thread."""
+
+
+def ignore_moment(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
+    """An `OnMoment`, where no observer was given."""
 
 
 class Answer(enum.IntEnum):
@@ -49,34 +61,55 @@ class Answer(enum.IntEnum):
     """The bytes have another checksum than the header says."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SecondCopySent:
+    """One was sent, or was to be."""
+
+    snapshot: WholeSnapshot
+    sending_s: float
+    answer: Answer | None
+    """The buddy's last one; None: the generation has ended before."""
+
+
 class SecondCopies:
-    """One rank's part. Methods are called by the training thread, but for `send`."""
+    """One rank's part. Methods are called by the training thread, except for `send`."""
 
     def __init__(
-        self, file: SnapshotFile, group: Callable[[], Carrier | None], failed: Callable[[Exception], None]
+        self,
+        file: SnapshotFile,
+        group: Callable[[], Carrier | None],
+        failed: Callable[[Exception], None],
+        on_moment: OnMoment | None = None,
     ) -> None:
         """Args:
         file: this worker's memory.
-        group: gives what carries the copies in the present generation; None where there is no other rank.
+        group: gives what carries the copies in the current generation; None where there is no other rank.
         failed: told of an error that the end of the generation does not explain, from any thread.
+        on_moment: told of each copy that a buddy's node had no room for, and of the first that one had room for again.
         """
         self._file = file
         self._group_of_generation = group
         self._failed = failed
+        self._on_moment = on_moment or ignore_moment
+        self._plan = SecondCopyPlan()
         self._rank = -1
-        self._buddy: int | None = None
-        self._wards: tuple[int, ...] = ()
-        """The ranks whose buddy this one is."""
         self._group: Carrier | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._sending: Future[float] | None = None
+        self._sending: Future[SecondCopySent] | None = None
+        self._has_told = False
+        """That this rank's snapshots have no second copy."""
         self.kept_step: int | None = None
         """The snapshot that must stay until all ranks have theirs of the step at which they resumed."""
 
     @property
     def has_buddy(self) -> bool:
         """Whether another rank keeps this one's snapshots."""
-        return self._buddy is not None
+        return self._plan.buddy is not None
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether any rank keeps another one's: all ranks say the same."""
+        return bool(self._plan.buddies)
 
     def held(self) -> SnapshotsByRank:
         """What this worker keeps of other ranks."""
@@ -84,91 +117,139 @@ class SecondCopies:
 
     # ---- from generation to generation ------------------------------------------------------------------------------
 
-    def resumed(self, rank: int, membership: Membership | None, kept_step: int | None) -> None:
-        """All ranks of a generation stand at one step. What was under way has ended with the last one's group."""
+    def resumed(self, rank: int, membership: Membership | None, kept_step: int | None, generation: int) -> None:
+        """All ranks of a generation stand at one step. What was under way has ended with the last one's group.
+
+        Args:
+            rank: this one.
+            membership: of the generation; None where no snapshots are taken.
+            kept_step: see `keepstep.protocol.messages.Recover`.
+            generation: its number.
+        """
+        self._plan.resumed(rank, membership, generation)
+        self._rank, self.kept_step, self._sending = rank, kept_step, None
+        self._employ()
+
+    def _employ(self) -> None:
+        """Threads for what this rank sends and receives; what was under way has ended."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
-        found = buddies(membership) if membership is not None else {}
-        self._rank, self._buddy, self.kept_step = rank, found.get(rank), kept_step
-        self._wards = tuple(sorted(ward for ward, buddy in found.items() if buddy == rank))
-        self._sending = None
-        if self._buddy is not None or self._wards:
+        if self.has_buddy or self._plan.wards:
             self._group = self._group_of_generation()
-            self._threads = ThreadPoolExecutor(1 + len(self._wards), "keepstep-second-copy")
+            self._threads = ThreadPoolExecutor(1 + len(self._plan.wards), "keepstep-second-copy")
+
+    def contribution(self) -> int:
+        """This rank's number in a gradient barrier in which second copies are due; see `SecondCopyPlan`."""
+        return self._plan.contribution()
+
+    def reduced(self, number: int) -> None:
+        """The greatest that any rank has said there. No copy is under way."""
+        if self._plan.reduced(number):
+            self._employ()
 
     def passed_barrier(self) -> None:
         """All ranks have both copies of the snapshot at which they resumed: those of ranks that were its wards go."""
         if self.kept_step is not None:
             self.kept_step = None
             for each in self._file.whole:
-                if each.rank != self._rank and each.rank not in self._wards:
+                if each.rank != self._rank and each.rank not in self._plan.wards:
                     self._file.discard(each.slot)
 
     # ---- from snapshot to snapshot ----------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
         """All ranks take a snapshot of the step that is handed out: those of the wards are on their way."""
-        for ward in self._wards:
+        for ward in self._plan.wards:
             if self._threads is not None and self._group is not None:
-                self._threads.submit(self._run, self._receive, self._group, ward)
+                self._threads.submit(self._receive, self._group, ward)
 
     def send(self, snapshot: WholeSnapshot) -> None:
         """This rank's snapshot is whole, and stays until `wait` has returned. From any thread."""
-        if self._buddy is not None and self._threads is not None and self._group is not None:
-            self._sending = self._threads.submit(self._run, self._send, self._group, snapshot)
+        if self.has_buddy and self._threads is not None and self._group is not None:
+            self._sending = self._threads.submit(self._send, self._group, snapshot)
 
     def wait(self) -> float | None:
-        """Waits until the buddy has the last snapshot, or the generation is over.
+        """Waits until the buddy has the last snapshot or has refused it, or the generation is over.
 
         Returns:
             how long it took to send, in seconds; None where none was sent.
 
         Raises:
-            ConfigurationError: the buddy's node has no memory for it.
+            ConfigurationError: the job has just begun, and the buddy's node has no memory for it.
         """
         sending, self._sending = self._sending, None
-        return None if sending is None else sending.result()
+        if sending is None:
+            return None
+        sent = sending.result()
+        if sent.answer is Answer.NO_MEMORY:
+            self._refused(sent.snapshot)
+            return None
+        if sent.answer is Answer.WHOLE:
+            self._plan.doubled()
+            if self._has_told:
+                keeps = f"rank {self._plan.buddy} keeps a second copy of them"
+                self._tell(SnapshotMoment.DOUBLED, sent.snapshot, keeps)
+                self._has_told = False
+        return sent.sending_s
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether `wait` would have to wait."""
-        return self._sending is not None and not self._sending.done()
+    def _refused(self, snapshot: WholeSnapshot) -> None:
+        buddy, size = self._plan.buddy, f"2 x {snapshot.num_bytes / 1e6:.0f} MB"
+        if not self._plan.refused():
+            raise ConfigurationError(
+                f"the node of rank {buddy} has no memory for second copies of rank {self._rank}'s snapshots "
+                f'({size}): give the job more, or protect(snapshot_every="off")'
+            )
+        self._tell(
+            SnapshotMoment.REFUSED,
+            snapshot,
+            f"they have no second copy, for the node of rank {buddy} has no memory for one ({size}): if this rank's "
+            "node is lost they are, too; the job goes on, and each snapshot asks again",
+        )
+        self._has_told = True
 
-    def _run(self, move: Callable[..., None], group: Carrier, what: object) -> float:
-        begun_s = time.monotonic()
-        try:
-            move(group, what)
-        except RuntimeError as error:  # of the group: it was aborted, or a peer is gone
-            self._failed(error)
-        return time.monotonic() - begun_s
+    def _tell(self, moment: SnapshotMoment, snapshot: WholeSnapshot, what: str) -> None:
+        self._on_moment(moment, snapshot.step, snapshot.num_bytes, time.monotonic_ns())
+        if moment is SnapshotMoment.DOUBLED or not self._has_told:
+            print(f"keepstep: snapshots of rank {self._rank}: {what}", file=sys.stderr, flush=True)
 
     # ---- the two sides ----------------------------------------------------------------------------------------------
 
-    def _send(self, group: Carrier, snapshot: WholeSnapshot) -> None:
-        assert self._buddy is not None
+    def _send(self, group: Carrier, snapshot: WholeSnapshot) -> SecondCopySent:
+        begun_s, answer = time.monotonic(), None
+        try:
+            answer = self._give(group, snapshot)
+        except RuntimeError as error:  # of the group: it was aborted, or a peer is gone
+            self._failed(error)
+        return SecondCopySent(snapshot, time.monotonic() - begun_s, answer)
+
+    def _give(self, group: Carrier, snapshot: WholeSnapshot) -> Answer:
+        buddy = self._plan.buddy
+        assert buddy is not None
         kept = -1 if self.kept_step is None else self.kept_step
         header = _HEADER.pack(snapshot.step, snapshot.num_bytes, kept, snapshot.digest)
-        group.send([torch.frombuffer(bytearray(header), dtype=torch.uint8)], self._buddy, _HEADER_TAG).wait()
-        if (answer := _receive_answer(group, self._buddy)) is Answer.SEND:
+        group.send([torch.frombuffer(bytearray(header), dtype=torch.uint8)], buddy, _HEADER_TAG).wait()
+        if (answer := _receive_answer(group, buddy)) is Answer.SEND:
             view = self._file.open_for_writing(snapshot.slot, snapshot.num_bytes)
             under_way: list[dist.Work] = []
             for chunk in _chunks(view, snapshot.num_bytes):
                 if len(under_way) == NUM_UNDER_WAY:
                     under_way.pop(0).wait()
-                under_way.append(group.send([chunk], self._buddy, _CHUNK_TAG))
+                under_way.append(group.send([chunk], buddy, _CHUNK_TAG))
             for work in under_way:
                 work.wait()
-            answer = _receive_answer(group, self._buddy)
-        if answer is Answer.NO_MEMORY:
-            raise ConfigurationError(
-                f"the node of rank {self._buddy} has no memory for second copies of rank {self._rank}'s snapshots "
-                f'(2 x {snapshot.num_bytes / 1e6:.0f} MB): give the job more, or protect(snapshot_every="off")'
-            )
+            answer = _receive_answer(group, buddy)
         if answer is Answer.DAMAGED:
-            raise RuntimeError(f"the snapshot of step {snapshot.step} arrived damaged at rank {self._buddy}")
+            raise RuntimeError(f"the snapshot of step {snapshot.step} arrived damaged at rank {buddy}")
+        return answer
 
     def _receive(self, group: Carrier, ward: int) -> None:
+        try:
+            self._take(group, ward)
+        except RuntimeError as error:  # as above
+            self._failed(error)
+
+    def _take(self, group: Carrier, ward: int) -> None:
         head = torch.empty(_HEADER.size, dtype=torch.uint8)
         group.recv([head], ward, _HEADER_TAG).wait()
         step, num_bytes, kept, digest = _HEADER.unpack(head.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Copies of a rank's state into host memory, beside what its device computes: what a snapshot is taken with.
+"""Copies of a rank's state into host memory for snapshots, concurrent with the device's computation.
 
 On a GPU the copies run on a stream of their own, by the device's copy engine, while forward and backward compute. They
 go straight into the memory that the agent holds as well: the driver pins it (``cudaHostRegister``), as torch's own
@@ -202,7 +202,7 @@ class StreamCopies:
 
     def _ask_driver(self, call: Callable[[Any], Any]) -> str | None:
         """In a thread of its own: CUDA keeps the last error of each thread, and torch would take it for its next
-        kernel's (``cudaGetLastError`` behind a launch)."""
+        kernel's (``cudaGetLastError`` after a launch)."""
 
         def ask() -> str | None:
             with torch.cuda.device(self._device):  # no other device is opened

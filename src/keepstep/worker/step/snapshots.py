@@ -2,7 +2,7 @@
 
 Between two updates parameters and optimizer state do not change. So the copy for a step begins when the step is handed
 out, runs in a thread of its own (on a GPU: on a stream of its own, see `keepstep.worker.step.side_copies`) beside
-forward and backward, and is awaited in front of the gradient barrier. It goes
+forward and backward, and is awaited before the gradient barrier. It goes
 into memory that the agent holds as well (`keepstep.shared.snapshotfile`), and from there to a buddy on another node
 (`keepstep.worker.step.second_copies`).
 
@@ -38,17 +38,12 @@ from keepstep.weights.memory.pieces import Held
 from keepstep.worker.state.image import StateHeader, describe, finish, targets
 from keepstep.worker.state.protected import ProtectedState
 from keepstep.worker.step import snapshot_cost
-from keepstep.worker.step.second_copies import SecondCopies
+from keepstep.worker.step.second_copies import OnMoment, SecondCopies, ignore_moment
 from keepstep.worker.step.side_copies import SideCopies, Wait, side_copies
 from keepstep.worker.step.snapshot_cost import SnapshotCost
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
-
-OnMoment = Callable[[SnapshotMoment, int, int, int], None]
-"""Told what became of a snapshot, of which step and of how many bytes it is, and when, in monotonic nanoseconds.
-
-That one is complete the thread of the snapshots tells, all else the training thread."""
 
 
 def parse_every(value: object) -> int | None:
@@ -74,7 +69,7 @@ class _Piece:
     """Its bytes, in place."""
     offset: int
     is_copied: bool
-    """Whether it was copied before the step began, for a forward may change it."""
+    """Whether it was copied before the step began, for the step may change it in front of its update."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -138,10 +133,6 @@ def _is_there() -> None:
     """The wait for what was copied before."""
 
 
-def _ignore(moment: SnapshotMoment, step: int, num_bytes: int, at_ns: int) -> None:
-    """Where no observer was given."""
-
-
 class Snapshots:
     """The snapshots of one rank. All methods are called by the training thread."""
 
@@ -165,7 +156,7 @@ class Snapshots:
         side: copies the tensors; None: what suits their device in the first step, for a script may move them before.
         """
         self._given_side = side
-        self._on_moment = on_moment or _ignore
+        self._on_moment = on_moment or ignore_moment
         self._state = state
         self._file = file
         self._copies = copies
@@ -229,10 +220,12 @@ class Snapshots:
         last = first_optimizer + len(header.optimizer)
         end = _LENGTH_BYTES + len(head)
         pieces = []
-        for index, block in enumerate(blocks):
+        for index, (block, entry) in enumerate(zip(blocks, header.all_tensors, strict=True)):
             content = byte_view(block.held.tensor)
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            pieces.append(_Piece(content, offset, first_buffer <= index < first_optimizer or index >= last))
+            is_written = index < first_buffer and self._state.may_write(entry.name)
+            is_changed = first_buffer <= index < first_optimizer or index >= last
+            pieces.append(_Piece(content, offset, is_written or is_changed))
             end = offset + content.numel()
         slot = self._file.choose(self._rank, self._copies.kept_step)
         view = self._open(slot, end)
@@ -265,7 +258,7 @@ class Snapshots:
             set_waiting: told before and after a wait for a copy, so that the rank is not taken for hung.
 
         Raises:
-            ConfigurationError: the buddy's node has no memory for it.
+            ConfigurationError: the job has just begun, and the buddy's node has no memory for its second copy.
         """
         if self._copy is not None and self._running is not None:
             begun_s = time.monotonic()
@@ -299,6 +292,19 @@ class Snapshots:
     def agreed(self, every: int) -> None:
         """The most that any rank has said."""
         self._schedule.agreed(every)
+
+    def complaint(self, step: int) -> int | None:
+        """What this rank says in the gradient barrier of ``step`` on whether it has a second copy.
+
+        None: it is not asked in this step. See `keepstep.protocol.snapshots.SecondCopyPlan`.
+        """
+        return (
+            self._copies.contribution() if self._copies.are_kept and self._schedule.is_second_copy_due(step) else None
+        )
+
+    def reduced(self, complaint: int) -> None:
+        """The greatest that any rank has said."""
+        self._copies.reduced(complaint)
 
     @property
     def every(self) -> int | None:
@@ -383,7 +389,9 @@ class Snapshots:
         self._side.mark({tensor.device for tensor in tensors})()  # the memory is about to go
         finish(self._state, header, host_tensors)
 
-    def resumed(self, step: int, rank: int, membership: Membership | None, kept_step: int | None) -> None:
+    def resumed(
+        self, step: int, rank: int, membership: Membership | None, kept_step: int | None, generation: int
+    ) -> None:
         """This rank stands at the step at which all resume. What is of later steps counts no more.
 
         Args:
@@ -391,6 +399,7 @@ class Snapshots:
             rank: the one that this worker holds.
             membership: of the generation.
             kept_step: see `keepstep.protocol.messages.Recover`.
+            generation: its number.
         """
         self._cancel()
         self._cost.interrupted()
@@ -399,7 +408,7 @@ class Snapshots:
             self._file.discard(slot)
         self._inherited = {key: file for key, file in self._inherited.items() if key[1] <= step}
         self._schedule.resumed(step, membership)
-        self._copies.resumed(rank, membership if self._schedule.every != 0 else None, kept_step)
+        self._copies.resumed(rank, membership if self._schedule.every != 0 else None, kept_step, generation)
 
     def passed_barrier(self) -> None:
         """Every rank has complete gradients, and with them its snapshots of the step at which it resumed."""

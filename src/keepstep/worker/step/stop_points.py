@@ -1,6 +1,6 @@
-"""Places inside forward and backward where an interrupted step can be left early.
+"""Places inside forward and backward at which a rank can leave an interrupted step early.
 
-Without them a survivor would compute the rest of a step that is thrown away, up to a whole step's time. They sit on a
+Without them a survivor would compute the rest of a discarded step, for up to a step's time. They sit on a
 few submodules and parameters, evenly spread, and cost one comparison each.
 """
 
@@ -17,10 +17,10 @@ from keepstep.protocol.phases import Phase
 from keepstep.weights.memory.blocks import is_dtensor
 
 NUM_STOP_POINTS = 64
-"""Per direction at most: a survivor computes little more than 1/64 of a pass in vain."""
-SPACING_S = 0.001
-"""Not more than one in each such part of a step: each costs some 4 microseconds, and a millisecond does not count in a
-recovery."""
+"""Per direction at most: a survivor wastes little more than 1/64 of a pass."""
+SPACING_S = 0.004
+"""Not more than one in each such part of a step: each costs some 4 microseconds, all of them 0.2 % of it, and 4 ms do
+not count in a recovery."""
 LEARNING_STEPS = 10
 """After so many steps it is known how long one takes. The first ones are slower."""
 

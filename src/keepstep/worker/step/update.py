@@ -1,4 +1,4 @@
-"""Updates that a step may not have, because a rank that is lost in one would leave the others between two steps."""
+"""Refuses updates in which the loss of a rank would leave the others between two steps."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def check_gradients(optimizer: torch.optim.Optimizer, coordination: Coordination
     """Looks whether the gradients of an update were complete when the gradient barrier was left.
 
     Raises:
-        UsageError: a backward behind the first update of the step has reduced gradients.
+        UsageError: a backward after the first update of the step has reduced gradients.
     """
     if coordination.reduced_behind_update:
         raise UsageError(
             f"step {coordination.machine.steps.step}: {type(optimizer).__name__}.step() takes gradients that a "
-            "backward behind another optimizer.step() has reduced: a rank that is lost in between would leave every "
+            "backward after another optimizer.step() has reduced: a rank that is lost in between would leave every "
             "other rank's parameters between two steps. Run all backwards before the first optimizer.step(), or give "
             "each update a step of its own: for a GAN the discriminator in even steps, the generator in odd ones"
         )

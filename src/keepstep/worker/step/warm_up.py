@@ -1,4 +1,4 @@
-"""What a spare does ahead of time, so that it computes at full speed as soon as it has a rank."""
+"""Warm-up of a spare, so that it computes at full speed as soon as it has a rank."""
 
 from __future__ import annotations
 

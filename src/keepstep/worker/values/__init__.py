@@ -1,1 +1,1 @@
-"""Values of the script in protected host state: the attributes, and whose they are."""
+"""The script's own values in protected host state, replicated or rank-local."""

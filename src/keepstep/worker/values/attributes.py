@@ -1,4 +1,4 @@
-"""Values of the script that live in protected host state, as the attributes of one object."""
+"""The script's own values in protected host state, as the attributes of one object."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from keepstep.errors import ConfigurationError, RemoteProtocolError, StateMismatch, UsageError
+from keepstep.weights.memory.blocks import is_dtensor
 from keepstep.weights.memory.bytes_of import byte_view
 from keepstep.worker.state import tree
 from keepstep.worker.values.missing import Missing
 
 Refusal = Callable[[str], str | None]
 """Given an attribute as the script writes it: why it may not be changed at this moment, or None."""
+
+_NOTHING = object()
 
 
 class State:
@@ -25,11 +28,13 @@ class State:
     sets and dicts of them. The object owns them; a value that is changed in place counts as changed.
     """
 
-    __slots__ = ("__dict__", "_label", "_refusal", "_seals")
+    __slots__ = ("__dict__", "_constants", "_label", "_refusal", "_seals")
 
     _label: str
     _refusal: Refusal
     _seals: dict[str, bytes]
+    _constants: dict[str, tuple[Any, bytes]]
+    """Values that cannot be changed in place, with their bytes: they are looked at several times in each step."""
 
     def __init__(self, label: str, values: dict[str, Any], refusal: Refusal) -> None:
         """Takes the ``label`` under which messages name the object.
@@ -41,10 +46,11 @@ class State:
         set_slot(self, "_label", label)
         set_slot(self, "_refusal", refusal)
         set_slot(self, "_seals", {})
+        set_slot(self, "_constants", {})
         for name, value in values.items():
             if name.startswith("_") or hasattr(State, name):
                 raise ConfigurationError(f"{label}: an attribute cannot be called '{name}' here; take another name")
-            self._check_value(name, value)
+            self._bytes_of(name, value)
         self.__dict__.update(values)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -56,8 +62,8 @@ class State:
             raise UsageError(f"{self._label} has no attribute '{name}': declare it, session.state({name}=...)")
         if refused := self._refusal(f"{self._label}.{name}"):
             raise UsageError(refused)
-        if not _is_missing(value):
-            self._check_value(name, value)
+        if tree.is_constant(value) or not _is_missing(value):
+            self._bytes_of(name, value)  # it can be carried
         self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -66,8 +72,14 @@ class State:
     def __repr__(self) -> str:
         return f"{self._label}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
 
-    def _check_value(self, name: str, value: Any) -> None:
-        to_bytes(value, f"{self._label}.{name}")
+    def _bytes_of(self, name: str, value: Any) -> bytes:
+        known, encoded = self._constants.get(name, (_NOTHING, b""))
+        if known is value:
+            return encoded
+        encoded = to_bytes(value, f"{self._label}.{name}")
+        if tree.is_constant(value):
+            self._constants[name] = value, encoded
+        return encoded
 
     # ---- as a protected object --------------------------------------------------------------------------------------
 
@@ -93,7 +105,7 @@ class State:
         Raises:
             ConfigurationError: a value was changed in place to what cannot be carried.
         """
-        return {name: to_bytes(value, f"{self._label}.{name}") for name, value in self.__dict__.items()}
+        return {name: self._bytes_of(name, value) for name, value in self.__dict__.items()}
 
     def seal(self) -> dict[str, bytes]:
         """Takes note of the values as they are.
@@ -108,9 +120,8 @@ class State:
     def changed(self) -> str | None:
         """The first attribute that is not as it was sealed, as the script writes it; None if there is none."""
         for name, seal in self._seals.items():
-            path = f"{self._label}.{name}"
-            if to_bytes(self.__dict__[name], path) != seal:
-                return path
+            if self._bytes_of(name, self.__dict__[name]) != seal:
+                return f"{self._label}.{name}"
         return None
 
 
@@ -134,12 +145,14 @@ def to_bytes(value: Any, path: str) -> bytes:
         path: how the script calls it, for the error.
 
     Raises:
-        ConfigurationError: it holds something else, or a tensor with a gradient graph.
+        ConfigurationError: it holds something else, a DTensor, or a tensor with a gradient graph.
     """
     tensors: list[torch.Tensor] = []
     packed = tree.pack(value, tensors, path)
-    if any(tensor.requires_grad for tensor in tensors):
-        raise ConfigurationError(f"{path} holds a tensor with a gradient graph: take .item() or .detach() of it")
+    if any(tensor.requires_grad or is_dtensor(tensor) for tensor in tensors):
+        raise ConfigurationError(
+            f"{path} holds a DTensor, or a tensor with a gradient graph: take .item(), .to_local() or .detach() of it"
+        )
     return msgspec.msgpack.encode(_Packed(packed, tuple(_tensor_bytes(tensor) for tensor in tensors)))
 
 

@@ -1,10 +1,9 @@
-"""What the script has declared by `Session.state`: which values, whose they are, and when they may change.
+"""The values that the script has declared with `Session.state`: replicated or rank-local, and when they may change.
 
-*Replicated* values are the same on every rank. *Rank-local* ones are each rank's own, and a lost rank's must not be
-lost with it. So every rank gives its own to all others before it enters the gradient barrier, and each keeps all of
-them, as one table, in its host state. What holds for module buffers then holds for them: a rank that has left the
-barrier of step i knows that every other one holds the table of step i+1, and any live rank can restore any other.
-docs/PROTOCOL.md has the reasons at length.
+*Replicated* values are the same on every rank. *Rank-local* ones differ from rank to rank, and a lost rank's must
+survive it. So every rank sends its own to all others before it enters the gradient barrier, and each keeps all of them,
+as one table, in its host state. Then the same holds as for module buffers: when a rank has left the barrier of step i,
+every other one has the table of step i+1, and any live rank can restore any other. docs/PROTOCOL.md has the argument.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 import xxhash
 from torch import distributed as dist
 
 from keepstep.errors import ConfigurationError, InternalError, RemoteProtocolError, StateMismatch, UsageError
+from keepstep.worker.state.layout import gathered
 from keepstep.worker.values.attributes import State, from_bytes
 
 MAX_RANK_BYTES = 64 << 10
@@ -86,9 +85,9 @@ class DeclaredState:
         if self._moment is not Moment.SHARED:
             return None
         return (
-            f"{attribute} was changed behind optimizer.step(): a rank's own values leave it with its gradients, and "
-            "a later change would die with it; change it in front of the step's first optimizer.step(), or in front "
-            "of the 'with'"
+            f"{attribute} was changed after optimizer.step(): a rank's own values leave it with its gradients, and "
+            "a later change would be lost with it; change it before the step's first optimizer.step(), or before "
+            "the 'with'"
         )
 
     # ---- the course of a step ---------------------------------------------------------------------------------------
@@ -169,13 +168,13 @@ class DeclaredState:
         """
         own = _by_attribute(self._replicated)
         digests = [xxhash.xxh3_64_digest(f"{name}:".encode() + content) for name, content in own.items()]
-        rows = _gather(len(digests).to_bytes(8, "little") + xxhash.xxh3_64_digest(b"".join(digests)), world_size)
+        rows = gathered(len(digests).to_bytes(8, "little") + xxhash.xxh3_64_digest(b"".join(digests)), world_size)
         if all(row == rows[0] for row in rows):
             return
         if any(row[:8] != rows[0][:8] for row in rows):
             numbers = [int.from_bytes(row[:8], "little") for row in rows]
             raise UsageError(f"step {step}: the ranks have declared {numbers} attributes by session.state()")
-        details = _gather(b"".join(digests), world_size)  # all ranks come here, or none
+        details = gathered(b"".join(digests), world_size)  # all ranks come here, or none
         names = list(own)
         for index in range(len(digests)):
             at = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
@@ -206,11 +205,11 @@ class _Table:
     def share(self, row: bytes, world_size: int) -> None:
         """Gives a row and gets all of them; in a second go where one does not fit into what sufficed before."""
         capacity = self._capacity
-        rows = _gather(_row(row, capacity), world_size)
+        rows = gathered(_row(row, capacity), world_size)
         longest = max(int.from_bytes(each[:_LENGTH_BYTES], "little") for each in rows)
         if longest > capacity:
             capacity = (1 << (longest + _LENGTH_BYTES - 1).bit_length()) - _LENGTH_BYTES
-            rows = _gather(_row(row, capacity), world_size)
+            rows = gathered(_row(row, capacity), world_size)
         self.num_rows, self.content = world_size, b"".join(rows)
 
     def row(self, rank: int) -> bytes:
@@ -272,13 +271,3 @@ def _by_attribute(states: dict[str, State]) -> dict[str, bytes]:
 
 def _row(content: bytes, capacity: int) -> bytes:
     return len(content).to_bytes(_LENGTH_BYTES, "little") + content[:capacity].ljust(capacity, b"\0")
-
-
-def _gather(own: bytes, world_size: int) -> list[bytes]:
-    """The same number of bytes from each rank, by rank. While the group is broken, this rank's own for all."""
-    if world_size == 1:
-        return [own]
-    source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    output = torch.empty(world_size * len(own), dtype=torch.uint8)
-    dist.all_gather_into_tensor(output, source)
-    return [row.tobytes() for row in output.view(world_size, -1).numpy()]

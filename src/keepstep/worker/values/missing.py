@@ -1,18 +1,18 @@
-"""Values that died with a rank: what a collective would have given if a failure had not cut it off.
+"""Missing values: the results of collectives that a failure interrupted.
 
-In front of the gradient barrier such a value does no harm: the step is undone. Behind it the step is completed, so the
-value may get into the state for good. Scripts reduce a loss for a log line there, which is harmless. Scripts also give
-a reduced metric to a scheduler there, which is not. `MissingValues` tells the two apart by following the values:
+Before the gradient barrier such a value does no harm: the step is undone. After it the step is completed, so the value
+may permanently get into the state. Scripts reduce a loss for a log line there, which is harmless. Scripts also pass a
+reduced metric to a scheduler there, which is not. `MissingValues` distinguishes the two by tracking the values:
 
 * Tensors, by their storages: every operation that reads a missing one leaves missing ones (a ``TorchDispatchMode``),
   and so does one that has a collective inside it which is cut off, as those of DTensors have.
 * Python numbers: ``.item()`` gives a `Missing`, which calculates, and prints as ``missing`` (a ``TorchFunctionMode``).
 
-A copy is whole if no missing value was written into a protected tensor or host value, and none was *decided by*: turned
-into a bool or another plain number, or compared. What a script does upon a decision cannot be known. What is not
-seen to be harmless counts as harm.
+A copy is valid if no missing value was written into a protected tensor or host value, and no *decision* was based on
+one: it was not compared, or turned into a bool or another plain number. The consequences of a decision cannot be known.
+Uses that are not known to be harmless count as harmful.
 
-It costs nothing until a collective is cut off behind the barrier: the modes are on from there to the next step.
+It costs nothing until a collective is interrupted after the barrier: the modes are active from there to the next step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _READS |= {"__dlpack__", "__reduce_ex__", "numpy", "data_ptr", "untyped_storage"
 
 
 class MissingValues:
-    """Follows missing values through one process. Used by the training thread, but for `announce`."""
+    """Follows missing values through one process. Used by the training thread, except for `announce`."""
 
     def __init__(self) -> None:
         self.protected: Callable[[], Iterable[torch.Tensor]] = tuple

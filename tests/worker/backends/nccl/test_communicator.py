@@ -77,7 +77,7 @@ def test_waiting_holds_up_the_stream_and_not_the_host(made: Made) -> None:
     assert made.group.wait_until_quiet(0.0)
 
 
-def test_a_host_that_waits_for_so_long_is_told(made: Made) -> None:
+def test_a_host_that_waits_for_so_long_is_reported(made: Made) -> None:
     work = made.reduce()
     with pytest.raises(RuntimeError, match=r"did not end within 0:00:00.01"):
         work.wait(timedelta(milliseconds=10))
@@ -269,7 +269,7 @@ def test_closing_a_quiet_group_keeps_it(made: Made) -> None:
 
 def test_closing_looks_at_the_device_and_calls_nothing_of_the_script_s(made: Made) -> None:
     made.reduce()
-    made.complete()  # nobody has looked
+    made.complete()  # no process has looked
     made.group.close()
     assert made.told == []
     assert made.watcher.num_left == 0
@@ -476,7 +476,7 @@ def test_the_twin_is_no_gentler_than_torch() -> None:
         work.exception()
 
 
-# ---- errors that nobody was told of ---------------------------------------------------------------------------------
+# ---- errors that were never reported --------------------------------------------------------------------------------
 
 
 def test_an_error_that_comes_after_the_wait_is_raised_by_a_look_once(made: Made) -> None:

@@ -63,7 +63,7 @@ def test_tensors_of_the_device_go_by_nccl_and_a_barrier_by_the_cpu(tmp_path: Pat
 
 
 def use_at_once(_rank: int, _size: int, path: Path) -> list[object]:
-    """What ``async_op=False`` becomes: NCCL would have no handle for it, and nobody could tell how it ends."""
+    """What ``async_op=False`` becomes: NCCL would have no handle for it, and no process could tell how it ends."""
     job = Job(path, Watcher())
     tensors = [torch.ones(2, device=META) for _ in range(2)]
     dist.all_reduce(tensors[0])
@@ -163,7 +163,7 @@ def lose_a_peer(_rank: int, _size: int, path: Path) -> list[object]:
     return [job.watcher.num_echoed, len(job.watcher.errors), "NCCL has failed" in job.watcher.errors[0]]
 
 
-def test_a_peer_whose_loss_nccl_has_found_is_told_of(tmp_path: Path) -> None:
+def test_a_peer_whose_loss_nccl_has_found_is_reported(tmp_path: Path) -> None:
     assert run_ranks(1, lose_a_peer, tmp_path) == [[1, 1, True]]
 
 

@@ -145,7 +145,7 @@ class TwinGroup:
 
 
 class TwinEnd:
-    """A place behind some operations."""
+    """A place after some operations."""
 
     def __init__(self, works: Sequence[TwinWork]) -> None:
         self._works = works

@@ -65,7 +65,7 @@ class Stage:
         self.optimizer.step()
 
 
-def test_stages_of_a_pipeline_are_cut_anew(tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_are_cut_again(tmp_path: Path) -> None:
     stages = [Stage(0, 1), Stage(2, 3)]
     stages[1].layers["layer2"].eval()
     stages[0].layers["layer1"].bias.requires_grad_(False)
@@ -110,7 +110,7 @@ def test_host_state_of_each_rank_comes_back_to_its_shard_alone(tmp_path: Path) -
     for part, value in zip(ranks(0, 0), (1, 2), strict=True):
         Checkpoints(part.state, tmp_path, every=1).load(1)
         assert part.state.others["loader"].state == value
-    with pytest.raises(StateMismatch, match="other values of the host for each of its shards"):
+    with pytest.raises(StateMismatch, match="different host values for each of its shards"):
         Checkpoints(Part(0, 7, loader=Keeps(0)).state, tmp_path, every=1).load(1)
 
 

@@ -115,7 +115,7 @@ class Whole:
         self.state = ProtectedState({"model": model, f"part{seed}": other}, Rows(0, 3) if width < 0 else None, shard)
 
 
-def test_ranks_that_hold_other_things_under_one_name_are_told(
+def test_ranks_that_hold_other_things_under_one_name_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_together([Whole(1), Whole(2)], tmp_path)
@@ -137,13 +137,13 @@ def test_a_text_for_each_part_tells_them_apart(tmp_path: Path) -> None:
         assert other.state.digest() == digest
 
 
-def test_blocks_that_leave_a_hole_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_that_leave_a_hole_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_together([Part(0, 3), Part(4, 7)], tmp_path)
     assert Checkpoints(Part(0, 3).state, tmp_path, every=1).steps() == ()
     assert "the ranks' blocks of 'model/model.weight' are not the whole of it" in capsys.readouterr().err
 
 
-def test_a_name_of_two_shapes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_of_two_shapes_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Wide(Part):
         num_rows = 8
 
@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_write_leaves_the_parts_of_others(
     with monkeypatch.context() as full:
         full.setattr(writing.os, "fsync", lambda _file: (_ for _ in ()).throw(OSError("no space left")))
         written(parts[1], 1, shards, tmp_path)
-    assert "no space left. Training goes on" in capsys.readouterr().err
+    assert "no space left. Training continues" in capsys.readouterr().err
     [draft] = tmp_path.iterdir()
     assert (draft / f"part_{shards[0]}").exists()
     assert not (draft / f"part_{shards[1]}").exists()

@@ -1,7 +1,7 @@
-"""Threads that wait for a send or recv of gloo's. They are kept for the next one.
+"""Threads that wait for a gloo send or recv, and are reused.
 
-Torch's Python can neither abort a send or recv, so a thread that waits for one in gloo cannot be freed, nor does
-it give a future of one. To start a thread takes longer than a small message does.
+Torch's Python API cannot abort a send or recv, so a thread that waits for one in gloo cannot be released, and it gives
+no future of one. Starting a thread takes longer than a small message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One gloo group of one generation, which can be aborted at any time.
 
-Everything that is under way in it ends soon after `GlooCommunicator.abort`, also what gloo itself would let sleep
-until its deadline: when a connection ends, gloo tells the operations that wait for it, but not the one whose message
-is half-way through it (``Pair::signalException`` passes over unbound buffers in ``tx_`` and ``rx_``).
+All operations in flight end soon after `GlooCommunicator.abort`, also one that gloo itself would let sleep until its
+deadline: when a connection ends, gloo notifies the operations that wait for it, but not the one whose message is partly
+transmitted (``Pair::signalException`` passes over unbound buffers in ``tx_`` and ``rx_``).
 """
 
 from __future__ import annotations

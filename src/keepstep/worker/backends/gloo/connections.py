@@ -1,7 +1,7 @@
-"""The TCP connections of one communicator, so that they can be broken from another thread.
+"""The TCP connections of one communicator, which another thread can break.
 
-`abort` and `shutdown` of a gloo group do not free a collective that is already waiting: with a stopped peer all ranks
-would wait for the timeout. `shutdown(2)` on the group's connections frees all of them within milliseconds.
+`abort` and `shutdown` of a gloo group do not release a waiting collective: with a stopped peer all ranks would wait for
+the timeout. `shutdown(2)` on the group's connections releases all of them within milliseconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Why an operation of gloo's has failed: a connection, its own deadline, or the call itself.
+"""Classifies gloo errors: a broken connection, a timeout, or an invalid call.
 
-Gloo's errors have no types, so its words are looked at: an error of a connection begins with a place in gloo's sources.
+Gloo's errors have no types, so their messages are parsed: a connection error begins with a location in gloo's sources.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def _gloo(backend: object) -> TorchBackend:
 
 
 class ScatteringGloo(ProcessGroupGloo):
-    """Torch's gloo backend, but for reduce_scatter, and sends and receives of tensors on a GPU."""
+    """Torch's gloo backend, except for reduce_scatter, and sends and receives of tensors on a GPU."""
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """Reduces each of ``inputs[0]`` to the rank of its place. What torch refuses is left to torch to refuse."""

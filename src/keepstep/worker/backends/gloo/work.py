@@ -1,4 +1,4 @@
-"""The handles of operations on their way in a gloo communicator."""
+"""Handles of operations in flight in a gloo communicator."""
 
 from __future__ import annotations
 

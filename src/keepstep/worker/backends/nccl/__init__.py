@@ -1,1 +1,1 @@
-"""Tensors on GPUs of NVIDIA's, by torch's NCCL backend. Written from torch's sources; it has run on no GPU yet."""
+"""Tensors on NVIDIA GPUs, with torch's NCCL backend. Written from torch's sources; never run on a GPU."""

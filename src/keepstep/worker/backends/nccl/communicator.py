@@ -1,8 +1,8 @@
 """One NCCL group of one generation, which can be aborted at any time.
 
-``ProcessGroupNCCL::abort`` ends NCCL's kernels, so that what is queued behind them on the streams goes on, with
-garbage. It waits for that, so a thread of its own calls it. NCCL itself does not notice a peer that is gone where
-memory carries the data: the agents do, and the group is taken down.
+``ProcessGroupNCCL::abort`` ends NCCL's kernels, so that what is queued after them on the streams goes on, with
+garbage. It waits for them, so a separate thread calls it. NCCL itself does not detect a lost peer if the data travels
+through memory: the agents do, and the group is aborted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ISSUING_S = 0.2
 """How long an abort lets a thread finish that is in a call of NCCL's. Such a call takes microseconds, and NCCL's abort
 frees what it works with; one that waits in NCCL for a peer is freed by the abort alone."""
 ABORT_DEADLINE = timedelta(minutes=10)
-"""For torch's abort, which otherwise has the timeout of operations and raises behind its end where that was shorter."""
+"""For torch's abort, which otherwise has the timeout of operations and raises after its end where that was shorter."""
 
 
 class NcclCommunicator(OwnTraffic):

@@ -1,4 +1,4 @@
-"""The store of a group that is being connected, and of nothing else."""
+"""The store of a group, usable only while the group connects."""
 
 from __future__ import annotations
 

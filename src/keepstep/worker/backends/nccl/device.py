@@ -1,4 +1,4 @@
-"""What an NCCL communicator asks of torch and of its GPU. Tests have a twin of it that runs on the CPU."""
+"""The calls of an NCCL communicator to torch and its GPU. Tests replace this module by a twin on the CPU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StreamDevice(Protocol):
         ...
 
     def end_of(self, works: Sequence[dist.Work]) -> StreamPlace:
-        """A place behind some operations of torch's, on a stream of its own. From any thread."""
+        """A place after some operations of torch's, on a stream of its own. From any thread."""
         ...
 
 
@@ -105,7 +105,7 @@ class CudaDevice:
         return torch.cuda.is_current_stream_capturing()
 
     def end_of(self, works: Sequence[dist.Work]) -> StreamPlace:
-        """An event behind the operations; see `StreamDevice.end_of`."""
+        """An event after the operations; see `StreamDevice.end_of`."""
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             for work in works:

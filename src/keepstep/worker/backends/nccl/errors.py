@@ -1,4 +1,4 @@
-"""Why an operation of NCCL's has failed: a connection, its deadline, or the call itself.
+"""Classifies NCCL errors: a broken connection, a timeout, or an invalid call.
 
 Torch raises a ``DistBackendError`` with NCCL's words for its result codes (``ncclGetErrorString`` in NCCL's init.cc);
 whether the watchdog has given an operation up is asked of the group (``ProcessGroupNCCL::getError``).

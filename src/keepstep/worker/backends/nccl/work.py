@@ -1,8 +1,8 @@
-"""The handles of operations on their way in an NCCL communicator.
+"""Handles of operations in flight in an NCCL communicator.
 
-What torch's handle says after an abort is of no use: the kernel of an aborted operation ends, so its event is complete
-and its handle says so (``WorkNCCL::isCompleted`` asks an aborted communicator for no error), and the outputs are
-garbage. So an operation counts as done only where it was complete while the communicator was whole.
+Torch's handle is unreliable after an abort: the kernel of an aborted operation ends, so its event is complete and the
+handle reports that (``WorkNCCL::isCompleted`` does not check an aborted communicator for errors), but the outputs are
+garbage. So an operation counts as done only if it completed before the communicator was aborted.
 
 Of torch's handle only `is_completed`, `block_current_stream`, `get_future` and `get_future_result` are used. `wait`
 aborts the communicator where there is an error, `is_success` raises, `synchronize` and `exception` warn that they are
@@ -54,7 +54,7 @@ class NcclWork(dist.Work):
         on_awaited: called once at most, when something waits for it or asks after it before it has ended.
         on_end: called once, after these, by the thread that looks.
         judge: whether the communicator is whole; else the error that this operation has ended in. It is asked before
-            torch's handle is, since an abort holds a lock that the handle waits for, and again behind the handle.
+            torch's handle is, since an abort holds a lock that the handle waits for, and again after the handle.
         """
         super().__init__()
         self.operation, self.peer = operation, peer

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the state by names and places that do not depend on how many ranks there are.
+"""The content of a checkpoint: the state by names and places that do not depend on the number of ranks.
 
 Tensors are blocks of whole tensors. Optimizer state and everything else that belongs to a parameter is named after it:
 under pipelining the parameter of one index is another one on each stage. The host state is the same on every rank, as
@@ -83,7 +83,7 @@ def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, to
     """What this rank writes of what it holds: the content, and its tensors by name, which are the live ones."""
     names = SavedNames(state)
     others: Named = []
-    host = _pack(state.step_state(), f"host/{share.rank}", others)
+    host = _pack(tree.unplaced(state.step_state()), f"host/{share.rank}", others)
     scalars = {name: _pack(values, f"scalars/{name}", others) for name, values in names.scalars()}
     own = [block for block in names.live_blocks() if block.names[0] not in names.left_to_others]
     blocks = [*own, *Replicated().blocks(others)]
@@ -93,7 +93,7 @@ def describe(state: ProtectedState, share: Share) -> tuple[Content, dict[str, to
         (HostState((state.shard(),), host),),
         scalars,
         tuple(names.of(parameters[index]) for index in state.gradient_marks()),
-        Modes(*(frozenset(map(names.of, group)) for group in msgspec.structs.astuple(state.modes()))),
+        names.modes(state.modes()),
     )
     return content, {block.names[0]: block.held.tensor for block in blocks}
 
@@ -169,6 +169,11 @@ class SavedNames:
         marked = set(with_gradient)
         return tuple(i for i, (name, _p) in enumerate(self._state.parameters()) if self.of(name) in marked)
 
+    def modes(self, own: Modes) -> Modes:
+        """Under the names in the checkpoint."""
+        evaluating, frozen = frozenset(map(self.of, own.evaluating)), frozenset(map(self.of, own.frozen))
+        return Modes(evaluating, frozen, None if own.written is None else frozenset(map(self.of, own.written)))
+
     def modes_here(self, modes: Modes) -> Modes:
         """Under the names of this rank."""
         own = {self.of(name): name for name in [n for n, _part in self._state.parts()]}
@@ -176,4 +181,5 @@ class SavedNames:
         return Modes(
             frozenset(own[name] for name in modes.evaluating if name in own),
             frozenset(trained[name] for name in modes.frozen if name in trained),
+            None if modes.written is None else frozenset(trained[name] for name in modes.written if name in trained),
         )

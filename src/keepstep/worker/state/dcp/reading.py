@@ -1,4 +1,4 @@
-"""Reading a checkpoint: each rank the blocks that it holds, also where other blocks were written.
+"""Reads a checkpoint: each rank reads the blocks that it holds, even if other blocks were written.
 
 Every file that is read is compared with its checksum first: torch unpickles the metadata.
 """
@@ -128,7 +128,7 @@ class StateReader:
         host = content.host_of(state.shard())
         if host is None:
             raise StateMismatch(
-                f"{source} has other values of the host for each of its shards, and none for this rank's: the layout "
+                f"{source} has different host values for each of its shards, and none for this rank's: the layout "
                 "and the number of ranks must be those that wrote it"
             )
         self._host = host.packed

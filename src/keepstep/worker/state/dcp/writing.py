@@ -1,9 +1,9 @@
-"""Writing a checkpoint: each shard by one rank, and the rank that ends last completes it.
+"""Writes a checkpoint: one rank writes each shard, and the rank that finishes last completes it.
 
 Every rank puts torch's files for its part into one folder, and then, by a rename, the file that describes them. After
-that it looks whether all parts are there. So one rank at least finds them all, without a message, a clock or a wait; of
-several that do one has the file that says that it makes the whole: torch's metadata of all parts as one, and the
-checksum of every file. A rank that is lost leaves a folder without that, which no one takes for a checkpoint.
+that it checks whether all parts exist. So at least one rank finds all of them, without a message, a clock or a wait; if
+several do, an exclusively created file selects the one that completes the checkpoint: torch's merged metadata, and the
+checksum of every file. A lost rank leaves a folder without these, which is no checkpoint.
 """
 
 from __future__ import annotations
@@ -106,6 +106,13 @@ def complete(folder: Path, shards: Iterable[str]) -> bool:
     return True
 
 
+def _joined(one: Modes, other: Modes) -> Modes:
+    """What either says; what is written to is known where both know it."""
+    is_known = one.written is not None and other.written is not None
+    written = (one.written or frozenset()) | (other.written or frozenset()) if is_known else None
+    return Modes(one.evaluating | other.evaluating, one.frozen | other.frozen, written)
+
+
 def checksum_of(file: Path) -> str:
     """xxh3 (128 bit) of a file.
 
@@ -139,7 +146,7 @@ class _Merged:
         self._held: dict[MetadataIndex, tuple[int, bytes]] = {}
         """The first rank that holds a block, and the digest of it."""
         self._hosts: dict[tuple[bytes, tuple[bytes, ...]], HostState] = {}
-        self._content = Content((), (), {}, (), Modes(frozenset(), frozenset()))
+        self._content = Content((), (), {}, (), Modes(frozenset(), frozenset(), frozenset()))
         self._checksums: dict[str, str] = {}
 
     def add(self, part: WrittenPart) -> None:
@@ -159,7 +166,7 @@ class _Merged:
             (),
             before.scalars | own.scalars,
             tuple(dict.fromkeys((*before.with_gradient, *own.with_gradient))),
-            Modes(before.modes.evaluating | own.modes.evaluating, before.modes.frozen | own.modes.frozen),
+            _joined(before.modes, own.modes),
         )
         self.ranks.append(part.rank)
         self._checksums |= {file: checksum for file, checksum in part.checksums.items() if file != name}
