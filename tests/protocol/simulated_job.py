@@ -90,7 +90,7 @@ class SimulatedJob(SimulatedNodes):
     def holder(self, rank: int) -> SimulatedWorker:
         """The process that holds a rank, as the machine sees it."""
         holders = {worker.rank: worker.worker for worker in self.machine.roster.holders()}
-        assert rank in holders, f"nobody holds rank {rank}"
+        assert rank in holders, f"no process holds rank {rank}"
         return self.workers[holders[rank]]
 
     @property
@@ -190,8 +190,12 @@ class SimulatedJob(SimulatedNodes):
         """Its process is killed from outside."""
         self._lose(worker, Cause.SIGNAL, "killed by SIGKILL")
 
+    def die(self, worker: SimulatedWorker) -> None:
+        """Its agent sees that it is dead, and not yet how it ended."""
+        self._lose(worker, Cause.DIED, "its process died")
+
     def throw(self, worker: SimulatedWorker, error: str = "ValueError: bad batch", *, fatal: bool = False) -> None:
-        """An exception that nobody catches ends it."""
+        """An uncaught exception ends it."""
         self._queue(worker.number, WorkerFailed(worker.number, error, "Traceback ...", fatal))
         self._lose(worker, Cause.EXIT, "exit code 1")
 

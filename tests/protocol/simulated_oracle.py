@@ -22,7 +22,7 @@ class Oracle:
         """Where training last went on: no generation resumes before it."""
 
     def check_decision(self, order: Recover, workers: Collection[SimulatedWorker]) -> None:
-        """All stand still, no lost rank runs, nobody goes back, and each receiver has a source of its own shard."""
+        """All stand still, no lost rank runs, no process goes back, and each receiver has a source of its own shard."""
         assert order.generation == self.machine.generation
         for worker in workers:
             assigned = worker.assignment is not None and worker.assignment.generation == order.generation
@@ -30,8 +30,8 @@ class Oracle:
             assert worker.rank is None or stands, f"rank {worker.rank} has not come to its safe point"
         receivers: list[int] = []
         for transfer in order.transfers:
-            assert transfer.sources, f"{order}: nobody holds the state"
-            assert transfer.receivers, f"{order}: a transfer for nobody"
+            assert transfer.sources, f"{order}: no process holds the state"
+            assert transfer.receivers, f"{order}: a transfer for no process"
             involved = [*transfer.sources, *transfer.receivers]
             assert len(involved) == len(set(involved)), f"{order}: a rank sends to itself"
             assert len({self.shards(rank) for rank in involved}) == 1, f"{order}: one shard is sent to another"
@@ -65,7 +65,7 @@ class Oracle:
             assert record.actions[worker.rank] == worker.action
 
     def check_books(self) -> None:
-        """What the machine keeps up to date is what counting anew gives, after every event."""
+        """What the machine keeps up to date is what recounting gives, after every event."""
         roster = self.machine.roster
         live = [worker for worker in roster.workers.values() if not worker.lost and not worker.done]
         assert {worker.worker for worker in live if worker.rank is not None} == roster.holder_numbers()

@@ -93,7 +93,7 @@ def test_a_node_that_is_heard_of_keeps_its_lease() -> None:
     assert [entry for entry in cluster.entries() if not isinstance(entry.event, ReportsReceived)] == []
 
 
-def test_a_silent_node_is_given_up_and_its_rank_is_taken() -> None:
+def test_a_silent_node_is_evicted_and_its_rank_is_taken() -> None:
     cluster = ToyCluster().go()
     cluster.nodes["node-1"].is_cut_off = True
     cluster.wait(LEASE_S * 0.8)
@@ -101,7 +101,7 @@ def test_a_silent_node_is_given_up_and_its_rank_is_taken() -> None:
     cluster.wait(LEASE_S * 0.4)
     assert where(cluster) == (Stage.TRAINING, 2)
     (record,) = cluster.controller.job.records
-    assert (record.cause, record.detail) == (Cause.NODE, "rank 1 lost: node node-1 lost: not heard of for 3 s")
+    assert (record.cause, record.detail) == (Cause.NODE, "rank 1 lost: node node-1 lost: no heartbeat for 3 s")
     assert cluster.holder(1)[0].name == "node-3"
     assert cluster.refused == []
 
@@ -119,7 +119,7 @@ def test_without_leases_a_node_may_be_silent_for_ever() -> None:
     assert cluster.controller.job.ended.exit_code == 0
 
 
-def test_leases_of_a_controller_that_stood_still_are_looked_at_after_what_has_come_meanwhile() -> None:
+def test_leases_of_a_controller_that_was_paused_are_looked_at_after_what_has_come_meanwhile() -> None:
     cluster = ToyCluster().go()
     cluster.now_s += 100.0
     cluster.go()  # what lay in the sockets
@@ -128,7 +128,7 @@ def test_leases_of_a_controller_that_stood_still_are_looked_at_after_what_has_co
 
 
 def test_a_controller_that_was_held_up_cannot_tell_who_was_silent_meanwhile() -> None:
-    """Their packets may lie in its sockets, or may have been refused by them: a whole lease begins for everybody."""
+    """Their packets may lie in its sockets, or may have been refused by them: a whole lease begins for all."""
     for wakes_with_a_look in (True, False):
         cluster = ToyCluster().go()
         cluster.nodes["node-1"].is_cut_off = True
@@ -166,7 +166,7 @@ def given_up_s(controller: ControllerMachine, *, heard: str | None = None, late_
         controller.tick(due + late_s)
         if any(isinstance(entry.event, LeaseExpired) for entry in controller.take_entries()):
             return due + late_s
-    raise AssertionError("nobody is ever given up")
+    raise AssertionError("no process is ever given up")
 
 
 def test_leases_are_looked_at_often_and_when_one_runs_out() -> None:
@@ -178,7 +178,7 @@ def test_leases_are_looked_at_often_and_when_one_runs_out() -> None:
 
 @pytest.mark.parametrize("wakes_with_a_look", [True, False])
 def test_the_time_in_which_the_controller_was_held_up_counts_as_no_nodes_silence(wakes_with_a_look: bool) -> None:
-    """One node was silent for 2 s before it: with the 2 s in which nobody could be heard that is no lease of 3 s."""
+    """One node was silent for 2 s before it: with the 2 s in which none could be heard that is no lease of 3 s."""
     controller = watching("node-0", "node-1")
     for now_s in (101.0, 102.0, 104.0):
         if now_s < 104.0 or not wakes_with_a_look:
@@ -214,7 +214,7 @@ def test_a_controller_that_hears_no_node_waits_longer_before_it_gives_nodes_up()
 
 
 def test_the_loss_of_a_relay_is_no_sign_that_its_nodes_are_heard() -> None:
-    """The lease of one node begins anew, and yet the controller has heard none for one lease: it may be cut off."""
+    """The lease of one node starts over, and yet the controller has heard none for one lease: it may be cut off."""
     controller = watching("node-0", "node-1")
     controller.relay_lost(["node-0"], 102.0)
     assert given_up_s(controller) == pytest.approx(100.0 + ISOLATED_S, abs=LEASE_S * LEASE_CHECK_SHARE)
@@ -228,7 +228,7 @@ def test_a_node_that_has_not_come_back_after_a_restart_is_not_heard() -> None:
 
 
 def test_a_deadline_that_has_come_is_not_the_next_one_again() -> None:
-    """Whatever is rounded between the time a node was heard at and the end of its lease: else nobody goes on."""
+    """Whatever is rounded between the time a node was heard at and the end of its lease: else no process goes on."""
     rng = random.Random(105)
     for _ in range(300):
         controller = watching("node-0", "node-1")
@@ -267,7 +267,7 @@ def test_a_node_that_comes_back_kills_what_it_has_and_is_of_use_again() -> None:
     node.is_cut_off = False
     cluster.wait(1.0)
     assert {(each.node, each.incarnation) for each in cluster.refused} == {("node-1", 1)}
-    assert cluster.refused[0].reason == "not heard of for 3 s"
+    assert cluster.refused[0].reason == "no heartbeat for 3 s"
     (spare,) = node.workers.values()
     assert spare.number != orphan
     assert (node.agent.incarnation, spare.rank) == (2, None)
@@ -324,7 +324,7 @@ def test_a_packet_of_an_earlier_life_is_refused_and_changes_nothing() -> None:
             cluster.now_s,
         )
         (answer,) = cluster.controller.packets(cluster.now_s)
-        why = "another agent speaks for node node-2 by now; each needs a name of its own"
+        why = "another agent is connected as node node-2; each node needs a unique name"
         assert answer == msg.NodeEvicted("node-2", incarnation, why, is_final=True)
     assert len(cluster.journal) == num_entries
     assert cluster.controller.take_entries() == []
@@ -531,7 +531,7 @@ def test_a_deadline_is_an_event() -> None:
     assert (again.job.ended, again.job.stage) == (ended, Stage.ENDED)
 
 
-def test_leases_begin_anew_after_a_crash() -> None:
+def test_leases_start_over_after_a_crash() -> None:
     """And an agent has twice as long to find the controller again."""
     cluster = ToyCluster().go()
     cluster.now_s += 100 * LEASE_S

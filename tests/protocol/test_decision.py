@@ -145,7 +145,7 @@ def test_a_lost_shard_without_a_replica_takes_all_back_to_its_snapshot(
     assert decision.transfers == ()
 
 
-def test_replacements_that_wait_for_a_rank_are_told_apart_by_what_they_inherit() -> None:
+def test_replacements_that_wait_for_a_rank_are_distinguished_by_what_they_inherit() -> None:
     roster = roster_of({"safe": BACKWARD}, {}, {})
     worker_of(roster, 1).inherits = frozenset({3})
     decision = decide(roster, SnapshotRegister(), sharded("xyx"), 3, GENERATION)
@@ -164,7 +164,7 @@ def report_of(position: Position) -> dict[str, SafePointReached | WorkerReady]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_in_a_first_recovery_only_replacements_receive(num_ranks: int) -> None:
-    """Wherever the ranks were caught, whoever of them is lost, and whatever they hold."""
+    """Wherever the ranks were caught, whichever of them are lost, and whatever they hold."""
     places = {positions for joint in permitted_positions(num_ranks) for positions in with_losses(joint)}
     for sharding, positions in itertools.product(shardings(num_ranks), places):
         roster = roster_of(*map(report_of, positions))
@@ -401,7 +401,7 @@ def test_a_rank_that_rewinds_is_a_source_for_one_that_cannot() -> None:
 
 @pytest.mark.parametrize("num_receivers", [1, 3])
 def test_the_list_of_sources_stays_short_and_that_of_receivers_is_whole(num_receivers: int) -> None:
-    """The order goes to every node, and two sources fill a receiver's line; but nobody may be left out."""
+    """The order goes to every node, and two sources fill a receiver's line; but no process may be left out."""
     num_holders = 3 * MAX_SOURCES
     whole = [{"safe": safe(3, Phase.BACKWARD, (3,))}] * num_holders
     roster = roster_of(*[{"ready": ready(0, ())}] * num_receivers, *whole)

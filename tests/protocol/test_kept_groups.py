@@ -76,7 +76,7 @@ def act(members: list[Member], what: str, member: Member, peer: int) -> None:
     if what == "enter" and member.entered == member.left:
         member.entered += 1
     elif what == "leave" and member.entered > member.left and (all_have_entered or number % 3 == rank):
-        member.left += 1  # every third one has this member as its root, which needs nobody
+        member.left += 1  # every third one has this member as its root, which needs no process
     elif what == "send" and members[peer] is not member:
         member.sent[peer] += 1
     elif what == "receive" and members[peer].sent[rank] > member.received[peer]:

@@ -245,7 +245,7 @@ def test_a_controller_that_breaks_a_rule_is_found_out(
 
 
 def test_what_has_lost_its_holder_is_taken(seed: int) -> None:
-    """In the end somebody holds it who is alive, and it did not take much longer than the lease lasts."""
+    """In the end a live controller holds it, and it did not take much longer than the lease lasts."""
     generator = random.Random(seed)
     dead = Lease(4, 2, 5000, "a")
     waiting = [Candidate(name, HOLD_S) for name in "bc"]

@@ -1,4 +1,4 @@
-"""What happens once in a job's life: the controller grants it, and remembers that it has."""
+"""What happens once per job: the controller grants it, and remembers that it has."""
 
 from tests.protocol.simulated_job import SimulatedJob
 

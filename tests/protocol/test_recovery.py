@@ -83,7 +83,7 @@ def test_a_job_goes_on_from_the_newest_checkpoint_of_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize("withheld", [WorkerJoined, GroupsReset, WorkerReady, None], ids=str)
-def test_a_rank_killed_in_start_up_means_all_ranks_anew(withheld: type | None) -> None:
+def test_a_rank_killed_in_start_up_restarts_all_ranks(withheld: type | None) -> None:
     """Wherever the others are: before they asked for their rank, connecting, building the model, ready."""
     job = SimulatedJob(world_size=3, num_spares=0)
     job.join()
@@ -135,7 +135,7 @@ AHEAD_IDS = ["left barrier", "updated", "synced alone", "synced but one", "backw
 @pytest.mark.parametrize(("places", "step"), AHEAD, ids=AHEAD_IDS)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_ranks_in_different_phases_meet_where_all_can_be(places: dict[int, Phase], step: int, rank: int) -> None:
-    """A rank that is synced goes on, or back, with those that live on; nobody gives up a good copy."""
+    """A rank that is synced goes on, or back, with those that live on; no process gives up a good copy."""
     job = SimulatedJob(world_size=3).bring(**{f"rank{other}": (3, phase) for other, phase in places.items()})
     job.kill(job.holder(rank))
     job.settle()

@@ -66,7 +66,7 @@ class Lines:
 
 
 class Job:
-    """A machine with many nodes, driven by hand: reports of nobody but those that a test lets speak."""
+    """A machine with many nodes, driven by hand: reports of no process but those that a test lets speak."""
 
     def __init__(self, world_size: int) -> None:
         self.num_nodes = world_size // SLOTS + 1
@@ -181,7 +181,7 @@ def test_a_loop_over_all_ranks_is_counted() -> None:
 
 
 def test_a_whole_recovery_costs_in_proportion_to_the_world_size() -> None:
-    """A node is lost before anything was trained: all ranks are fenced and start anew, and spares make room."""
+    """A node is lost before anything was trained: all ranks are fenced and restart, and spares make room."""
     costs = []
     for world_size in (LARGE // 4, LARGE // 2):
         job = Job(world_size).until(Stage.TRAINING, but=world_size)

@@ -50,7 +50,7 @@ def test_start_up_has_a_deadline() -> None:
     job.withhold(job.workers[1], WorkerReady)
     job.settle()
     assert_due_in(job, DEADLINES["start_deadline_s"])
-    assert ended(job) == (1, "ranks [1] did not come to their first step within 50 s")
+    assert ended(job) == (1, "ranks [1] did not reach their first step within 50 s")
 
 
 def test_a_start_up_of_a_job_that_has_trained_is_tried_again_after_its_deadline() -> None:
@@ -70,11 +70,11 @@ def test_a_start_up_of_a_job_that_has_trained_is_tried_again_after_its_deadline(
     job.deadline()
     assert job.now_s - started_s == pytest.approx(DEADLINES["start_deadline_s"], abs=0.1)
     assert job.where == (Stage.STOPPING, 3)
-    assert "did not come to their first step in time" in job.machine.records[-1].detail
+    assert "did not reach their first step in time" in job.machine.records[-1].detail
     until_training(job)
     assert job.where == (Stage.TRAINING, 3)
     fenced = [order.worker for order in job.orders(FenceWorker)]
-    assert fenced.index(hung) < len(fenced) - 1, "what the others have exchanged is not whole: all start anew"
+    assert fenced.index(hung) < len(fenced) - 1, "what the others have exchanged is not whole: all restart"
     assert job.machine.records[-1].resume_step == 6
 
 
@@ -94,7 +94,7 @@ def test_a_survivor_that_reaches_no_safe_point_in_time_is_lost_too() -> None:
     assert job.where == (Stage.TRAINING, 2)
     assert [order.worker for order in job.orders(FenceWorker)] == [silent.number]
     assert [failure.rank for failure in job.machine.records[-1].failures] == [1, 2]
-    assert job.machine.records[-1].failures[1].detail == "it did not come to a safe point in time"
+    assert job.machine.records[-1].failures[1].detail == "it did not reach a safe point in time"
 
 
 def test_a_replacement_that_never_comes_ends_in_a_rescue() -> None:
@@ -108,7 +108,7 @@ def test_a_replacement_that_never_comes_ends_in_a_rescue() -> None:
     job.settle()
     exit_code, reason = ended(job)
     assert exit_code == 76
-    assert "no replacement came to its first step in time" in reason
+    assert "no replacement reached its first step in time" in reason
     assert "rescued-0-at-3.pt" in reason
 
 
@@ -142,7 +142,7 @@ def test_what_is_lost_while_help_is_waited_for_does_not_put_the_end_off() -> Non
     assert ended(job)[0] == 76
 
 
-def test_help_is_waited_for_anew_in_another_recovery() -> None:
+def test_help_is_waited_for_again_in_another_recovery() -> None:
     job = waiting_for_help()
     first_due = job.machine.next_deadline()
     job.now_s += 0.9 * DEADLINES["start_deadline_s"]
@@ -159,7 +159,7 @@ def test_help_is_waited_for_anew_in_another_recovery() -> None:
 
 
 def until_training(job: SimulatedJob) -> None:
-    """Lets deadlines come until training goes on or the job has ended."""
+    """Lets deadlines come until training continues or the job has ended."""
     for _ in range(5):
         if job.settle().machine.stage in (Stage.TRAINING, Stage.ENDED):
             return

@@ -42,7 +42,7 @@ def kill_all(job: SimulatedJob) -> None:
     job.settle()
 
 
-def test_the_exit_codes_are_told_apart() -> None:
+def test_the_exit_codes_are_distinguished() -> None:
     assert (EXIT_FAILED, EXIT_NOTHING_TO_RECOVER, EXIT_TOO_FEW_RANKS) == (1, 75, 76)
 
 
@@ -69,7 +69,7 @@ def test_all_finish_then_complete_then_done_then_exit_0() -> None:
     assert job.machine.next_deadline() is None, "the code after the loop may take as long as it likes"
     job.release()
     job.settle()
-    assert ended(job) == (0, "all ranks are through")
+    assert ended(job) == (0, "all ranks have finished")
     assert job.machine.digests == {0: "weights at step 3", 1: "weights at step 3"}
 
 
@@ -160,7 +160,7 @@ def test_a_rank_that_is_through_already_is_not_abandoned() -> None:
     assert ended(job)[0] == 1
 
 
-# ---- Nobody left ----------------------------------------------------------------------------------------------------
+# ---- No rank left ----------------------------------------------------------------------------------------------------
 
 
 def test_no_rank_left_without_a_checkpoint_ends_with_75_and_the_cause() -> None:
@@ -173,7 +173,7 @@ def test_no_rank_left_without_a_checkpoint_ends_with_75_and_the_cause() -> None:
     assert "generation 2" in reason
 
 
-def test_no_rank_left_before_anything_was_trained_starts_all_anew() -> None:
+def test_no_rank_left_before_anything_was_trained_restarts_all() -> None:
     job = SimulatedJob(world_size=2, num_spares=0).settle()
     kill_all(job)
     assert job.where == (Stage.TRAINING, 2)
@@ -182,7 +182,7 @@ def test_no_rank_left_before_anything_was_trained_starts_all_anew() -> None:
 
 
 @pytest.mark.parametrize("num_spares", [0, 2])
-def test_no_rank_left_with_a_checkpoint_starts_all_anew_from_the_newest(num_spares: int) -> None:
+def test_no_rank_left_with_a_checkpoint_restarts_all_from_the_newest(num_spares: int) -> None:
     job = SimulatedJob(world_size=2, num_spares=num_spares, checkpoint_every=3).bring_all(7, Phase.BACKWARD)
     assert job.checkpoints == {3, 6}
     kill_all(job)
@@ -205,7 +205,7 @@ def test_a_checkpoint_older_than_an_earlier_recovery_can_be_gone_back_to() -> No
 
 
 def test_a_rank_lost_while_all_go_back_to_a_checkpoint_is_recovered_from() -> None:
-    """The other has loaded it already and stays there: in the second recovery, nobody rewinds."""
+    """The other has loaded it already and stays there: in the second recovery, no process rewinds."""
     job = SimulatedJob(world_size=2, num_spares=1, checkpoint_every=4).bring_all(6, Phase.BACKWARD)
     job.kill(job.holder(0))
     job.settle().bring_all(7, Phase.UPDATED)
@@ -224,7 +224,7 @@ def test_a_rank_lost_while_all_go_back_to_a_checkpoint_is_recovered_from() -> No
     job.finish_well()
 
 
-def test_fresh_ranks_that_find_no_checkpoint_do_not_begin_again_in_silence() -> None:
+def test_fresh_ranks_that_find_no_checkpoint_do_not_silently_start_over() -> None:
     job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=10).bring_all(7, Phase.BACKWARD)
     kill_all(job)
     exit_code, reason = ended(job)
@@ -232,7 +232,7 @@ def test_fresh_ranks_that_find_no_checkpoint_do_not_begin_again_in_silence() -> 
     assert "find no checkpoint" in reason
 
 
-def test_fresh_ranks_do_not_begin_again_in_silence_when_one_of_them_is_lost_either() -> None:
+def test_fresh_ranks_do_not_silently_start_over_when_one_of_them_is_lost_either() -> None:
     """One has come to step 0 and would stay there, and its peer is lost before all are ready."""
     job = SimulatedJob(world_size=2, num_spares=0, checkpoint_every=10).bring_all(7, Phase.BACKWARD)
     for rank in range(2):
@@ -377,7 +377,7 @@ def test_a_start_up_that_fails_ends_the_job_though_a_peer_told_of_it_first(with_
     job = failing_in_start_up(with_word=with_word).settle()
     why = "failed: ImportError: no module named gpt" if with_word else "ended before its first step: exit code 1"
     assert ended(job) == (1, f"rank 1 {why}")
-    assert len(job.orders(StartWorker)) == 4, "nothing is started anew"
+    assert len(job.orders(StartWorker)) == 4, "nothing is restarted"
 
 
 def test_a_rank_that_fails_while_the_first_groups_are_connected_ends_the_job() -> None:
@@ -402,7 +402,7 @@ def test_after_training_an_exception_in_the_first_recovery_is_recovered_from() -
     job.finish_well()
 
 
-def starting_anew(*, held: type = WorkerReady) -> SimulatedJob:
+def restarting(*, held: type = WorkerReady) -> SimulatedJob:
     """All ranks were lost after training, and rank 1 of those that take their place is held back."""
     job = SimulatedJob(world_size=2, num_spares=1, checkpoint_every=3).bring_all(7, Phase.BACKWARD)
     for rank in range(2):
@@ -422,7 +422,7 @@ def test_a_job_that_has_trained_is_not_ended_by_a_start_up_that_fails(
     held: type, stage: Stage, with_word: bool
 ) -> None:
     """Its script has worked before. Where it fails again and again, the count of failures in a row ends it."""
-    job = starting_anew(held=held)
+    job = restarting(held=held)
     assert job.where == (stage, 2)
     failing = job.holder(1)
     job.throw(failing, "OSError: no route to host")
@@ -562,7 +562,7 @@ def test_each_restart_is_counted_once(max_restarts: int, num_recoveries: int) ->
     assert ended(job)[0] == 76
 
 
-def test_too_few_restarts_for_all_ranks_anew_ends_with_76() -> None:
+def test_too_few_restarts_to_restart_all_ranks_ends_with_76() -> None:
     job = SimulatedJob(world_size=2, num_spares=0, max_restarts=1).settle()
     kill_all(job)
     assert ended(job) == (76, "--max-restarts is used up: rank 0 lost: killed by SIGKILL")
@@ -592,7 +592,7 @@ def test_progress_sets_the_count_of_failures_back() -> None:
     job.finish_well()
 
 
-def test_progress_that_is_told_after_the_next_failure_counts_too() -> None:
+def test_progress_that_is_reported_after_the_next_failure_counts_too() -> None:
     job = SimulatedJob(world_size=2, num_spares=1, max_recoveries_without_progress=1).settle()
     for step in range(5):
         job.withhold(NODE, StepObserved)

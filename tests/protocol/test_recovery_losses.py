@@ -43,7 +43,7 @@ def test_two_ranks_lost_at_once_are_both_replaced(phase: Phase, num_spares: int)
 
 
 @pytest.mark.parametrize("phase", IN_A_STEP)
-def test_survivors_are_told_when_the_lost_rank_was_synced(phase: Phase) -> None:
+def test_survivors_learn_that_the_lost_rank_was_synced(phase: Phase) -> None:
     """What they still need for their own gradients was sent then, so they may end their backward."""
     job = SimulatedJob(world_size=2).bring_all(3, min(phase, Phase.SYNCED, key=IN_A_STEP.index)).bring(rank1=(3, phase))
     job.kill(job.holder(1))
@@ -216,7 +216,7 @@ def test_a_lost_rank_whose_script_ends_after_all_is_gone_and_nothing_more() -> N
     job.finish_well()
 
 
-def test_a_loss_is_told_twice_and_counts_once() -> None:
+def test_a_loss_is_reported_twice_and_counts_once() -> None:
     job = SimulatedJob(world_size=3, num_spares=2).bring_all(3, Phase.BACKWARD)
     lost = job.holder(1)
     job.kill(lost)

@@ -180,7 +180,7 @@ def test_a_node_with_nothing_but_spares_is_replaced_and_no_rank_stops() -> None:
     job.finish_well()
 
 
-def test_a_node_lost_in_start_up_means_all_ranks_anew_once_there_is_room() -> None:
+def test_a_node_lost_in_start_up_restarts_all_ranks_once_there_is_room() -> None:
     job = three_nodes().join()
     job.withhold(job.workers[0], WorkerReady)
     job.settle()
@@ -195,7 +195,7 @@ def test_a_node_lost_in_start_up_means_all_ranks_anew_once_there_is_room() -> No
 
 
 def test_a_node_lost_while_the_job_is_being_stopped_belongs_to_the_same_generation() -> None:
-    """Its ranks have reported their safe points already, so nobody waits for them any more."""
+    """Its ranks have reported their safe points already, so no process waits for them any more."""
     job = three_nodes().bring_all(3, Phase.BACKWARD)
     job.withhold(job.holder(1), WorkerFenced)
     job.hang(job.holder(1))
@@ -364,7 +364,7 @@ def test_nodes_that_come_and_go_do_not_put_the_end_off() -> None:
     assert job.ended.exit_code == 76
 
 
-def test_nodes_that_come_and_go_do_not_put_the_end_off_where_all_ranks_start_anew() -> None:
+def test_nodes_that_come_and_go_do_not_put_the_end_off_where_all_ranks_restart() -> None:
     job = SimulatedJob(world_size=2, num_spares=0, nodes={"a": 1, "b": 1}, checkpoint_every=2, start_deadline_s=50.0)
     job.bring_all(3, Phase.BACKWARD)
     for name in ("a", "b"):
@@ -411,7 +411,7 @@ def test_fresh_processes_that_go_down_with_their_nodes_are_not_taken_for_ones_th
     job.finish_well()
 
 
-def test_when_all_ranks_start_anew_spares_make_room_for_them() -> None:
+def test_when_all_ranks_restart_spares_make_room_for_them() -> None:
     job = SimulatedJob(world_size=2, num_spares=1, nodes={"a": 1, "b": 2}).settle()
     job.lose_node("a")
     job.kill(job.holder(1))
@@ -420,7 +420,7 @@ def test_when_all_ranks_start_anew_spares_make_room_for_them() -> None:
     job.finish_well()
 
 
-def test_when_all_ranks_start_anew_a_node_that_is_too_small_is_not_filled_with_spares() -> None:
+def test_when_all_ranks_restart_a_node_that_is_too_small_is_not_filled_with_spares() -> None:
     job = SimulatedJob(world_size=4, num_spares=1, nodes={"a": 3, "b": 2}, max_restarts=4).settle()
     job.lose_node("a")
     job.kill(job.holder(3))

@@ -80,7 +80,7 @@ def test_a_restart_while_ranks_are_recovering_begins_a_new_generation() -> None:
     job.finish_well()
 
 
-def test_a_restart_in_start_up_means_all_ranks_anew() -> None:
+def test_a_restart_in_start_up_restarts_all_ranks() -> None:
     """Groups that were connected by half cannot be connected any more, and no rank has anything to keep."""
     job = held_in(Stage.STARTING)
     job.restart_controller()
@@ -125,7 +125,7 @@ def test_a_restart_between_the_end_of_one_rank_and_the_end_of_another_loses_neit
 
 @pytest.mark.parametrize("stage", [Stage.STOPPING, Stage.RESCUING])
 def test_a_deadline_that_came_during_the_outage_is_put_off(stage: Stage) -> None:
-    """Nobody could meet it: answers had nowhere to go."""
+    """No process could meet it: answers had nowhere to go."""
     job = held_in(stage)
     due = job.machine.next_deadline()
     assert due is not None

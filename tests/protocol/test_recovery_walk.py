@@ -79,7 +79,7 @@ class Walk:
         return "\n  ".join(["the walk:", *self.story[:1], *self.story[-60:]])
 
     def check_end(self) -> None:
-        """The job ended, as it may, and without having waited for a deadline: nobody withheld an answer."""
+        """The job ended, as it may, and without having waited for a deadline: no process withheld an answer."""
         job = self.job
         assert job.ended is not None, "the job goes on for ever"
         assert job.machine.stage is Stage.ENDED
@@ -87,7 +87,7 @@ class Walk:
         if job.ended.exit_code == 0:
             ranks = range(job.machine.settings.world_size)
             assert job.machine.digests == dict.fromkeys(ranks, f"weights at step {job.num_steps}")
-        assert job.num_deadlines == 0, "somebody was waited for in vain"
+        assert job.num_deadlines == 0, "a process was waited for until a deadline"
 
 
 class TrainingWalk(Walk):

@@ -69,7 +69,7 @@ class Line:
         assert self.heard[side] == self.said[1 - side][: len(self.heard[side])]
 
     def calm_down(self) -> None:
-        """No more faults: what was said arrives, and nobody has anything to say any more."""
+        """No more faults: what was said arrives, and no process has anything to say any more."""
         for _ in range(ROUNDS):
             self.now_s += RESEND_S
             for side in (0, 1):

@@ -107,8 +107,8 @@ def without_lost_shards(shards: dict[str, list[frozenset[int]]]) -> int | None:
 
 
 def every_holder_must(shards: dict[str, list[frozenset[int]]]) -> int | None:
-    everybody = [holder for holders in shards.values() for holder in holders]
-    return max(frozenset.intersection(*everybody), default=None) if everybody and all(shards.values()) else None
+    all_members = [holder for holders in shards.values() for holder in holders]
+    return max(frozenset.intersection(*all_members), default=None) if all_members and all(shards.values()) else None
 
 
 def greatest_of_any(shards: dict[str, list[frozenset[int]]]) -> int | None:
@@ -173,7 +173,7 @@ def test_a_wrong_common_step_is_caught(mutant: CommonRule) -> None:
         ([frozenset({4, 2}), frozenset({2}), frozenset({5, 2})], 2),
         (iter([frozenset({7})]), 7),
     ],
-    ids=["nobody", "synced and backward", "synced and updated", "synced", "apart", "a checkpoint", "any iterable"],
+    ids=["no process", "synced and backward", "synced and updated", "synced", "apart", "a checkpoint", "any iterable"],
 )
 def test_the_common_step_at_its_edges(reaches: list[frozenset[int]], expected: int | None) -> None:
     assert common_step(reaches) == expected
@@ -181,7 +181,7 @@ def test_the_common_step_at_its_edges(reaches: list[frozenset[int]], expected: i
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_between_whole_copies_there_always_is_a_common_step(num_ranks: int) -> None:
-    """Whoever is lost; and there nobody goes back behind what it has updated, nor needs anything sent to it."""
+    """Whichever ranks are lost; and then no rank goes back before its update, nor needs state."""
     num_undone = 0
     for positions in {positions for joint in permitted_positions(num_ranks) for positions in with_losses(joint)}:
         live = [position for position in positions if position is not None]

@@ -66,7 +66,7 @@ def test_a_node_with_less_room_takes_as_many_as_it_can() -> None:
 
 
 def test_the_only_holder_of_a_shard_stays_where_it_is() -> None:
-    """Nobody else could give its state to the one that takes its place."""
+    """No other rank could give its state to the one that takes its place."""
     job = SimulatedJob(
         world_size=2, num_spares=0, nodes={"a": 1}, most_per_node=2, shards=lambda rank: str(rank), ranks_per_node=1
     ).join()

@@ -133,7 +133,9 @@ def test_where_no_node_can_join_the_job_saves_its_state_and_ends_with_the_reason
     job.settle()
     assert job.ended is not None
     assert job.ended.exit_code == EXIT_TOO_FEW_RANKS
-    assert job.ended.reason.startswith(f"the job cannot go on: no device is left for ranks [1]: rank 1 lost: {REASON}")
+    assert job.ended.reason.startswith(
+        f"the job cannot continue: no device is left for ranks [1]: rank 1 lost: {REASON}"
+    )
     assert "state saved" in job.ended.reason
     assert job.num_deadlines == 0
 
@@ -146,7 +148,7 @@ def test_where_no_node_can_join_a_spare_is_waited_for() -> None:
     assert job.settle().ended is not None
 
 
-def test_all_ranks_cannot_start_anew_without_their_devices() -> None:
+def test_all_ranks_cannot_restart_without_their_devices() -> None:
     job = SimulatedJob(2, 0, checkpoint_every=2, shards=str, nodes_may_join=False).bring_all(3, Phase.BACKWARD)
     fail(job, 0)
     fail(job, 1)

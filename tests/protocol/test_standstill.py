@@ -34,7 +34,7 @@ def training(nodes: dict[str, int] | None = None) -> SimulatedJob:
 # ---- What is told ---------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_wait_are_told_of_once_and_nothing_else_happens() -> None:
+def test_ranks_that_wait_are_reported_once_and_nothing_else_happens() -> None:
     job = training()
     stands(job, standing(job, 0), standing(job, 1), standing(job, 2, waits_for=WaitsFor.NOTHING))
     known = job.machine.standstill
@@ -54,7 +54,7 @@ def test_ranks_that_wait_are_told_of_once_and_nothing_else_happens() -> None:
     assert job.ended.exit_code == 0
 
 
-def test_a_changed_situation_is_told_again_but_not_more_often_than_can_be_read() -> None:
+def test_a_changed_situation_is_reported_again_but_not_more_often_than_can_be_read() -> None:
     job = training()
     stands(job, standing(job, 0))
     stands(job, standing(job, 0), standing(job, 1))
@@ -69,7 +69,7 @@ def test_a_changed_situation_is_told_again_but_not_more_often_than_can_be_read()
     assert job.machine.next_deadline() is None
 
 
-def test_the_same_situation_is_told_again_after_minutes() -> None:
+def test_the_same_situation_is_reported_again_after_minutes() -> None:
     job = training()
     stands(job, standing(job, 0))
     job.now_s += REPEAT_S
@@ -96,7 +96,7 @@ def test_what_several_nodes_tell_at_one_moment_is_one_sentence() -> None:
     assert job.machine.standstill.told.startswith("ranks 0 to 3 have been in barrier #5 of world for 31 s")
 
 
-def test_a_node_speaks_for_its_own_ranks_only() -> None:
+def test_a_node_reports_for_its_own_ranks_only() -> None:
     job = training(TWO_NODES)
     elsewhere = next(rank for rank in range(4) if job.holder(rank).node == "b")
     unknown = Standing(77, 3, Phase.BACKWARD, WaitsFor.RANKS, 30.0, ())

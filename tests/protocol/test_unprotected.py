@@ -58,8 +58,8 @@ def test_any_lost_rank_ends_it_at_once() -> None:
 
 def test_a_lost_node_ends_it_at_once() -> None:
     job = unprotected(num_nodes=2)
-    job.machine.node_lost("b", "node b lost: not heard of for 3 s", job.now_s, job.now_s)
-    assert end_of(job) == (1, f"rank 2 ended: node b lost: not heard of for 3 s; {NOT_PROTECTED}")
+    job.machine.node_lost("b", "node b lost: no heartbeat for 3 s", job.now_s, job.now_s)
+    assert end_of(job) == (1, f"rank 2 ended: node b lost: no heartbeat for 3 s; {NOT_PROTECTED}")
 
 
 def test_it_ends_well_when_all_scripts_have() -> None:

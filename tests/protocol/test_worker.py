@@ -184,8 +184,8 @@ def test_a_start_up_that_cannot_connect_goes_on_in_echo() -> None:
     machine = launched()
     machine.receive(Assign(NUMBER, 1, RANK, 0, 3, None))
     assert moves(machine) == [Connect(1)]
-    machine.fell_out("connect", "nobody came")
-    assert moves(machine) == [CollectiveFailed(NUMBER, 1, "connect", "nobody came"), Build()]
+    machine.fell_out("connect", "no process came")
+    assert moves(machine) == [CollectiveFailed(NUMBER, 1, "connect", "no process came"), Build()]
     assert (machine.generation, machine.used_echo) == (0, True)
 
 
@@ -291,7 +291,7 @@ def test_the_same_stop_again_is_no_news() -> None:
     assert moves(machine) == [Wait()]
 
 
-def test_a_failed_collective_is_told_once_and_stops_the_rank() -> None:
+def test_a_failed_collective_is_reported_once_and_stops_the_rank() -> None:
     machine = training(Phase.BACKWARD, 5)
     assert machine.collective_failed("world", "reset") == CollectiveFailed(NUMBER, 1, "world", "reset")
     assert machine.collective_failed("world", "reset") is None
@@ -495,8 +495,8 @@ def test_a_rank_that_cannot_connect_does_not_try_again_in_the_same_generation() 
     machine = stopped(Phase.UPDATED, 6)
     machine.receive(Recover(2, 6, (), MEMBERSHIP, (), None))
     assert moves(machine) == [Connect(2)]
-    machine.fell_out("connect", "nobody came")
-    assert moves(machine) == [CollectiveFailed(NUMBER, 2, "connect", "nobody came"), Wait()]
+    machine.fell_out("connect", "no process came")
+    assert moves(machine) == [CollectiveFailed(NUMBER, 2, "connect", "no process came"), Wait()]
     machine.receive(stop(3))
     moves(machine)
     machine.receive(Recover(3, 6, (), MEMBERSHIP, (), None))
@@ -581,7 +581,7 @@ def test_a_stop_while_all_recover_is_answered_from_the_resume_step() -> None:
     assert moves(machine) == [SafePointReached((NUMBER,), 3, 4, Phase.UPDATED, (5,), 5, (), False, ()), Wait()]
 
 
-def test_a_spare_that_is_stopped_before_it_stands_ready_reports_that_it_reaches_nothing() -> None:
+def test_a_spare_that_is_stopped_before_it_is_ready_reports_that_it_reaches_nothing() -> None:
     machine = launched(rank=None)
     moves(machine)
     machine.receive(Assign(NUMBER, 2, RANK, 0, 3, None))

@@ -147,7 +147,7 @@ class ToyCluster:
         return node
 
     def go(self, rounds: int = 60) -> ToyCluster:
-        """Packets travel until nobody has anything to say."""
+        """Packets travel until no process has anything to say."""
         for _ in range(rounds):
             if not self._exchange():
                 return self

@@ -12,6 +12,7 @@ import pytest
 
 from keepstep.protocol import controller, reliable_channel, resume
 from keepstep.protocol import messages as msg
+from keepstep.protocol import snapshots as protocol_snapshots
 from keepstep.protocol.controller import AnswersReceived, ControllerMachine, DrainAsked, JournalEntry
 from keepstep.protocol.kept_groups import GroupClaim
 from keepstep.protocol.messages import Membership
@@ -42,11 +43,10 @@ from keepstep.protocol.recovery.standstill import Standstill
 from keepstep.protocol.relay.bundle import PacketBundle, Row
 from keepstep.protocol.reliable_channel import ReliableChannel
 from keepstep.protocol.resume import Action
-from keepstep.protocol.snapshots import SnapshotSchedule
+from keepstep.protocol.snapshots import SecondCopyPlan, SnapshotSchedule
 from keepstep.protocol.waiting.explanation import RankState
 from keepstep.protocol.worker import Urgency, WorkerMachine
 from keepstep.sim.cluster import snapshots as sim_snapshots
-from keepstep.sim.cluster import transfers
 from keepstep.sim.cluster.collectives import WORLD
 from keepstep.sim.cluster.groups import registry
 from keepstep.sim.cluster.groups.registry import SimulatedGroup, SimulatedGroups
@@ -190,7 +190,7 @@ def a_recover_is_carried_out_once_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerMachine, "_stand", stand)
 
 
-# ---- Once in a job's life -------------------------------------------------------------------------------------------
+# ---- Once per job -------------------------------------------------------------------------------------------
 
 
 def a_claim_ends_with_its_process(patch: pytest.MonkeyPatch) -> None:
@@ -219,34 +219,34 @@ def what_one_holds_another_may_begin(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_exchanged_is_never_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StartUp, "begins_anew", lambda self, stage, generation: False)
+    patch.setattr(StartUp, "starts_over", lambda self, stage, generation: False)
 
 
 def only_the_record_of_a_complete_start_up_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    right = StartUp.begins_anew
+    right = StartUp.starts_over
 
-    def begins_anew(self: StartUp, stage: Stage, generation: int) -> bool:
+    def starts_over(self: StartUp, stage: Stage, generation: int) -> bool:
         return self._is_complete and right(self, stage, generation)
 
-    patch.setattr(StartUp, "begins_anew", begins_anew)
+    patch.setattr(StartUp, "starts_over", starts_over)
 
 
 def a_former_controllers_record_counts_though_its_start_up_was_interrupted(patch: pytest.MonkeyPatch) -> None:
-    right, right_begins_anew, taken_over = StartUp.__init__, StartUp.begins_anew, set[StartUp]()
+    right, right_starts_over, taken_over = StartUp.__init__, StartUp.starts_over, set[StartUp]()
 
     def init(self: StartUp, written: Iterable[msg.StoreRequested] = ()) -> None:
         right(self, written)
         if self.values:
             taken_over.add(self)
 
-    def begins_anew(self: StartUp, stage: Stage, generation: int) -> bool:
+    def starts_over(self: StartUp, stage: Stage, generation: int) -> bool:
         if stage is Stage.STARTING and self in taken_over:
             taken_over.remove(self)
             self._start = generation
-        return right_begins_anew(self, stage, generation)
+        return right_starts_over(self, stage, generation)
 
     patch.setattr(StartUp, "__init__", init)
-    patch.setattr(StartUp, "begins_anew", begins_anew)
+    patch.setattr(StartUp, "starts_over", starts_over)
 
 
 def a_restarted_controller_does_not_read_the_record(patch: pytest.MonkeyPatch) -> None:
@@ -407,9 +407,9 @@ def a_torn_copy_is_a_source(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shard_is_restored_from_another(patch: pytest.MonkeyPatch) -> None:
-    def decide(everybody: Roster, snapshots: Any, membership: msg.Membership, *arguments: int) -> decision.Decision:
+    def decide(roster: Roster, snapshots: Any, membership: msg.Membership, *arguments: int) -> decision.Decision:
         same = msgspec.structs.replace(membership, shard_numbers=(0,) * membership.world_size)
-        return decision.decide(everybody, snapshots, same, *arguments)
+        return decision.decide(roster, snapshots, same, *arguments)
 
     patch.setattr(recovering, "decide", decide)
 
@@ -450,7 +450,7 @@ def a_replacement_takes_the_value_of_a_peer(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_values_leave_a_rank_behind_the_barrier(patch: pytest.MonkeyPatch) -> None:
-    """So whoever has passed it holds what the others had when the step began."""
+    """So a rank that has passed it holds what the others had when the step began."""
     right = LocalValue.gathered
 
     def gathered(self: LocalValue, rows: Rows) -> None:
@@ -795,15 +795,32 @@ def a_second_copy_counts_before_all_is_in_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_buddy_is_on_the_same_node(patch: pytest.MonkeyPatch) -> None:
-    def close(membership: Membership) -> dict[int, int]:
+    def close(membership: Membership, refused: Mapping[int, int] | None = None) -> dict[int, int]:
         found = {}
         for rank, node in enumerate(membership.node_numbers):
             there = [other for other, its in enumerate(membership.node_numbers) if its == node and other != rank]
             found |= dict.fromkeys([rank], there[0]) if there else {}
         return found
 
-    patch.setattr(transfers, "buddies", close)
-    patch.setattr(sim_snapshots, "buddies", close)
+    patch.setattr(protocol_snapshots, "buddies", close)
+
+
+def a_rank_without_a_second_copy_ends_the_job(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SecondCopyPlan, "refused", lambda self: False)
+
+
+def a_rank_that_was_refused_keeps_its_buddy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SecondCopyPlan, "reduced", lambda self, number: False)
+
+
+def a_rank_that_was_refused_does_not_ask_again(patch: pytest.MonkeyPatch) -> None:
+    send = SimulatedSecondCopies.send
+
+    def sends(self: SimulatedSecondCopies, sender: SimulatedProcess, snapshot: Snapshot) -> None:
+        if not sender.snapshots.plan.lacks_room:
+            send(self, sender, snapshot)
+
+    patch.setattr(SimulatedSecondCopies, "send", sends)
 
 
 def the_snapshot_that_must_stay_is_written_over(patch: pytest.MonkeyPatch) -> None:
@@ -955,6 +972,9 @@ MUTANTS: dict[Plant, Check] = {
     a_rank_does_not_wait_for_its_second_copy: Check.SNAPSHOT,
     a_second_copy_counts_before_all_is_in_it: Check.WRONG_SOURCE,
     a_buddy_is_on_the_same_node: Check.SNAPSHOT,
+    a_rank_without_a_second_copy_ends_the_job: Check.ENDED,
+    a_rank_that_was_refused_keeps_its_buddy: Check.SNAPSHOT,
+    a_rank_that_was_refused_does_not_ask_again: Check.SNAPSHOT,
     the_snapshot_that_must_stay_is_written_over: Check.SNAPSHOT,
     second_copies_of_the_last_generation_count: Check.RAISED,
     second_copies_are_not_told: Check.ENDED,
@@ -1079,7 +1099,7 @@ def data_is_cut_off_in_the_last_step(seed: int) -> Case:
 
 
 def a_node_is_drained(seed: int) -> Case:
-    """Spares of other nodes are warm, and training goes on for longer than the node may stay."""
+    """Spares of other nodes are warm, and training continues for longer than the node may stay."""
     settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=2, ranks_per_node=1)
     nodes = tuple(NodeLayout(f"node-{number}", 1, f"rack-{number}") for number in range(4))
     layout = ClusterLayout(nodes, ("0",) * 2, settings, LIVENESS, num_steps=40)
@@ -1105,7 +1125,7 @@ def a_node_with_a_sick_device_comes_back(seed: int) -> Case:
 
 
 def a_job_is_drained_while_ranks_reduce(seed: int) -> Case:
-    """Behind the update, into the state: what is broken off there leaves every copy torn."""
+    """After the update, into the state: what is broken off there leaves every copy torn."""
     settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=0, ranks_per_node=3)
     nodes = (NodeLayout("node-0", 3, "rack"),)
     durations = SimulatedDurations(collective_s=0.2)
@@ -1148,6 +1168,24 @@ def a_node_is_lost_while_second_copies_are_under_way(seed: int) -> Case:
     durations = SimulatedDurations(snapshot_s=0.02, second_copy_s=0.6)
     layout = ClusterLayout(nodes, ("0", "1"), settings, LIVENESS, durations=durations, num_steps=20, snapshot_every=1)
     return Case(seed, layout, (SimulatedFault("node loss", 3.0 + seed % 40 / 10, pick=seed % 2),))
+
+
+def a_node_has_no_room_for_second_copies(seed: int) -> Case:
+    """A rank there is lost, and what takes its place keeps none, for a while or for good; there are other nodes."""
+    settings = dataclasses.replace(SETTINGS, world_size=3, num_spares=1, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(3))
+    layout = ClusterLayout(nodes, ("0", "1", "2"), settings, LIVENESS, num_steps=40, snapshot_every=1)
+    kill = SimulatedFault("kill", 3.0 + seed % 40 / 20, pick=seed % 3)
+    return Case(seed, layout, (kill, SimulatedFault("no room", 0.0, recovery=1, pick=seed % 3, lasts_s=60.0)))
+
+
+def no_node_has_room_for_second_copies(seed: int) -> Case:
+    """As above, where there is no third node, and for some seconds."""
+    settings = dataclasses.replace(SETTINGS, world_size=2, num_spares=1, ranks_per_node=1)
+    nodes = tuple(NodeLayout(f"node-{number}", 2, f"rack-{number}") for number in range(2))
+    layout = ClusterLayout(nodes, ("0", "1"), settings, LIVENESS, num_steps=40, snapshot_every=1)
+    kill = SimulatedFault("kill", 3.0 + seed % 40 / 20, pick=seed % 2)
+    return Case(seed, layout, (kill, SimulatedFault("no room", 0.0, recovery=1, pick=seed % 2, lasts_s=4.0)))
 
 
 def a_rank_falls_out_while_others_connect(seed: int) -> Case:
@@ -1217,6 +1255,9 @@ CASES: dict[Plant, Callable[[int], Case]] = {
     a_node_that_joins_again_has_forgotten_what_it_has_closed: a_node_with_a_sick_device_comes_back,
     generations_of_a_group_are_not_compared: a_rank_falls_out_while_others_connect,
     a_second_copy_counts_before_all_is_in_it: a_node_is_lost_while_second_copies_are_under_way,
+    a_rank_without_a_second_copy_ends_the_job: no_node_has_room_for_second_copies,
+    a_rank_that_was_refused_keeps_its_buddy: a_node_has_no_room_for_second_copies,
+    a_rank_that_was_refused_does_not_ask_again: no_node_has_room_for_second_copies,
     the_snapshot_that_must_stay_is_written_over: all_are_interrupted_while_second_copies_are_under_way,
     loops_that_end_unevenly_are_not_noticed: a_rank_leaves_its_loop_early,
     a_rank_in_its_last_step_has_begun_another: data_is_cut_off_in_the_last_step,

@@ -1,4 +1,4 @@
-"""The scenarios: what they say happens is what happens. ``pytest --regenerate`` writes them anew, for review."""
+"""The scenarios: what they say happens is what happens. ``pytest --regenerate`` rewrites them, for review."""
 
 from pathlib import Path
 
@@ -44,6 +44,6 @@ def test_a_line_that_says_nothing_is_named(head: list[str], named: str) -> None:
         parse("\n".join([*head, "", ""]))
 
 
-def test_a_fault_whose_moment_never_comes_is_told() -> None:
+def test_a_fault_whose_moment_never_comes_is_reported() -> None:
     with pytest.raises(ConfigurationError, match="never came"):
         play(parse(f"title\n{CLUSTER}\nkill rank 1 in forward of step 99\n\n"))

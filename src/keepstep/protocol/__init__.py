@@ -1,11 +1,11 @@
 """The protocol of keepstep, pure: data and ``now_s`` in, data out.
 
 Nothing here reads a clock, opens a socket, draws a random number, logs or knows torch. The same code decides in a
-training job and, many thousand times, in the simulator. docs/PROTOCOL.md says what is decided and why it is right; this
-page says what a program owes to the machines that decide.
+training job and, many thousand times, in the simulator. docs/PROTOCOL.md explains the decisions and why they are
+correct; this page lists the duties of the programs around the machines.
 
-**Three machines, one for each kind of program.** Each is driven by one loop, which does input and output and decides
-nothing that another process could notice.
+**Three machines, one for each kind of program.** Each is driven by one loop, which does input and output and takes no
+decision that another process could observe.
 
 ===================== ====================================== =============================================
 machine               decides                                driven by
@@ -21,34 +21,35 @@ machine               decides                                driven by
 **Duties of the controller's loop.**
 
 1. Give every packet of an agent to `ControllerMachine.receive`, and every new connection to ``reconnected``.
-2. Write ``take_entries()`` to the journal, and sync it, *before* anything of ``packets()`` is sent. A controller that
-   is started again builds the machine from the journal (``from_journal``) and gives the same orders again.
+2. Write ``take_entries()`` to the journal, and sync it, *before* anything of ``packets()`` is sent. A restarted
+  controller builds the machine from the journal (``from_journal``) and repeats the same orders.
 3. Call ``tick`` at ``next_deadline()`` at the latest, with the time of one clock that never goes back.
 4. Serve a run only while it holds the run's lease (`keepstep.protocol.lease`).
 
 **Duties of an agent's loop.**
 
-1. Carry out the effects of ``take()`` in their order, then send ``packets()``.
+1. Perform the effects of ``take()`` in their order, then send ``packets()``.
 2. Report the end of each process it started with ``exited``, exactly once, after the last report of that process.
-3. Report what the tag pages show with ``observe``, several times a second. An agent that did not look for more than
-   half a second blames no worker for that time.
+3. Report what the tag pages show with ``observe``, several times a second. If an agent did not look for more than half
+  a second, that time counts against no worker.
 
 **Duties of a worker.**
 
-1. The listener thread gives each order to `WorkerMachine.receive` and does at once what the answer asks for: it breaks
-   the communicators, so that a training thread that waits in a collective comes free.
-2. The training thread asks ``next_move()`` at its safe points, carries the move out, and tells how it went
-   (``connected``, ``loaded``, ``fell_out``, ``saved``). It never touches parameters between an order to stop and the
-   move that says what becomes of them.
+1. The listener thread passes each order to `WorkerMachine.receive` and performs the result at once: it breaks the
+  communicators, which releases a training thread that waits in a collective.
+2. The training thread calls ``next_move()`` at its safe points, performs the move, and reports the result
+  (``connected``, ``loaded``, ``fell_out``, ``saved``). It never touches parameters between an order to stop and the
+  next move.
 3. Each change of phase goes through `keepstep.protocol.phases.StepMachine`, and is on the tag page before the training
-   thread goes on: the agent reads there in which phase a killed rank was.
+  thread continues: the agent reads there the phase of a killed rank.
 4. A rank enters the gradient barrier only with complete gradients, and leaves it only when all ranks have entered it.
    The resume rule (`keepstep.protocol.resume`) rests on this invariant alone.
 
-**What a loop may rely on.** A machine may be given any message at any time: one that does not fit raises
-`RemoteProtocolError` and has changed nothing, one of a former generation is dropped. Packets may be lost, doubled or
-late; `keepstep.protocol.reliable_channel` delivers what is in them once and in order. No method blocks.
+**Guarantees.** A machine accepts any message at any time: an invalid one raises `RemoteProtocolError` without changing
+state, one of a former generation is dropped. Packets may be lost, duplicated or late;
+`keepstep.protocol.reliable_channel` delivers their messages once and in order. No method blocks.
 
-**Folders.** `messages`: all that is said between programs. `recovery`: the controller's stages from training through a
-recovery back to training. `waiting`: what ranks wait in, and why. `transfer`: who sends which bytes of weights to whom.
+**Folders.** `messages`: all messages between programs. `recovery`: the controller's stages from training through a
+recovery back to training. `waiting`: which operations ranks wait in, and why. `transfer`: which process sends which
+bytes of weights to which.
 """

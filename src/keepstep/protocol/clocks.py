@@ -1,4 +1,4 @@
-"""How far another machine's monotonic clock is from this one's, from the round trips of messages.
+"""The offset of another machine's monotonic clock, from the round trips of messages.
 
 The method is Cristian's (*Probabilistic clock synchronization*, 1989): one side asks, the other tells its time,
 and that was read at some moment between question and answer. Taken for the middle, it is wrong by half the round trip

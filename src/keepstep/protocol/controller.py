@@ -1,10 +1,9 @@
-"""The controller's machine as its shell sees it: packets of all nodes in, packets out, leases, and a journal.
+"""The outer part of the controller's machine: packets of all nodes in, packets out, leases, and a journal.
 
-Eight events change the decisions of `RecoveryMachine` (`Event`), and each is written to the journal before anything
-that follows from it is transmitted. The machine is a function of its events, so a controller that was
-killed comes back by living through its journal once more: the same state, the same orders with the same numbers. What
-an agent sent after the last entry was never acknowledged, so it comes again, and orders that an agent has not heard
-are transmitted again.
+Eight events change the decisions of `RecoveryMachine` (`Event`), and each is written to the journal before any
+resulting message is sent. The machine is a function of its events, so a restarted controller replays its journal: the
+same state, the same orders with the same numbers. Messages that an agent sent after the last entry were never
+acknowledged, so it sends them again, and the controller repeats orders that an agent has not received.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class CalledOff(msgspec.Struct, frozen=True, tag=True):
 
 
 class DrainAsked(msgspec.Struct, frozen=True, tag=True):
-    """The job is to end soon, at a step that all ranks have come to."""
+    """The job must end soon, at a step that all ranks have completed."""
 
     reason: str
 
@@ -156,7 +155,7 @@ class _NodeConnection:
     is_silent: bool = False
     """Not heard of since the controller was restarted, so it is not known which orders have arrived there."""
     relay_lost_s: float = 0.0
-    """When it last could not be heard because its relay had ended: its lease began anew, and yet it was not heard."""
+    """When it last could not be heard because its relay had ended: its lease started over, and yet it was not heard."""
 
     def patience_s(self, lease_s: float) -> float:
         """How long the node may be silent."""
@@ -213,7 +212,7 @@ class ControllerMachine:
         incarnation, why = self._given_up.get(packet.node, (-1, ""))
         connection = self.connections.get(packet.node)
         if connection is not None and packet.incarnation < connection.channel.incarnation:
-            why = f"another agent speaks for node {packet.node} by now; each needs a name of its own"
+            why = f"another agent is connected as node {packet.node}; each node needs a unique name"
             self._answers.append(msg.NodeEvicted(packet.node, packet.incarnation, why, is_final=True))
             return
         if packet.incarnation <= incarnation:
@@ -229,7 +228,7 @@ class ControllerMachine:
             if packet.received != 0:
                 raise RemoteProtocolError(
                     f"node {packet.node} is in the middle of a run of which this controller's folder holds nothing; "
-                    "start the controller with the folder of that run, or the agent anew"
+                    "start the controller with the folder of that run, or restart the agent"
                 )
             if packet.first != 0 or not packet.messages:
                 # Its first words are still under way, or were lost.
@@ -277,7 +276,7 @@ class ControllerMachine:
         return refused
 
     def relay_lost(self, nodes: Iterable[str], now_s: float) -> None:
-        """The relay that held the connections to these nodes has ended: their leases begin anew, for they connect again
+        """The relay that held the connections to these nodes has ended: their leases start over, for they connect again
         and could not be heard meanwhile."""
         for connection in filter(None, map(self.connections.get, nodes)):
             connection.relay_lost_s = now_s
@@ -343,7 +342,7 @@ class ControllerMachine:
         is_isolated = hears_none and now_s < last_heard_s + ISOLATED_S
         for node in [] if is_isolated else silent:
             connection = self.connections[node]
-            why = f"not heard of for {connection.patience_s(lease_s):g} s"
+            why = f"no heartbeat for {connection.patience_s(lease_s):g} s"
             self._happened(LeaseExpired(node, why, connection.heard_s), now_s)
         self._schedule_lease_check(lease_s, now_s)
 
@@ -371,7 +370,7 @@ class ControllerMachine:
         return entries
 
     def packets(self, now_s: float) -> list[msg.Packet | msg.NodeEvicted]:
-        """What is to be transmitted now."""
+        """The packets to send now."""
         out: list[msg.Packet | msg.NodeEvicted] = list(self._answers)
         self._answers.clear()
         for node in self._touched:
@@ -384,7 +383,7 @@ class ControllerMachine:
     def bundles(
         self, now_s: float, routes: Mapping[str, int]
     ) -> tuple[list[msg.Packet | msg.NodeEvicted], list[tuple[int, PacketBundle]]]:
-        """What is to be transmitted now, bundled for relays.
+        """The packets to send now, bundled for relays.
 
         Args:
             now_s: the present time.
@@ -445,7 +444,7 @@ class ControllerMachine:
     def from_journal(
         cls, settings: RecoverySettings, entries: Iterable[JournalEntry], now_s: float, lease_s: float | None = LEASE_S
     ) -> ControllerMachine:
-        """The controller as its journal left it. Every lease begins anew, for no node could renew it meanwhile.
+        """The controller as its journal left it. Every lease starts over, for no node could renew it meanwhile.
 
         Args:
             settings: those of the job, as at the first start.

@@ -1,8 +1,8 @@
-"""Which process groups stay as they are in a recovery, and which are rebuilt.
+"""Decides which process groups a recovery keeps, and which it rebuilds.
 
-A group stays if its connections are whole on every member and no byte is under way on them. No member can see that by
-itself: a root leaves a broadcast before the others have entered it. So each member claims what it knows, and all of
-them decide the same from the same claims. docs/PROTOCOL.md says why it is right.
+A group stays if its connections are intact on every member and no byte is in transit on them. No member can see that
+alone: a root leaves a broadcast before the others have entered it. So each member claims what it knows, and all of them
+reach the same decision from the same claims. docs/PROTOCOL.md explains why this is correct.
 """
 
 from __future__ import annotations

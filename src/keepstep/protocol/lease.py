@@ -140,7 +140,7 @@ class Holder:
 
     @property
     def renew_every_s(self) -> float:
-        """How often it is to be renewed."""
+        """The renewal interval."""
         return self._hold_s / RENEWALS
 
     def release(self) -> Replace:

@@ -1,4 +1,4 @@
-"""What the training thread of a worker is told to do next; the answers of `keepstep.protocol.worker.WorkerMachine`."""
+"""The next move of a worker's training thread, as decided by `keepstep.protocol.worker.WorkerMachine`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keepstep.protocol.resume import Action
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing can be done before another order has come."""
+    """Wait for another order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Connect:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Undo:
-    """Put the state back to where the interrupted step found it, then call `undone`."""
+    """Restore the state of the interrupted step's start, then call `undone`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Get to the resume step, or help others to; then call `loaded` or `fell_out`."""
+    """Get to the resume step, or send state to others; then call `loaded` or `fell_out`."""
 
     order: msg.Recover
     action: Action
@@ -58,13 +58,13 @@ class Load:
         return tuple(each for each in self.order.transfers if rank in each.sources)
 
     def sends_copies(self, rank: int | None) -> tuple[msg.Transfer, ...]:
-        """The transfers in which this rank sends what it keeps of other ranks' snapshots."""
+        """The transfers in which this rank sends other ranks' snapshots."""
         return tuple(each for each in self.order.from_buddies if rank in each.sources)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Train:
-    """Every rank stands at the resume step: go on."""
+    """Every rank is at the resume step: continue training."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveAndEnd:
-    """The job cannot go on: save the shard, report it, end."""
+    """The job cannot continue: save the shard, report it, end."""
 
     order: msg.Rescue
 

@@ -20,7 +20,7 @@ class Phase(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     SYNCED = "synced"
-    """All of the rank's own gradients are fully reduced; it is in front of, or in, the gradient barrier."""
+    """All of the rank's own gradients are fully reduced; it is before, or in, the gradient barrier."""
     OPTIMIZER = "optimizer"
     """It has left the barrier: the update is local, needs no other rank, and is never interrupted."""
     UPDATED = "updated"
@@ -54,7 +54,7 @@ TRANSITIONS: dict[tuple[Phase, StepEvent], Phase] = {
     (Phase.BACKWARD, StepEvent.STEP_UNDONE): Phase.UPDATED,
     (Phase.SYNCED, StepEvent.STEP_UNDONE): Phase.UPDATED,
 }
-"""(phase, event) -> next phase. What is not here is a defect and raises."""
+"""(phase, event) -> next phase. Any other transition is a bug and raises."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +72,7 @@ class StepMachine:
         """Moves along the table.
 
         Raises:
-            LocalProtocolError: the event has no meaning in the present phase.
+            LocalProtocolError: the event has no meaning in the current phase.
         """
         target = TRANSITIONS.get((self.phase, event))
         if target is None:

@@ -1,7 +1,7 @@
-"""One end of a reliable channel between an agent and the controller, over connections that may break and come back.
+"""One end of a reliable channel between an agent and the controller, over connections that may break.
 
-What is said arrives exactly once and in order, or not at all: messages are numbered, what came twice is dropped, what
-came too early is dropped as well and comes again. So the machines above need to think of neither loss nor repetition.
+A message arrives exactly once and in order, or not at all: messages are numbered, duplicates are dropped, and so are
+messages that arrive too early, which are sent again. So the machines above see neither loss nor duplicates.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReliableChannel:
 
     @property
     def is_due(self) -> bool:
-        """Whether `packets` has something to transmit, but for what is repeated because nothing at all comes back."""
+        """Whether `packets` has something to send, except for repetitions because nothing at all comes back."""
         is_waiting = self._transmitted - self._acknowledged < len(self._unheard)
         return is_waiting or self._owes_answer or self._misses
 
@@ -163,5 +163,5 @@ class ReliableChannel:
         return packets
 
     def _is_waiting_since(self, at_s: float) -> bool:
-        """Whether nothing was transmitted anew and nothing acknowledged since then, though something should be."""
+        """Whether nothing was retransmitted and nothing acknowledged since then, though something should be."""
         return self._patient_since_s is not None and self._patient_since_s <= at_s

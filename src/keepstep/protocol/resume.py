@@ -1,7 +1,7 @@
-"""The resume rule: at which step training goes on after a failure.
+"""The resume rule: at which step training continues after a failure.
 
     Resume at the greatest step that every live copy can be brought to.
-    Where there is none: at the greatest that every shard can reach through at least one holder.
+    If there is none: at the greatest that every shard can reach through at least one holder.
 
 A holder's *reach* is the set of steps its copy of the shard can be brought to from where it stopped:
 
@@ -83,7 +83,7 @@ def common_step(reaches: Iterable[frozenset[int]], *, would_communicate: bool = 
     that is still to come. Simulated jobs were lost otherwise: ranks that were synced ran the update, the only rank that
     was to send the new state of another shard died before it had, and no step was left that all shards could reach.
 
-    It always exists between copies of which none was restored half-way. If a rank has left the gradient barrier of step
+    It always exists between copies of which none was restored halfway. If a rank has left the gradient barrier of step
     i, every other one has at least complete gradients of it, and all can be at i+1; if none has, all can be at i.
     """
     live = list(reaches)

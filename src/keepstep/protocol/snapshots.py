@@ -12,6 +12,9 @@ lost there is a newest step of which all have, or had, a snapshot.
 A recovery can interrupt that: the newest snapshot may have no second copy yet when all resume, and take their first
 snapshot of the new generation. Then the one before it must not be written over. Which one that is, the controller says
 in `keepstep.protocol.messages.Recover`: it knows from all ranks what they hold.
+
+A buddy's node may have no memory for a second copy. A job that starts ends then. Later it goes on: the rank's snapshots
+are on its own node only until another one keeps them (`SecondCopyPlan`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,15 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from keepstep.protocol.messages import Membership
 
 NUM_KEPT = 2
 """Snapshots of one rank in one place: the newest, and the one that is written meanwhile."""
+START_COPIES = NUM_KEPT + 1
+"""Second copies that each rank of a new job has to find memory for: of the first there is no optimizer state yet, and
+the next two are written to memory of their own."""
 TRIAL_EVERY = 2
 """Steps from one snapshot to the next while it is measured what one costs: the others show what steps are without."""
 NUM_TRIALS = 16
@@ -116,11 +123,16 @@ def lone_shards(membership: Membership) -> frozenset[str]:
     return frozenset(membership.shards[number] for number, there in at.items() if len(there) == 1)
 
 
-def buddies(membership: Membership) -> dict[int, int]:
+def buddies(membership: Membership, refused: Mapping[int, int] = MappingProxyType({})) -> dict[int, int]:
     """For each rank whose shard is lone the rank that keeps a second copy of its snapshots: empty on a single node.
 
     The nodes stand in a ring, those of one failure domain side by side, and each has its copies as many nodes further
     as the largest domain has: so no buddy is in the same domain, unless one has more than half of all nodes.
+
+    Args:
+        membership: of the generation.
+        refused: by rank how many buddies had no room for it. Each time it is the turn of the next node in the ring, and
+            after the last one of the first again.
     """
     lone = lone_shards(membership) if len(membership.nodes) > 1 else ()
     if not lone:
@@ -133,11 +145,86 @@ def buddies(membership: Membership) -> dict[int, int]:
     shift = min(max(Counter(domains).values()), len(ring) // 2)
     found = {}
     for position, node in enumerate(ring):
-        there = on_node[ring[(position + shift) % len(ring)]]
         for index, rank in enumerate(on_node[node]):
             if membership.shard(rank) in lone:
+                further = 1 + (shift - 1 + refused.get(rank, 0)) % (len(ring) - 1)
+                there = on_node[ring[(position + further) % len(ring)]]
                 found[rank] = there[index % len(there)]
     return found
+
+
+class SecondCopyPlan:
+    """Which rank keeps whose second copies: in each generation `buddies`, and other ones where a node has no room.
+
+    A rank whose buddy has no room says so in the gradient barrier in which all second copies are due. In each such
+    barrier all ranks hear one rank, that of the greatest number, and from the next snapshot on it has another buddy.
+    Those that were not heard ask their buddy again with each snapshot, as do those that no node has room for.
+    """
+
+    def __init__(self) -> None:
+        self.buddies: dict[int, int] = {}
+        """Of all ranks that have one."""
+        self._rank = -1
+        self._membership: Membership | None = None
+        self._generation = 0
+        self._num_doubled = 0
+        """Second copies of this process's snapshots that a buddy had room for; no more than `START_COPIES` count."""
+        self._refused: dict[int, int] = {}
+        """By rank how many times it was heard in this generation."""
+        self.lacks_room = False
+        """This rank's buddy had no room for its newest snapshot."""
+
+    def resumed(self, rank: int, membership: Membership | None, generation: int) -> None:
+        """All ranks stand at one step, and no one was refused yet.
+
+        Args:
+            rank: this one.
+            membership: of the generation; None where no snapshots are taken.
+            generation: its number.
+        """
+        self._rank, self._membership, self._generation = rank, membership, generation
+        self._refused, self.lacks_room = {}, False
+        self.buddies = buddies(membership) if membership is not None else {}
+
+    @property
+    def buddy(self) -> int | None:
+        """The rank that keeps this one's."""
+        return self.buddies.get(self._rank)
+
+    @property
+    def wards(self) -> tuple[int, ...]:
+        """The ranks whose buddy this one is."""
+        return tuple(sorted(ward for ward, buddy in self.buddies.items() if buddy == self._rank))
+
+    def doubled(self) -> None:
+        """The buddy has all of this rank's newest snapshot."""
+        self._num_doubled = min(START_COPIES, self._num_doubled + 1)
+        self.lacks_room = False
+
+    def refused(self) -> bool:
+        """The buddy's node has no room for it.
+
+        Returns:
+            whether the job goes on without it. If not it has just begun, and does not have the memory that it needs.
+        """
+        self.lacks_room = True
+        return self._generation > 1 or self._num_doubled == START_COPIES
+
+    def contribution(self) -> int:
+        """This rank's number in a gradient barrier in which second copies are due; the maximum is that of one rank."""
+        return self._rank + 1 if self.lacks_room else 0
+
+    def reduced(self, number: int) -> bool:
+        """The greatest that any rank has said.
+
+        Returns:
+            whether a rank has another buddy from the next snapshot on.
+        """
+        if number == 0 or self._membership is None:
+            return False
+        self._refused[number - 1] = self._refused.get(number - 1, 0) + 1
+        self.buddies = buddies(self._membership, self._refused)
+        return True
 
 
 def fewest_steps(cost_s: float, step_s: float) -> int:

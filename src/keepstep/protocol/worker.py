@@ -1,8 +1,8 @@
-"""The worker's machine: where one process of the job stands, what it may say, and what it must do next.
+"""The worker's machine: the state of one process of the job, its reports, and its next move.
 
-Two threads of a worker meet in it. The listener gives it orders (`receive`) as they come, and does at once what cannot
-wait. The training thread asks, at its safe points, what to do (`next_move`), does it, and tells how it went. The table
-of a step's phases is in `keepstep.protocol.phases`.
+Two threads of a worker use it. The listener passes it orders (`receive`) as they arrive, and performs at once what
+cannot wait. The training thread asks for its next move at its safe points (`next_move`), performs it, and reports the
+result. The table of a step's phases is in `keepstep.protocol.phases`.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class WorkerMachine:
         self.partially_updated = False
         """The parameters are in between, and reach no step."""
         self.in_doubt = False
-        """It counts as partially updated until `found_whole`: a wrong value may have got into the state for good."""
+        """It counts as partially updated until `found_whole`: a wrong value may be in the state permanently."""
         self.communicates_in_update = False
-        """The script has run a collective behind the gradient barrier."""
+        """The script has run a collective after the gradient barrier."""
         self.stopped_in: tuple[int, Phase] | None = None
         """Step and phase in which this rank was interrupted, until it is connected again."""
         self._pid = pid
@@ -198,7 +198,8 @@ class WorkerMachine:
     @property
     def interrupted(self) -> bool:
         """Whether the training thread shall come to a safe point. Cheap: it is asked many times in a step."""
-        return (self._stopping and self._settling is None) or self._failed
+        generation = self.generation  # what `_stopping` and `_failed` say: a call of each takes longer than all of this
+        return (self._stop_generation > generation and self._settling is None) or self._failed_generation == generation
 
     @property
     def target_generation(self) -> int:
@@ -237,7 +238,7 @@ class WorkerMachine:
         self.used_echo = True
 
     def lost_value(self) -> None:
-        """Something went wrong where nothing is undone any more: behind the gradient barrier or behind the step.
+        """Something went wrong where nothing is undone any more: after the gradient barrier or after the step.
 
         A collective was cut off there, or an optimizer's ``step()`` has raised.
         """

@@ -1,4 +1,4 @@
-"""Many seeds on all cores: each core is a process of its own, and tells what it found as lines of JSON."""
+"""Many seeds on all cores: one process per core, which reports its results as lines of JSON."""
 
 from __future__ import annotations
 

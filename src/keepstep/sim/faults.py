@@ -1,4 +1,4 @@
-"""Faults: what can go wrong in a simulated job, when, and how it comes about."""
+"""Faults of a simulated job: their kinds, times and effects."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ DEVICE_FAULTS = ("sick device",)
 """In a tenth of the plans, from a generator of their own."""
 GROUP_FAULTS = ("group error",)
 """In a tenth of the plans, from a generator of their own."""
+MEMORY_FAULTS = ("no room",)
+"""In a third of the plans of jobs that have second copies of snapshots, from a generator of their own."""
 OF_ONE_PROCESS = frozenset({*PROCESS_FAULTS[:7], "spare kill", "two at once"})
 """What hits a process as soon as there is one that it can hit."""
 WEIGHTS = dict.fromkeys(PROCESS_FAULTS, 3) | dict.fromkeys((*NODE_FAULTS, *CONTROLLER_FAULTS, *OTHER_FAULTS), 2)
 WEIGHTS |= {"kill": 12, "stop": 5, "raise": 1, "blame": 1, "slow": 1, "agent restart": 1}
 
 DRAINS = ("drain", "node drain")
-"""Each in a tenth of the plans, behind all that is drawn for the others: a job that is drained is over."""
+"""Each in a tenth of the plans, after all that is drawn for the others: a job that is drained is over."""
 
 SHORT_PHASES = (Phase.SYNCED, Phase.SYNCED, Phase.OPTIMIZER, Phase.UPDATED)
 """Where a failure is hardest and a random time seldom hits: around the gradient barrier and the update."""
@@ -85,7 +87,7 @@ def draw_plan(rng: random.Random, layout: ClusterLayout) -> tuple[SimulatedFault
 
 
 def draw_relays(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tuple[int, tuple[SimulatedFault, ...]]:
-    """How many relays a job has, and the plan with what happens to them, behind all that is drawn for the others."""
+    """How many relays a job has, and the plan with what happens to them, after all that is drawn for the others."""
     num_relays = rng.choice((0, 0, 1, 2, 3))
     faults = []
     for _ in range(rng.choice((1, 2, 4)) if num_relays else 0):
@@ -112,13 +114,27 @@ def draw_group_error(rng: random.Random, plan: tuple[SimulatedFault, ...]) -> tu
     return (*plan, SimulatedFault(rng.choice(GROUP_FAULTS), at_s, recovery, None, rng.randrange(64)))
 
 
+def draw_no_room(
+    rng: random.Random, layout: ClusterLayout, plan: tuple[SimulatedFault, ...]
+) -> tuple[SimulatedFault, ...]:
+    """The plan, in which nodes may have no memory for more second copies, from a time on or from the first recovery."""
+    if not layout.snapshot_every or len(layout.nodes) == 1 or rng.random() >= 0.3:
+        return plan
+    faults = []
+    for kind in MEMORY_FAULTS * rng.choice((1, 1, 2)):
+        recovery = rng.choice((None, 1))
+        at_s = rng.uniform(0.3, 8.0) if recovery is None else 0.0
+        faults.append(SimulatedFault(kind, at_s, recovery, None, rng.randrange(64), rng.choice((1.0, 5.0, 20.0))))
+    return (*plan, *faults)
+
+
 class Injector:
     """Brings a plan about in one world."""
 
     def __init__(self, world: World, plan: tuple[SimulatedFault, ...]) -> None:
         self._world = world
         self.over_s = 0.0
-        """When the last fault that came about was over."""
+        """When the last fault that happened was over."""
         self._armed: list[SimulatedFault] = []
         self._raised: set[int | None] = set()
         """Ranks on which the script has raised an error."""
@@ -231,9 +247,9 @@ class Injector:
             if fault.pick % 3:
                 step, phase = max(0, victim.tag.step - 1), Phase.FORWARD
                 report = SafePointReached((victim.number,), generation, step, phase, (step,), step, (), False, ())
-                victim.say_anew(report)
+                victim.repeat_report(report)
             else:
-                victim.say_anew(CollectiveFailed(victim.number, generation, "world", "late"))
+                victim.repeat_report(CollectiveFailed(victim.number, generation, "world", "late"))
 
     def _spare_kill(self, fault: SimulatedFault) -> None:
         spares = self._world.spares()
@@ -324,6 +340,12 @@ class Injector:
 
     def _clock_jump(self, fault: SimulatedFault) -> None:
         self._world.nodes[self._node(fault)].clock_jump_s += fault.lasts_s
+
+    def _no_room(self, fault: SimulatedFault) -> None:
+        """Something else has taken what a node's ranks have not written to yet."""
+        name = self._node(fault)
+        self._world.nodes[name].has_room = False
+        self._until(fault, name, "find_room")
 
     def _sick_device(self, fault: SimulatedFault) -> None:
         """An agent finds one of its devices sick. In half of the cases it has failed, and its rank is lost."""

@@ -1,4 +1,4 @@
-"""Writes a simulated job into a run's folder, as a real one would: every view of a run then shows it."""
+"""Writes a simulated job into a run's folder, like a real job, so that every view of a run can show it."""
 
 from __future__ import annotations
 

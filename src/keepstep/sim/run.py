@@ -1,4 +1,4 @@
-"""One seed: its cluster, its faults, its run, and what was wrong with it."""
+"""Runs one seed: its cluster and its faults, and reports violations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from pathlib import Path
 
 from keepstep.errors import KeepstepError
 from keepstep.sim.cluster.layout import ClusterLayout, draw_devices, draw_layout, draw_mesh, draw_snapshots
-from keepstep.sim.faults import Injector, SimulatedFault, draw_group_error, draw_plan, draw_relays, draw_sick_device
+from keepstep.sim.faults import (
+    Injector,
+    SimulatedFault,
+    draw_group_error,
+    draw_no_room,
+    draw_plan,
+    draw_relays,
+    draw_sick_device,
+)
 from keepstep.sim.oracle import Check, ViolationError
 from keepstep.sim.recording import Recording
 from keepstep.sim.story import Story
@@ -56,6 +64,7 @@ def case_of(seed: int) -> Case:
     layout = draw_devices(random.Random(f"devices of {seed}"), layout)
     plan = draw_sick_device(random.Random(f"sick device of {seed}"), plan)
     plan = draw_group_error(random.Random(f"group error of {seed}"), plan)
+    plan = draw_no_room(random.Random(f"no room of {seed}"), layout, plan)
     return Case(seed, dataclasses.replace(layout, num_relays=num_relays), plan)
 
 

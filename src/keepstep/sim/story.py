@@ -1,4 +1,4 @@
-"""The trace of a run as a story: when, who, what, and why."""
+"""The trace of a run as text: time, process, action and reason."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Story:
             case Departed():
                 self.add(entry.at_s, "controller", f"lets {entry.event.node} go: {entry.event.why}")
             case Restarted():
-                self.add(entry.at_s, "controller", "is back, and has lived through its journal")
+                self.add(entry.at_s, "controller", "is back, and has replayed its journal")
             case CalledOff():
-                self.add(entry.at_s, "controller", f"is told to end the job: {entry.event.order.reason}")
+                self.add(entry.at_s, "controller", f"is ordered to end the job: {entry.event.order.reason}")
             case DrainAsked():
-                self.add(entry.at_s, "controller", f"is to end the job: {entry.event.reason}")
+                self.add(entry.at_s, "controller", f"ends the job: {entry.event.reason}")
             case DeadlineCame():
                 self.add(entry.at_s, "controller", "does not wait any longer")
             case AnswersReceived():
@@ -80,7 +80,7 @@ def _brief(message: msg.AnyMessage) -> str:
     match message:
         case msg.SafePointReached():
             reach = " or ".join(map(str, message.reach)) or "nowhere"
-            return f"stands still, {message.phase} of step {message.step}, can be at {reach}"
+            return f"stopped in {message.phase} of step {message.step}, can be at {reach}"
         case msg.GroupsReset():
             return f"connected in generation {message.generation}"
         case msg.StateRecovered():
@@ -100,7 +100,7 @@ def _brief(message: msg.AnyMessage) -> str:
             moves = "; ".join(f"{list(t.sources)} send to {list(t.receivers)}" for t in message.transfers)
             return f"generation {message.generation} resumes at step {message.resume_step}" + (moves and f", {moves}")
         case msg.Resume():
-            return f"go on in generation {message.generation}"
+            return f"continue in generation {message.generation}"
         case msg.Assign():
             return f"worker {message.worker} is rank {message.rank} in generation {message.generation}"
         case msg.FenceWorker():

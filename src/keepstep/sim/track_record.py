@@ -1,4 +1,4 @@
-"""A row in the track record: what was simulated when, and what came of it."""
+"""A row in the track record: a simulation, its date, and its result."""
 
 from __future__ import annotations
 

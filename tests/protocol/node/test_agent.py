@@ -178,7 +178,7 @@ def test_a_dead_training_thread_is_a_loss_before_the_process_is_gone() -> None:
     node = Node(ranks=1)
     assert node.agent.training_thread_died(0, IN_A_STEP, node.now_s)
     assert node.agent.take() == [Kill(0)]
-    assert node.heard() == [msg.WorkerLost(0, Cause.EXIT, "its process died", True, IN_A_STEP, node.now_s)]
+    assert node.heard() == [msg.WorkerLost(0, Cause.DIED, "its process died", True, IN_A_STEP, node.now_s)]
     assert node.exit(0, "killed by SIGKILL", IN_A_STEP) == [msg.WorkerEnded(0, Cause.EXIT, "killed by SIGKILL")]
 
 
@@ -203,7 +203,7 @@ def test_a_report_of_one_worker_goes_up_at_once() -> None:
 
 
 @pytest.mark.parametrize("report", [safe(1), safe(0, 1), safe(), msg.WorkerJoined(1, 4001), JOINED, msg.Resume(1)])
-def test_a_worker_speaks_for_itself_only(report: msg.AnyMessage) -> None:
+def test_a_worker_reports_for_itself_only(report: msg.AnyMessage) -> None:
     with pytest.raises(RemoteProtocolError, match=f"worker 0 sent {type(report).__name__}"):
         Node(ranks=2).said(0, report)
 
@@ -300,7 +300,7 @@ def test_a_new_connection_begins_with_what_has_arrived() -> None:
 # ---- The first step after a recovery --------------------------------------------------------------------------------
 
 
-def test_the_first_step_is_told_once_all_have_completed_it() -> None:
+def test_the_first_step_is_reported_once_all_have_completed_it() -> None:
     node = Node(ranks=2)
     node.order(msg.Resume(2))
     node.agent.step_completed(0, 2, 5, 101.0, 0.2)
@@ -354,7 +354,7 @@ def answered(node: Node, *counts: OperationCount) -> list[object]:
     return node.heard()
 
 
-def test_where_ranks_stand_still_is_told_after_a_while_and_taken_back_when_they_move() -> None:
+def test_where_ranks_stand_still_is_reported_after_a_while_and_taken_back_when_they_move() -> None:
     node = Node(ranks=3, spares=1)
     look(node, 0, waits=True)
     look(node, 1)
@@ -406,7 +406,7 @@ def test_ranks_that_are_being_stopped_stand_still_for_a_known_reason() -> None:
 # ---- A new incarnation ----------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_was_given_up_offers_itself_anew_when_all_its_processes_are_gone() -> None:
+def test_a_node_that_was_evicted_joins_again_when_all_its_processes_are_gone() -> None:
     node = Node(ranks=1, spares=1)
     node.agent.receive(EVICTED, node.now_s)
     assert node.agent.take() == [Kill(0), Kill(1)]
@@ -418,7 +418,7 @@ def test_a_node_that_was_given_up_offers_itself_anew_when_all_its_processes_are_
     assert node.agent.next_deadline() > node.now_s
 
 
-def test_an_idle_node_that_was_given_up_offers_itself_at_once() -> None:
+def test_an_idle_node_that_was_evicted_joins_again_at_once() -> None:
     node = Node()
     node.agent.receive(EVICTED, node.now_s)
     (packet,) = node.agent.packets(node.now_s)
@@ -436,7 +436,7 @@ def test_a_process_that_comes_up_after_its_node_was_given_up_is_killed() -> None
     assert node.agent.incarnation == INCARNATION + 1
 
 
-def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -> None:
+def test_a_node_that_was_evicted_obeys_and_judges_nothing_until_it_is_empty() -> None:
     node = Node(ranks=2)
     node.said(0, safe(0))
     node.agent.receive(EVICTED, node.now_s)
@@ -444,7 +444,7 @@ def test_a_node_that_was_given_up_obeys_and_judges_nothing_until_it_is_empty() -
     assert node.order(msg.StartWorker(7, 0, 0, 0, 3, "start")) == []
     assert node.said(1, safe(1)) == []
     assert node.wait(1000.0) == []
-    assert node.agent.next_deadline() > node.now_s  # it does not wait for answers that nobody is to hear
+    assert node.agent.next_deadline() > node.now_s  # it does not wait for answers that no process is to hear
 
 
 def test_a_node_that_is_not_wanted_any_more_leaves() -> None:
@@ -472,7 +472,7 @@ def test_a_drained_node_leaves_when_its_ranks_have_moved() -> None:
     node.agent.drain("ended by SIGTERM")
     assert msg.NodeDraining(NODE, "ended by SIGTERM") in node.heard()
     assert node.agent.take() == []
-    node.order(msg.FenceWorker(0, "its node is to leave"))
+    node.order(msg.FenceWorker(0, "its node drains"))
     node.exit(0, "killed by SIGKILL", IN_A_STEP)
     assert Depart(msg.NodeLeft(NODE, INCARNATION, "ended by SIGTERM")) in node.agent.take()
 
@@ -492,7 +492,7 @@ def test_a_drained_node_stays_until_a_drained_job_has_ended() -> None:
     assert node.order(msg.EndJob(1, "drained")) == [Leave(1, "drained")]
 
 
-def test_a_worker_that_was_told_to_end_is_not_hung() -> None:
+def test_a_worker_that_was_ordered_to_end_is_not_hung() -> None:
     node = Node(ranks=1)
     node.order(msg.Terminate("ended by SIGTERM"))
     assert node.wait(1000.0) == []
@@ -522,17 +522,17 @@ def test_what_was_meant_for_an_earlier_life_is_dropped(stale: msg.Packet | msg.N
 # ---- Snapshots ------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_lost_worker_has_left_is_told_before_its_loss() -> None:
+def test_what_a_lost_worker_has_left_is_reported_before_its_loss() -> None:
     node = Node(ranks=2)
     node.agent.exited(0, Cause.SIGNAL, "killed by SIGKILL", IN_A_STEP, node.now_s, ((0, (3, 4)), (5, (4,))))
     lost = msg.WorkerLost(0, Cause.SIGNAL, "killed by SIGKILL", True, IN_A_STEP, node.now_s)
     assert node.heard() == [msg.SnapshotsLeft(0, ((0, (3, 4)), (5, (4,)))), lost]
     assert node.agent.training_thread_died(1, IN_A_STEP, node.now_s, ((1, (4,)),))
-    died = msg.WorkerLost(1, Cause.EXIT, "its process died", True, IN_A_STEP, node.now_s)
+    died = msg.WorkerLost(1, Cause.DIED, "its process died", True, IN_A_STEP, node.now_s)
     assert node.heard() == [msg.SnapshotsLeft(1, ((1, (4,)),)), died]
 
 
-def test_what_a_fenced_worker_has_left_is_told_when_it_is_gone() -> None:
+def test_what_a_fenced_worker_has_left_is_reported_when_it_is_gone() -> None:
     node = Node(ranks=1)
     node.order(msg.FenceWorker(0, "it hangs"))
     assert node.heard() == []
@@ -546,7 +546,7 @@ def test_a_worker_whose_script_is_through_leaves_nothing() -> None:
     assert node.heard() == [msg.WorkerDone(0, 4)]
 
 
-def test_snapshots_are_passed_on_in_front_of_the_rank_and_let_go() -> None:
+def test_snapshots_are_passed_on_before_the_rank_and_let_go() -> None:
     node = Node(spares=1)
     assign = msg.Assign(0, 2, 1, 0, 3, None)
     orders = node.order(msg.PassSnapshots(0, 1, (7, 9)), assign)
@@ -566,7 +566,7 @@ def test_a_node_that_joins_again_lets_go_of_all_snapshots() -> None:
 # ---- Sick devices ---------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_device_is_told_and_what_runs_there_goes_on() -> None:
+def test_a_closed_device_is_reported_and_what_runs_there_goes_on() -> None:
     node = Node(ranks=2)
     node.agent.close_devices((1,), "row remapping pending")
     assert node.heard() == [msg.DevicesClosed(NODE, (1,), "row remapping pending")]

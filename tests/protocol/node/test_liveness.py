@@ -76,7 +76,7 @@ def blamed(verdicts: list[WorkerLost | JobStalled]) -> list[tuple[int, Cause]]:
 
 
 def beside_stalls(verdicts: list[WorkerLost | JobStalled]) -> list[WorkerLost | JobStalled]:
-    """Whose ranks all wait for too long says so; that blames nobody."""
+    """Whose ranks all wait for too long says so; that blames no process."""
     return [verdict for verdict in verdicts if not isinstance(verdict, JobStalled)]
 
 
@@ -84,7 +84,7 @@ def beside_stalls(verdicts: list[WorkerLost | JobStalled]) -> list[WorkerLost | 
 
 
 @pytest.mark.parametrize(("phase_s", "allowed_s"), [(0.1, FLOOR_S), (2.0, 2.0 * FACTOR)], ids=["floor", "learned"])
-def test_a_rank_that_stands_still_is_blamed_past_its_deadline_and_only_once(phase_s: float, allowed_s: float) -> None:
+def test_a_rank_without_progress_is_blamed_past_its_deadline_and_only_once(phase_s: float, allowed_s: float) -> None:
     node = Node(num_ranks=2)
     node.train(0, phase_s)
     node.look(1, Phase.FORWARD, waiting=True)
@@ -182,8 +182,8 @@ def stalled(num_ranks: int, generation: int = 1) -> JobStalled:
     return JobStalled("node-a", generation, f"all {num_ranks} ranks of node-a wait for others past their deadline")
 
 
-def test_a_rank_that_hangs_in_the_last_barrier_stalls_the_node_whose_others_are_through() -> None:
-    """Found by simulation: the others wait for the controller, which waits for a rank that nobody looked for."""
+def test_a_rank_that_hangs_in_the_last_barrier_stalls_the_node_whose_others_have_finished() -> None:
+    """Found by simulation: the others wait for the controller, which waits for a rank that no process looked for."""
     node = Node(num_ranks=2)
     node.train(1)
     node.look(0, Phase.SYNCED, collective=True)
@@ -193,7 +193,7 @@ def test_a_rank_that_hangs_in_the_last_barrier_stalls_the_node_whose_others_are_
     assert node.judge_after(10 * BETWEEN_S) == []
 
 
-def test_a_node_whose_ranks_are_all_through_does_not_hide_that_one_of_another_node_hangs() -> None:
+def test_a_node_whose_ranks_have_all_finished_does_not_hide_that_one_of_another_node_hangs() -> None:
     """The controller stops a job of which every node is stalled, so this one must say that it is."""
     node = Node(num_ranks=2)
     for worker in range(2):
@@ -213,7 +213,7 @@ def test_a_rank_that_computes_is_blamed_though_the_others_wait_for_the_controlle
 
 
 def test_a_stall_while_all_recover_hides_none_of_the_training_after_it() -> None:
-    """Nobody acts upon it in a recovery, and the generation is the same one."""
+    """No process acts upon it in a recovery, and the generation is the same one."""
     node = Node(num_ranks=2)
     node.train(0)
     for worker in range(2):
@@ -367,7 +367,7 @@ def test_after_stop_a_collective_is_no_excuse() -> None:
     assert blamed(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
 
 
-def test_the_order_to_stop_gives_the_whole_deadline_anew() -> None:
+def test_the_order_to_stop_restarts_the_deadline() -> None:
     node = Node(num_ranks=1)
     node.train(0)
     node.now_s += 0.9 * FLOOR_S
@@ -388,7 +388,7 @@ def test_while_recovering_every_sign_of_progress_counts() -> None:
     assert blamed(node.judge_after(2 * BIT_S)) == [(0, Cause.HANG)]
 
 
-def test_the_order_to_recover_gives_the_whole_deadline_anew() -> None:
+def test_the_order_to_recover_restarts_the_deadline() -> None:
     """The rank has waited for it, and is looked at again only when it has not moved on."""
     node = Node(num_ranks=1)
     node.look(0, Phase.UPDATED)
@@ -410,7 +410,7 @@ def test_a_spare_that_was_parked_has_the_time_of_a_start() -> None:
     assert blamed(node.judge_after(BIT_S)) == [(0, Cause.HANG)]
 
 
-def test_the_order_to_resume_gives_the_whole_deadline_anew() -> None:
+def test_the_order_to_resume_restarts_the_deadline() -> None:
     node = Node(num_ranks=1)
     node.look(0, Phase.UPDATED)
     node.now_s += 0.9 * BETWEEN_S
@@ -510,7 +510,7 @@ def test_a_phase_that_began_before_training_went_on_is_no_measure() -> None:
 
 
 def blind_for(gap_s: float, *, stopped: bool = False) -> Node:
-    """It stood still for a bit before a gap in which nobody looked, and is looked at all the time after it."""
+    """It stood still for a bit before a gap in which no process looked, and is looked at all the time after it."""
     node = Node(num_ranks=1, blind_s=0.5)
     node.train(0)
     node.look(0, Phase.FORWARD, 1, stopped=stopped)

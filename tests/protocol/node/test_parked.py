@@ -79,7 +79,7 @@ def test_a_spare_with_a_device_of_its_own_keeps_it() -> None:
 
 
 def test_a_rank_that_is_started_beyond_the_devices_takes_one_that_is_free() -> None:
-    """All ranks start anew, and a sick device has left the controller with numbers that were for parked spares."""
+    """All ranks restart, and a sick device has left the controller with numbers that were for parked spares."""
     node = Node(NUM_GPUS)
     for worker in range(4):
         node.lose(worker)

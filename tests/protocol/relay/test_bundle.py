@@ -152,7 +152,7 @@ def test_a_bundle_of_heartbeats_renews_leases_and_is_no_event() -> None:
     assert [each.heard_s for each in controller.connections.values()] == [100.5, 100.5]
 
 
-def test_the_leases_of_nodes_whose_relay_is_lost_begin_anew() -> None:
+def test_the_leases_of_nodes_whose_relay_is_lost_start_over() -> None:
     controller = two_nodes()
     controller.relay_lost(["node-0", "node-9"], 102.0)
     ends_s = {node: each.end_s(LEASE_S) for node, each in controller.connections.items()}

@@ -19,7 +19,7 @@ class Memory:
     Attributes:
         whole: the version of every byte, or None: none yet, or of several versions.
         coming: the version that is on its way.
-        is_partial: an update broke off half-way since the last whole version.
+        is_partial: an update broke off halfway since the last whole version.
         last: the last version that was whole.
     """
 
@@ -106,7 +106,7 @@ def test_a_failure_in_place_tears_until_a_whole_version_has_come() -> None:
     with pytest.raises(WeightsNotReady, match="version 2 is being written over version 1"):
         state.check_usable()
     state.fail("rank 3 is gone")
-    told = r"version 2 broke off half-way \(rank 3 is gone\); the next whole version makes them usable again"
+    told = r"version 2 broke off halfway \(rank 3 is gone\); the next whole version makes them usable again"
     with pytest.raises(WeightsPartiallyUpdated, match=told):
         state.check_usable()
     state.begin(3)

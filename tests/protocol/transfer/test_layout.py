@@ -130,11 +130,11 @@ def parts_of(consumer: Consumer, forms: list[TensorForm]) -> tuple[Part, ...]:
 
 
 @given(cases())
-def test_those_whose_wants_are_there_are_served_and_the_others_are_told(case: Case) -> None:
-    layout, everybody = case.layout, list(itertools.chain(*case.consumers))
-    assert len(layout.readers) == len(layout.problems) == len(everybody)
+def test_those_whose_wants_are_there_are_served_and_the_others_are_reported(case: Case) -> None:
+    layout, all_members = case.layout, list(itertools.chain(*case.consumers))
+    assert len(layout.readers) == len(layout.problems) == len(all_members)
     for reader, problem, consumer, is_served in zip(
-        layout.readers, layout.problems, everybody, case.is_served, strict=True
+        layout.readers, layout.problems, all_members, case.is_served, strict=True
     ):
         assert (problem is None) == is_served
         assert reader.parts == (parts_of(consumer, case.forms) if is_served else ())
@@ -210,7 +210,7 @@ def test_a_problem_names_consumer_tensor_and_both_forms(want: Want, told: str) -
     assert problem_of(want, form("a")) == told
 
 
-def test_a_want_is_told_by_the_first_of_its_names() -> None:
+def test_a_want_is_reported_by_the_first_of_its_names() -> None:
     problem = problem_of(Want(("x", "y"), "float32", (4, 3), None), form("a"))
     assert problem == "engine wants 'x', which is not published"
 
@@ -265,8 +265,8 @@ def test_sources_that_see_a_tensor_differently_are_named(other: TensorForm, told
     ],
     ids=["the order", "one without the tie", "one with a tie", "another tie"],
 )
-def test_sources_that_tie_a_name_differently_are_told(one: list[TensorForm], other: list[TensorForm]) -> None:
-    """Two tensors under one name: whoever wants it would get either, and whoever wants all of them gets it twice."""
+def test_sources_that_tie_a_name_differently_are_reported(one: list[TensorForm], other: list[TensorForm]) -> None:
+    """Two tensors under one name: a consumer of it would get either, and a consumer of all of them gets it twice."""
     with pytest.raises(StateMismatch, match="'b'"):
         lay_out([all_of(*one), all_of(*other)], [[], []], LIMITS)
 

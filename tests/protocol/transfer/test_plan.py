@@ -195,7 +195,7 @@ def test_of_replicas_none_sends_more_than_a_bucket_more_than_another(case: Case)
 @moderately
 @given(cases())
 def test_the_same_layout_gives_the_same_plan_in_whatever_order_its_parts_are_listed(case: Case) -> None:
-    """Everybody makes the plan on their own."""
+    """Each device makes the plan itself."""
     holders = {holder: parts[::-1] for holder, parts in reversed(case.holders.items())}
     readers = [Reader(reader.device, reader.parts[::-1]) for reader in case.readers]
     again = plan_transfer(tuple(case.tensors), holders, tuple(readers), case.limits)

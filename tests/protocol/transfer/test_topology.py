@@ -30,7 +30,7 @@ def test_a_node_that_cannot_feed_others_is_an_end_of_the_tree() -> None:
     assert [node.feeder for node in come(4, fanout=2, without_address=frozenset({1}))] == [ROOT, ROOT, 2, 2]
 
 
-def test_where_nobody_has_room_the_root_feeds() -> None:
+def test_where_no_node_has_room_the_root_feeds() -> None:
     assert [node.feeder for node in come(3, fanout=1, without_address=frozenset({1, 2}))] == [ROOT, ROOT, ROOT]
 
 

@@ -1,4 +1,4 @@
-"""The coordinator's machine: whatever comes in whatever order, one verdict, the same for everybody."""
+"""The coordinator's machine: whatever comes in whatever order, one verdict, the same for all."""
 
 import dataclasses
 
@@ -209,7 +209,7 @@ def test_a_failure_of_the_update_before_does_not_end_this_one() -> None:
 
 
 def test_a_device_that_offers_again_while_buckets_move_makes_no_second_agreement() -> None:
-    """It has begun anew on another line; what it had of this update is gone."""
+    """It has started over on another line; what it had of this update is gone."""
     machine, update = agreed(2)
     found = machine.receive(1, offer(last_update=update), 1.0)
     assert not any(isinstance(verdict, msg.UpdateAgreed) for verdict in found)
@@ -350,11 +350,11 @@ def test_a_consumer_that_wants_what_there_is_not_is_left_out() -> None:
     assert [problem is None for problem in told.layout.problems] == [False, True]
 
 
-def test_what_consumers_hold_is_told_by_reader() -> None:
-    machine, whoever = machine_of(3), tuple(Consumer(name, None) for name in "ab")
-    machine.receive(0, offer(consumers=whoever, holds=(6, None), rank=0), 0.0)
+def test_what_consumers_hold_is_reported_by_reader() -> None:
+    machine, consumers = machine_of(3), tuple(Consumer(name, None) for name in "ab")
+    machine.receive(0, offer(consumers=consumers, holds=(6, None), rank=0), 0.0)
     machine.receive(1, offer(rank=1), 0.0)
-    (told,) = machine.receive(2, offer(consumers=whoever, holds=(6,), rank=2), 0.0)
+    (told,) = machine.receive(2, offer(consumers=consumers, holds=(6,), rank=2), 0.0)
     assert isinstance(told, msg.UpdateAgreed)
     assert told.holds == (6, None, None, None)  # what does not fit to the consumers counts for nothing
 
@@ -390,7 +390,7 @@ def test_what_is_offered_again_is_agreed_on_again() -> None:
     ],
     ids=["consumer gone", "on another device", "another consumer", "other weights"],
 )
-def test_what_is_offered_otherwise_is_laid_out_anew(changed: tuple[msg.UpdateOffered, msg.UpdateOffered]) -> None:
+def test_what_is_offered_otherwise_is_laid_out_again(changed: tuple[msg.UpdateOffered, msg.UpdateOffered]) -> None:
     first = machine_of(2)
     layout_of(first, offer(), offer(consumers=ENGINE))
     second = UpdateMachine(first.terms, 0.0, first.agreement)

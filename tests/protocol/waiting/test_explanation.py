@@ -132,7 +132,7 @@ def test_equal_situations_have_equal_sentences_when_durations_are_left_out() -> 
     )
 
 
-def test_a_thousand_ranks_are_told_by_ranges() -> None:
+def test_a_thousand_ranks_are_reported_by_ranges() -> None:
     ranks = [waits(rank, count("world", REDUCE, 7)) for rank in range(1000) if rank not in (4, 600, 601)]
     text = explain([*ranks, computes(4), moves(600), moves(601)], NOW_S)
     assert text is not None
@@ -146,7 +146,7 @@ def test_a_thousand_places_are_not_all_told() -> None:
     assert len(text) < 4000
 
 
-def test_short_waits_are_told_with_a_tenth_of_a_second() -> None:
+def test_short_waits_are_reported_with_a_tenth_of_a_second() -> None:
     assert " for 1.2 s " in str(explain([waits(0)], SINCE_S + 1.23))
     assert " for 0.0 s " in str(explain([waits(0)], SINCE_S - 5.0)), "clocks may differ a little"
 

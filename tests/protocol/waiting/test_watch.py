@@ -24,7 +24,7 @@ def test_nothing_is_due_before_a_rank_has_stood_still_for_long() -> None:
     assert watch.is_due({0: EXPLAIN_S, 1: 0.0}, 100.0)
 
 
-def test_what_is_found_is_told_and_looked_at_again_but_told_again_only_when_it_changed() -> None:
+def test_what_is_found_is_reported_and_looked_at_again_but_told_again_only_when_it_changed() -> None:
     watch = StandingWatch(EXPLAIN_S)
     assert watch.news([standing(0)], 100.0) == (standing(0),)
     assert not watch.is_due({0: EXPLAIN_S + 4.9}, 100.0 + EXPLAIN_S * READ_SHARE - BIT_S)
@@ -34,7 +34,7 @@ def test_what_is_found_is_told_and_looked_at_again_but_told_again_only_when_it_c
     assert watch.news([standing(0, 45.0, entered=6), standing(1)], 115.0) is not None
 
 
-def test_what_does_not_change_is_told_again_after_minutes() -> None:
+def test_what_does_not_change_is_reported_again_after_minutes() -> None:
     watch = StandingWatch(EXPLAIN_S)
     watch.news([standing(0)], 100.0)
     assert watch.news([standing(0, 300.0)], 100.0 + REPEAT_S - BIT_S) is None

@@ -2,13 +2,13 @@
 
 import pytest
 
-from keepstep.sim.faults import RELAY_FAULTS, WEIGHTS
+from keepstep.sim.faults import MEMORY_FAULTS, RELAY_FAULTS, WEIGHTS
 from keepstep.sim.oracle.causes import HARMLESS, REPEATED_EVERY_S, Causes, most_recoveries
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 
 def test_what_is_said_of_faults_is_said_of_faults_that_there_are() -> None:
-    assert HARMLESS | REPEATED_EVERY_S.keys() <= {*WEIGHTS, *RELAY_FAULTS}
+    assert HARMLESS | REPEATED_EVERY_S.keys() <= {*WEIGHTS, *RELAY_FAULTS, *MEMORY_FAULTS}
 
 
 def test_a_fault_may_begin_one_recovery_and_what_lasts_may_begin_more() -> None:
@@ -23,18 +23,18 @@ def test_a_process_that_is_hurt_twice_is_lost_once() -> None:
     causes.add("kill of process 3")
     causes.begins("rank 1 lost")
     with pytest.raises(
-        ViolationError, match=r"recovery 2 begins \(rank 0: late\).* begin 1 at the most: kill of process 3"
+        ViolationError, match=r"recovery 2 begins \(rank 0: late\).* begin 1 at most: kill of process 3"
     ):
         causes.begins("rank 0: late")
 
 
-def test_a_node_that_is_to_leave_begins_a_recovery_for_each_of_its_ranks_at_the_most() -> None:
+def test_a_node_that_drains_begins_a_recovery_for_each_of_its_ranks_at_the_most() -> None:
     """Two may move one after the other, and the two that are left are lost with it at one moment."""
     causes = Causes()
     causes.node_leaves("node-17", 4)
     for rank in range(4):
-        causes.begins(f"rank {rank} lost: its node is to leave")
-    with pytest.raises(ViolationError, match=r"begin 4 at the most: node-17 is to leave"):
+        causes.begins(f"rank {rank} lost: its node drains")
+    with pytest.raises(ViolationError, match=r"begin 4 at most: node-17 drains"):
         causes.begins("ranks [26, 27] lost: node node-17 has left")
 
 

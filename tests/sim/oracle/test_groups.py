@@ -94,7 +94,7 @@ def test_a_group_with_a_new_member_does_not_stay(world: World, watch: GroupWatch
 
 
 def test_connections_of_two_cohorts_are_not_the_same(world: World, watch: GroupWatch) -> None:
-    """One member has connected anew, and the other one has fallen out before."""
+    """One member has reconnected, and the other one has fallen out before."""
     watch.cut(GROUP, 1, 1)
     watch.met(2, members(world))
     watch.connects(1, GROUP, 2, stays=False)

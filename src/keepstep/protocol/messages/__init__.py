@@ -1,12 +1,12 @@
 """Every message between processes.
 
 Three kinds of program talk: worker, agent, controller. Reports travel up and are named in the past tense; orders
-travel down and are named in the imperative. Each carries the generation it belongs to; one of another generation
-is dropped at a single entrance (`RecoveryMachine.receive`, and `WorkerMachine.receive` on the worker's side).
+travel down and are named in the imperative. Each carries its generation; `RecoveryMachine.receive`, and
+`WorkerMachine.receive` on the worker's side, drop one of another generation.
 
-An order that concerns every rank names no worker: it is the same for all nodes, and each agent hands it to those of
-its workers that hold a rank. What all ranks answer alike names the workers it speaks for, so an agent sends one answer
-for its node. The wire form is in `keepstep.transports.codec`.
+An order for every rank names no worker: it is the same for all nodes, and each agent passes it to its workers that hold
+a rank. An answer that is equal on several ranks lists their workers, so an agent sends one answer for its node. The
+wire form is in `keepstep.transports.codec`.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ __all__ = [
 ]
 
 GroupAnswer: TypeAlias = SafePointReached | GroupsReset | StateRecovered | StepsFinished | Holding | Drained
-"""What every rank answers to the same order; see `AgentMachine`."""
+"""Answers of every rank to the same order; see `AgentMachine`."""
 Question: TypeAlias = StoreRequested | OnceRequested
-"""What a worker asks and waits for."""
+"""Requests of a worker that waits for the answer."""
 WorkerReport: TypeAlias = (
     GroupAnswer | Question | WorkerJoined | RankAwaited | WorkerReady | CollectiveFailed | WorkerFailed | StateRescued
 )
@@ -184,10 +184,10 @@ Report: TypeAlias = WorkerReport | AgentReport
 class Packet(Message, frozen=True):
     """What one end of a `keepstep.protocol.reliable_channel.ReliableChannel` transmits.
 
-    ``incarnation`` counts those of a node's agent: a new agent has the next, and so has one whose node was given up.
+    ``incarnation`` of the node's agent: a restarted agent has the next one, and so has the agent of an evicted node.
     ``first`` is the number of ``messages[0]``; ``received`` is how many of the other end's have arrived without a gap.
-    ``misses``: something has arrived beyond a gap. Without that a small ``received`` says nothing: it may have met
-    the messages on the way.
+    ``misses``: a message has arrived after a gap. Otherwise a small ``received`` means nothing: the packet may have
+    crossed the messages on the way.
     """
 
     node: str
@@ -199,9 +199,8 @@ class Packet(Message, frozen=True):
 
 
 class NodeEvicted(Message, frozen=True):
-    """The node was given up in this incarnation: its ranks belong to others. End its workers and offer it anew.
-
-    ``is_final``: do not offer it again, and end.
+    """The node was evicted in this incarnation, and its ranks were reassigned. End its workers and join again.
+    ``is_final``: do not join again, and exit.
     """
 
     node: str
@@ -219,7 +218,7 @@ class NodeLeft(Message, frozen=True):
 
 
 Aside: TypeAlias = PhasesObserved | WeightsObserved | ClockAsked | ClockTold
-"""What agent and controller say outside of any packet, and nothing is decided by."""
+"""Messages between agent and controller outside of packets; no decision depends on them."""
 
 AnyMessage: TypeAlias = Report | AgentOrder | Packet | NodeEvicted | NodeLeft | Aside
 

@@ -1,4 +1,4 @@
-"""What all messages are made of."""
+"""Common parts of all messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ and never be read again."""
 
 
 class Cause(enum.StrEnum):
-    """Why a recovery was begun."""
+    """The cause of a recovery."""
 
+    DIED = "process died"
+    """How it ended is not known yet; see `WorkerEnded`."""
     EXIT = "exit"
     SIGNAL = "signal"
     EXCEPTION = "exception"
@@ -33,7 +35,7 @@ class Cause(enum.StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, array_like=True):
-    """The root of all messages."""
+    """Base class of all messages."""
 
 
 class Tag(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Who is in the job in one generation."""
+"""The members of the job in one generation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     shard: str
     """What the rank holds; ranks of equal shards are replicas of each other."""
     domain: str = ""
-    """What fails together with the node: a rack, a switch. Empty: the node alone."""
+    """The node's failure domain: a rack, a switch. Empty: the node alone."""
 
 
 class MembershipChange(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """What makes one membership of another one: the ranks that have another member."""
+    """The difference between two memberships: the ranks whose member has changed."""
 
     members: tuple[tuple[int, Member], ...]
     """Rank and member."""
@@ -102,7 +102,7 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
         return len(self.workers)
 
     def member(self, rank: int) -> Member:
-        """Who holds a rank, where, and what of the state."""
+        """The worker, node and shard of a rank."""
         node, domain = self.nodes[self.node_numbers[rank]]
         return Member(self.workers[rank], node, self.shard(rank), domain)
 
@@ -119,7 +119,7 @@ class Membership(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_
         return {shard: tuple(ranks) for shard, ranks in found.items()}
 
     def is_first_replica(self, rank: int) -> bool:
-        """Whether a rank is the one of its replica group that does what one of them does, such as to save."""
+        """Whether a rank is the first of its replica group, which acts for it, for example to save."""
         return self.replicas[self.shard(rank)][0] == rank
 
 

@@ -44,8 +44,8 @@ class Assign(Message, frozen=True):
 
 
 class PassSnapshots(Message, frozen=True):
-    """The worker is about to be given this rank, or to send its state to the one that is: tell it of the rank's
-    snapshots in the memory of ``keepers``."""
+    """The worker is about to get this rank, or to send its state to the worker that gets it: give it access to the
+    rank's snapshots in the memory of ``keepers``."""
 
     worker: int
     rank: int
@@ -53,7 +53,7 @@ class PassSnapshots(Message, frozen=True):
 
 
 class InheritSnapshots(Message, frozen=True):
-    """An agent tells a worker where snapshots of a rank are, and of which steps."""
+    """The agent tells a worker where snapshots of a rank are, and of which steps."""
 
     worker: int
     rank: int
@@ -62,16 +62,16 @@ class InheritSnapshots(Message, frozen=True):
 
 
 class ReleaseSnapshots(Message, frozen=True):
-    """All ranks have their snapshots again: the memory of these workers, which are gone, is needed no more."""
+    """All ranks have snapshots again: free the memory of these dead workers."""
 
     workers: tuple[int, ...]
 
 
 class Stop(Message, frozen=True):
-    """Every generation before ``generation`` is over: close the groups, drain to a safe point, report it.
+    """Every generation before ``generation`` is over: close the groups, stop at a safe point, report it.
 
-    ``synced_step`` is the step whose gradients a lost rank had complete. A rank that is in the backward of that step
-    has all it needs in its own sockets, and ends the backward before it breaks anything.
+    ``synced_step`` is the step whose gradients a lost rank had complete. A rank in the backward of that step has all
+    the data it needs in its own sockets, and finishes the backward before it breaks any group.
     """
 
     generation: int
@@ -89,7 +89,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class Recover(Message, frozen=True):
     """Get to the resume step in this generation.
 
-    A rank that is among the receivers of a transfer restores. Every other one knows from what it reported, by
+    A rank among the receivers of a transfer restores. Every other one computes from its own report, with
     `keepstep.protocol.resume.action`, whether it stays, advances or rewinds.
     """
 
@@ -97,24 +97,24 @@ class Recover(Message, frozen=True):
     resume_step: int
     transfers: tuple[Transfer, ...]
     membership: Membership | MembershipChange
-    """Of this generation. To an agent the controller sends what has changed since the last membership that it told it;
-    a worker gets the whole."""
+    """Of this generation. The controller sends an agent the changes since the last membership that it has sent; a
+    worker gets the complete one."""
     from_buddies: tuple[Transfer, ...]
-    """Of state that no rank holds any more. The one source sends it from a snapshot in memory of its node: one that it
-    keeps itself, or of which `PassSnapshots` has told it."""
+    """For state that no rank holds any more. The single source sends it from a snapshot in its node's memory: its own,
+    or one that `PassSnapshots` has named."""
     kept_step: int | None
-    """The newest step to which all ranks can go back after the loss of any one node. No rank writes over its snapshots
+    """The newest step to which all ranks can go back after the loss of any one node. No rank overwrites its snapshots
     of that step before all have left a gradient barrier."""
 
 
 class MembershipTold(Message, frozen=True):
-    """The membership that the next `Recover` changes, for a node that joins when there is one."""
+    """The current membership, for a node that joins; the next `Recover` contains changes to it."""
 
     membership: Membership
 
 
 class Resume(Message, frozen=True):
-    """Every rank stands at the resume step: training goes on."""
+    """Every rank is at the resume step: training continues."""
 
     generation: int
 
@@ -132,19 +132,19 @@ class Abandon(Message, frozen=True):
 
 
 class Rescue(Message, frozen=True):
-    """The job cannot go on: save the shard, report it with `StateRescued`, and end."""
+    """The job cannot continue: save the shard, report it with `StateRescued`, and end."""
 
     reason: str
 
 
 class Hold(Message, frozen=True):
-    """The job is to end: complete the step that you are in, and wait. Say at once before which step that is."""
+    """The job will end: complete the current step, and wait. Report at once before which step."""
 
     generation: int
 
 
 class Drain(Message, frozen=True):
-    """The job ends at ``step``: go as far as that, and write a checkpoint, if the job has them."""
+    """The job ends at ``step``: train up to it, and write a checkpoint if the job uses checkpoints."""
 
     generation: int
     step: int
@@ -157,7 +157,7 @@ class Terminate(Message, frozen=True):
 
 
 class StoreAnswered(Message, frozen=True):
-    """The answer to a `StoreRequested`: no ``values`` where its generation is over; ``error``: why it is refused."""
+    """The answer to a `StoreRequested`: no ``values`` if its generation is over; ``error``: why it is refused."""
 
     worker: int
     request: int
@@ -166,7 +166,7 @@ class StoreAnswered(Message, frozen=True):
 
 
 class OnceAnswered(Message, frozen=True):
-    """The answer to a claim or a hold: whether it is this worker that does it."""
+    """The answer to a claim or a hold: whether this worker has it."""
 
     worker: int
     request: int
@@ -176,7 +176,7 @@ class OnceAnswered(Message, frozen=True):
 class ClockTold(Message, frozen=True):
     """The answer to `ClockAsked`: the controller's monotonic time, ``told_ns``.
 
-    ``gather_s`` is how often it wants to hear of phases from each node: the more nodes, the less often.
+    ``gather_s`` is the interval at which each node reports phases: the more nodes, the longer.
     """
 
     asked_ns: int
@@ -185,7 +185,7 @@ class ClockTold(Message, frozen=True):
 
 
 class EndJob(Message, frozen=True):
-    """End every process of the job and leave with ``exit_code``."""
+    """End every process of the job and exit with ``exit_code``."""
 
     exit_code: int
     reason: str

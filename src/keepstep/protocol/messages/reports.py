@@ -22,7 +22,7 @@ class WorkerJoined(Message, frozen=True):
 
 
 class RankAwaited(Message, frozen=True):
-    """A spare's script has come to a line that needs its rank: it can go no further, and can be given one."""
+    """A spare's script waits at a line that needs its rank."""
 
     worker: int
 
@@ -32,9 +32,9 @@ SnapshotsByRank: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class WorkerReady(Message, frozen=True):
-    """The worker stands at its first step with everything protected, and waits.
+    """The worker waits at its first step with everything protected.
 
-    ``reach`` holds step 0, or nothing where the start-up ran on an echoing group; ``snapshots`` are the steps of
+    ``reach`` contains step 0, or nothing if the start-up ran on an echoing group; ``snapshots`` are the steps of
     the checkpoints and snapshots it can read, ``checkpointing`` says whether it writes any.
     """
 
@@ -47,7 +47,7 @@ class WorkerReady(Message, frozen=True):
 
 
 class CollectiveFailed(Message, frozen=True):
-    """A collective ended in an error on this worker: a hint that a peer is gone."""
+    """A collective failed on this worker: a hint that a peer is lost."""
 
     worker: int
     generation: int
@@ -56,9 +56,9 @@ class CollectiveFailed(Message, frozen=True):
 
 
 class SafePointReached(Message, frozen=True):
-    """The workers stand still and can say what their shards can be at. ``generation`` is the one named by `Stop`.
-    ``would_communicate``: the update that they were synced for holds a collective, which would be cut off.
-    ``second_copies``: what each of them keeps of other ranks' snapshots."""
+    """The workers have stopped; the reach of their shards. ``generation`` is that of `Stop`.
+    ``would_communicate``: the update for which they are synced calls a collective, which would be interrupted.
+    ``second_copies``: the snapshots of other ranks that each of them keeps."""
 
     workers: tuple[int, ...]
     generation: int
@@ -79,7 +79,7 @@ class GroupsReset(Message, frozen=True):
 
 
 class StateRecovered(Message, frozen=True):
-    """The shards of the workers are at the resume step, checked; they wait for `Resume`.
+    """The shards of the workers are at the resume step and verified; the workers wait for `Resume`.
 
     ``from_checkpoint``: a worker that rewound has loaded a checkpoint, and not its snapshot in memory.
     """
@@ -91,7 +91,7 @@ class StateRecovered(Message, frozen=True):
 
 
 class StepsFinished(Message, frozen=True):
-    """The workers have completed their last step. ``digest`` is of all protected state, where it was asked for."""
+    """The workers have completed their last step. ``digest`` is of all protected state, if requested."""
 
     workers: tuple[int, ...]
     generation: int
@@ -100,7 +100,7 @@ class StepsFinished(Message, frozen=True):
 
 
 class Holding(Message, frozen=True):
-    """The workers begin no step from ``step`` on before they are told where the job ends."""
+    """The workers wait before ``step`` until they know the step at which the job ends."""
 
     workers: tuple[int, ...]
     generation: int
@@ -108,7 +108,7 @@ class Holding(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """The workers stand at the job's last step; ``is_saved``: one of them has written a checkpoint of it."""
+    """The workers are at the job's last step; ``is_saved``: one of them has written a checkpoint of it."""
 
     workers: tuple[int, ...]
     generation: int
@@ -116,7 +116,7 @@ class Drained(Message, frozen=True):
 
 
 class WorkerFailed(Message, frozen=True):
-    """An exception that the script has not caught is about to end the worker.
+    """An uncaught exception of the script is about to end the worker.
 
     ``fatal``: a fresh process would end in the same way.
     """
@@ -136,13 +136,13 @@ class StateRescued(Message, frozen=True):
 
 
 STORE_OPERATIONS_THAT_WAIT = frozenset({"job_get", "job_wait"})
-"""Those of the job's store that are answered only when their keys are there."""
+"""Operations of the job's store that are answered only when their keys exist."""
 MAX_STORE_VALUE_BYTES = 8 << 20
-"""Of one value in the job's store: a message of at most 16 MiB carries it."""
+"""Limit of one value in the job's store: a message of at most 16 MiB carries it."""
 
 
 class StoreRequested(Message, frozen=True):
-    """One call on the rendezvous of a generation, the record of the start-up, or the store of the job."""
+    """One request to the rendezvous store of a generation, the start-up record, or the store of the job."""
 
     worker: int
     generation: int
@@ -165,11 +165,11 @@ class OnceRequested(Message, frozen=True):
 
 
 class NodeJoined(Message, frozen=True):
-    """A node offers itself: room for ``slots`` workers at a time. Nodes of one ``domain`` may fail together.
+    """A node joins, with room for ``slots`` workers at a time. Nodes of one ``domain`` may fail together.
 
     Ranks are given out by ``position`` (torchrun's ``--node-rank``), then in the order in which nodes have joined.
-    ``world_size`` is what the node was told; a node of a job of another size was started by mistake. 0: it was told
-    nothing. ``closed`` are devices, counted from 0, that the node has closed already: see `DevicesClosed`.
+    ``world_size`` is the node's setting; a node with another world size was started by mistake. 0: not set. ``closed``
+    are devices, counted from 0, that the node has closed already: see `DevicesClosed`.
     """
 
     node: str
@@ -188,9 +188,9 @@ class WorkerStarted(Message, frozen=True):
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker's process is gone, or must be taken for gone.
+    """A worker's process is gone or unresponsive.
 
-    ``gone`` is True where the process no longer exists (it then needs no fence). ``since_s`` is the time of the failure
+    ``gone`` is True if the process no longer exists (it then needs no fence). ``since_s`` is the time of the failure
     itself on the controller's monotonic clock, as well as either is known, for the report.
     """
 
@@ -204,14 +204,14 @@ class WorkerLost(Message, frozen=True):
 
 class SnapshotsLeft(Message, frozen=True):
     """A worker is gone and has left snapshots in memory that its agent holds: its own, and second copies of other
-    ranks'. Comes before what tells that it is gone."""
+    ranks'. Sent before the report that it is gone."""
 
     worker: int
     snapshots: SnapshotsByRank
 
 
 class WorkerEnded(Message, frozen=True):
-    """How the process of a worker ended that has been reported lost before that was known."""
+    """The exit status of a process that was reported lost before it was known."""
 
     worker: int
     cause: Cause
@@ -219,9 +219,9 @@ class WorkerEnded(Message, frozen=True):
 
 
 class WorkerDone(Message, frozen=True):
-    """A worker ended with exit code 0 outside of any step: its script is through.
+    """A worker ended with exit code 0 outside of any step: its script has finished.
 
-    ``steps`` is how many its tag page shows as completed, None where it never came to its first.
+    ``steps`` is the number of completed steps on its tag page, None if it never reached its first.
     """
 
     worker: int
@@ -243,7 +243,8 @@ class JobStalled(Message, frozen=True):
 
 
 class RanksStand(Message, frozen=True):
-    """All ranks of the node that have stood still for long, and where. The others have moved lately."""
+    """All ranks of the node that have made no progress for long, and their positions. The others have progressed
+    recently."""
 
     node: str
     generation: int
@@ -265,15 +266,15 @@ class StepObserved(Message, frozen=True):
 
 
 class NodeDraining(Message, frozen=True):
-    """The node is to leave soon. Its ranks train on until spares of other nodes take them."""
+    """The node will leave soon. Its ranks continue until spares on other nodes take them."""
 
     node: str
     reason: str
 
 
 class DevicesClosed(Message, frozen=True):
-    """Nothing more is to run on these devices of the node, counted from 0. A rank there trains on until a warm spare
-    can take it. Where it must not even do that, `WorkerLost` tells so, in front of this report."""
+    """No process may run on these devices of the node any more, counted from 0. A rank there continues until a warm
+    spare can take it. If it must stop at once, `WorkerLost` is sent before this report."""
 
     node: str
     devices: tuple[int, ...]
@@ -281,8 +282,8 @@ class DevicesClosed(Message, frozen=True):
 
 
 class PhasesObserved(Message, frozen=True):
-    """What the workers of a node went through of late. It is for the eye only: nothing is decided by it, it goes by the
-    packets, and what is lost is not repeated.
+    """Recent phases of a node's workers, for display only: no decision depends on it, it travels outside of packets,
+    and lost ones are not repeated.
 
     ``phases`` are records as `keepstep.trace.record.phaselog` lays them out, on the controller's clock; that is known
     to ``error_ns`` either way.
@@ -294,10 +295,10 @@ class PhasesObserved(Message, frozen=True):
 
 
 class PublicationStage(enum.StrEnum):
-    """What a rank tells of the weights that it publishes."""
+    """Kinds of reports on published weights."""
 
     ATTACHED = "attached"
-    """Consumers have come or gone, or have taken another version."""
+    """Consumers have attached or left, or have switched to another version."""
     UNDER_WAY = "under way"
     COMMITTED = "committed"
     BROKEN_OFF = "broken off"
@@ -313,7 +314,7 @@ class StageSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class WeightsObserved(Message, frozen=True):
-    """How a rank fares that publishes weights. For the eye only, as `PhasesObserved`.
+    """The state of a rank that publishes weights. For display only, like `PhasesObserved`.
 
     ``at_s`` is the time of it and ``begun_s`` that at which the update began: on the worker's clock, which the agent
     puts on the controller's. ``version`` is the one under way or just ended; None for consumers alone. The bytes are
@@ -337,7 +338,7 @@ class WeightsObserved(Message, frozen=True):
 
 
 class ClockAsked(Message, frozen=True):
-    """What time is it where the controller is? ``asked_ns`` is the node's own."""
+    """Asks for the controller's time. ``asked_ns`` is the node's own."""
 
     node: str
     asked_ns: int

@@ -1,1 +1,1 @@
-"""The machine of one node: what it does on orders, and which of its workers hang."""
+"""The agent's machine: how one node obeys orders, and which of its workers hang."""

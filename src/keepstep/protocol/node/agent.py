@@ -1,7 +1,7 @@
-"""The agent's machine: what one node does on its controller's orders, and what it says of its workers.
+"""The agent's machine: what one node does on its controller's orders, and what it reports of its workers.
 
-The shell around it owns processes and sockets. It tells what became of them, takes the effects, and transmits the
-packets. Who is lost because it stands still is decided in `keepstep.protocol.node.liveness`.
+The shell around it owns processes and sockets. It reports their events, performs the effects, and sends the packets.
+`keepstep.protocol.node.liveness` decides which workers hang.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class AgentMachine:
         self._held: dict[tuple[type, int], list[msg.GroupAnswer]] = {}
         self._held_since_s = 0.0
         self._answered: dict[tuple[type, int], set[int]] = {}
-        """Who has given each answer since the last `Stop`, be it held or gone up."""
+        """The workers that have given each answer since the last `Stop`, held back or sent."""
         self._membership: msg.Membership | None = None
         """As the controller has told it."""
         self._first_steps: dict[int, _FirstSteps] = {}
         self._watch = StandingWatch(liveness.explain_s)
         self._stall: msg.JobStalled | None = None
-        """Goes up behind where the ranks stand."""
+        """Goes up after where the ranks stand."""
         self._evicted = False
         self._departing: msg.NodeLeft | None = None
         self._is_terminating = False
@@ -106,12 +106,12 @@ class AgentMachine:
     # ---- what the shell calls ---------------------------------------------------------------------------------------
 
     def take(self) -> list[AgentEffect]:
-        """What is to be done, in this order."""
+        """The effects to perform, in this order."""
         effects, self._effects = self._effects, []
         return effects
 
     def packets(self, now_s: float) -> list[msg.Packet]:
-        """What is to be transmitted to the controller now."""
+        """The packets to send to the controller now."""
         if self._departing is not None:
             return []
         due = now_s >= self._heartbeat_s
@@ -121,8 +121,8 @@ class AgentMachine:
         return packets
 
     def _beat_after(self, earliest_s: float) -> float:
-        """The first beat of the node's own from then on. Each has another, or all would have the controller's ear at
-        the same moment once they have all answered the same order."""
+        """The node's next heartbeat. Each node has another phase, so that heartbeats stay spread out after all nodes
+        have answered the same order."""
         return earliest_s + (self._beat_s - earliest_s) % HEARTBEAT_S
 
     def reconnected(self) -> None:
@@ -133,25 +133,26 @@ class AgentMachine:
             self._effects.append(Depart(self._departing))
 
     def depart(self, reason: str) -> None:
-        """The node is to leave the job. `Leave` follows when the controller has heard so."""
+        """The node leaves the job. `Leave` follows when the controller has acknowledged that."""
         self._departing = msg.NodeLeft(self.node, self.incarnation, reason)
         self._effects.append(Depart(self._departing))
         self._end_everything()
 
     def drain(self, reason: str) -> None:
-        """The node is to leave the job when its ranks have moved to other ones; it leaves at once if it holds none."""
+        """The node leaves the job when its ranks have moved to other nodes; at once if it holds none."""
         self._draining = reason
         self._say(msg.NodeDraining(self.node, reason))
         self._leave_if_drained()
 
     def close_devices(self, devices: tuple[int, ...], reason: str) -> None:
-        """Devices are sick: nothing more is to run there, and a rank there moves when a warm spare can take it."""
+        """Devices are unhealthy: no process starts there any more, and a rank there moves when a warm spare can take
+        it."""
         closed = tuple(sorted({*self._joined.closed, *devices}))
         self._joined = msgspec.structs.replace(self._joined, closed=closed)
         self._say(msg.DevicesClosed(self.node, devices, reason))
 
     def devices_failed(self, devices: tuple[int, ...], reason: str, tags: Mapping[int, Tag], now_s: float) -> None:
-        """Devices have failed: the ranks there are lost, and nothing more is to run there.
+        """Devices have failed: the ranks there are lost, and no process starts there any more.
 
         Args:
             devices: counted from 0.
@@ -276,7 +277,7 @@ class AgentMachine:
         return device_for(own, taken, self._joined.closed, self._devices_of_parked)
 
     def _with_membership(self, order: msg.Recover) -> msg.Recover:
-        """The order as workers get it: with the whole membership, be it new or a change of the last one."""
+        """The order for workers: with the complete membership, new or changed."""
         change = order.membership
         if isinstance(change, msg.Membership):
             self._membership = change
@@ -295,7 +296,7 @@ class AgentMachine:
         self._effects.append(Kill(number))
 
     def _leave_and_join_again(self, now_s: float) -> None:
-        """The node was given up, and its ranks belong to others: ends its processes, then offers the node anew."""
+        """The node was given up, and its ranks belong to others: ends its processes, then lets the node join again."""
         self._end_everything()
         self._join_again_if_empty(now_s)
 
@@ -376,7 +377,7 @@ class AgentMachine:
         self.liveness.forget(number)
         self._effects.append(Kill(number))
         self._tell_of_snapshots(number, snapshots)
-        self._say(msg.WorkerLost(number, Cause.EXIT, "its process died", True, tag, at_s))
+        self._say(msg.WorkerLost(number, Cause.DIED, "its process died", True, tag, at_s))
         return True
 
     def _tell_of_snapshots(self, number: int, snapshots: msg.SnapshotsByRank) -> None:

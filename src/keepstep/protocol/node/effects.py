@@ -1,4 +1,4 @@
-"""What a node's machine wants its shell to do."""
+"""Effects of a node's machine, which its shell performs."""
 
 from __future__ import annotations
 

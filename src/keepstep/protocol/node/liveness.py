@@ -1,9 +1,9 @@
-"""The agent's machine: from what can be observed of its workers to who is lost.
+"""Hang detection of the agent's machine: decides from observations which workers are lost.
 
-A worker is judged by the progress of its *training* thread, never by a heartbeat of another one. Standing still is a
-fault only where the worker does not wait for another one: a rank inside a collective is a victim of the rank that has
-not entered it, and killing it would be a defect. Only when every rank of the node waits past its deadline is the job
-called stalled; the survivors are then stopped, and a rank that cannot even stop is the one to blame.
+Only the progress of the *training* thread counts, never a heartbeat of another thread. Lack of progress is a fault only
+if the worker does not wait for another one: a rank inside a collective waits for the rank that has not entered it, and
+killing it would be a bug. Only when every rank of the node waits past its deadline does the agent report the job as
+stalled; all ranks are then stopped, and a rank that does not stop is blamed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LivenessSettings:
 
     floor_s: float = 0.75
     factor: float = 2.5
-    """A phase may take ``max(floor_s, factor x its longest of late)``."""
+    """A phase may take ``max(floor_s, factor x its longest recent duration)``."""
     stopped_s: float = 0.3
     """How long a process may be seen held by SIGSTOP; nothing needs to be guessed there."""
     unknown_s: float = 120.0
@@ -53,10 +53,11 @@ class LivenessSettings:
     recovery_s: float = 30.0
     """For connecting groups and moving state; each message moves it on."""
     explain_s: float = 30.0
-    """Where ranks have not moved for so long, it is said which of them waits for what. Longer than most evaluations
-    that one rank does alone; shorter than a person waits who looks at a job that does not go on."""
+    """After this time without progress the waits of ranks are reported. Longer than most evaluations on a single rank;
+    shorter than the patience of a person who watches a hanging job."""
     blind_s: float = 0.5
-    """An agent that did not look for longer was itself held up, and cannot tell who stood still meanwhile."""
+    """An agent that did not look for longer was paused itself, and cannot know which workers made progress
+    meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,7 +98,8 @@ class LivenessMachine:
         self._workers.pop(worker, None)
 
     def stopping(self, workers: tuple[int, ...], now_s: float) -> None:
-        """The workers were told to stop: from now on a collective is no excuse, for it has been broken."""
+        """The workers were ordered to stop: from now on a collective does not excuse them, because it has been
+        broken."""
         for number in workers:
             if number in self._workers:
                 watched = self._workers[number]
@@ -121,7 +123,7 @@ class LivenessMachine:
             watched.changed_s = now_s
 
     def resumed(self, now_s: float) -> None:
-        """Training goes on; a rank that stands still from now on is reported anew."""
+        """Training continues; a rank without progress from now on is reported again."""
         self._stalled_generation = -1
         for watched in self._workers.values():
             watched.stopping = watched.safe = False
@@ -143,7 +145,7 @@ class LivenessMachine:
             watched.stopped_since_s = now_s
 
     def passed(self, worker: int, phase: Phase, began_s: float, ended_s: float) -> None:
-        """A phase has ended, as the worker's page shows. Call it behind `observe`, for the longest of each kind.
+        """A phase has ended, as the worker's page shows. Call it after `observe`, for the longest of each kind.
 
         Args:
             worker: who was in it.
@@ -156,7 +158,7 @@ class LivenessMachine:
             self._durations[phase].append(ended_s - began_s)
 
     def deadline_s(self, worker: int) -> float:
-        """How long this worker may stand still where it is now."""
+        """How long this worker may make no progress in its current phase."""
         watched = self._workers[worker]
         phase = watched.seen.tag.phase if watched.seen else Phase.STARTING
         if phase is Phase.STARTING and not self.is_initialised:
@@ -169,7 +171,7 @@ class LivenessMachine:
         return max(self.settings.floor_s, self.settings.factor * max(known)) if known else self.settings.unknown_s
 
     def judge(self, now_s: float) -> list[WorkerLost | JobStalled]:
-        """Which workers are lost, or whether all ranks of the node stand still and none of them is to blame."""
+        """The lost workers; or that all ranks of the node wait past their deadlines, and none of them is to blame."""
         self._discount_own_pause(now_s)
         verdicts: list[WorkerLost | JobStalled] = []
         holders = [number for number, watched in self._workers.items() if watched.rank is not None]

@@ -1,4 +1,4 @@
-"""Which device a spare takes that was parked: until it has a rank it runs no line of its script, and uses none."""
+"""The choice of a parked spare's device: until it has a rank, it runs no line of its script and uses no device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What must hold of the controller's machine in every stage that it enters; a breach is a bug of keepstep and raises.
+"""Invariants of the controller's machine in every stage that it enters; a violation is a bug in keepstep and raises.
 
-The roster keeps what is asked often up to date. Here it is counted anew, from the workers themselves.
+The roster updates frequently used counts incrementally. This module recounts them from the workers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _of_stage(stage: Stage, roster: Roster) -> Iterator[str]:
 def _of_records(records: Iterable[RecoveryRecord]) -> Iterator[str]:
     highest, rewound = 0, False
     for record in records:
-        # A rank that has loaded a checkpoint stays there, also where another loss begins the recovery anew.
+        # A rank that has loaded a checkpoint stays there, also where another loss restarts the recovery.
         rewound = rewound or Action.REWIND in record.actions.values()
         if record.resume_step is None or record.restored_s is None:
             continue

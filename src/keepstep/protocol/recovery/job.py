@@ -1,4 +1,4 @@
-"""What the machine knows of a job in every stage."""
+"""The machine's state of a job, shared by all stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class JobState:
         """What happens in this generation. That of the first is not among ``records``: it recovers from nothing."""
 
     def tell(self, before: Membership, change: MembershipChange) -> Membership | MembershipChange:
-        """What agents are told of the present membership, which they know from then on.
+        """What agents are told of the current membership, which they know from then on.
 
         Args:
             before: the membership that it was made of.
@@ -69,6 +69,18 @@ class JobState:
         """What nodes hold of workers that are gone is needed no more."""
         for node, workers in self.snapshots.release().items():
             self.orders.send(node, ReleaseSnapshots(workers), reason)
+
+    def explain_death(self, rank: int, cause: str, detail: str) -> None:
+        """How a lost rank's process ended is known, maybe when training goes on already or the rank is lost again."""
+        for record in self.records:
+            if rank in record.unexplained:
+                record.name_cause(rank, cause, detail)
+                return
+
+    def expect_no_explanation(self) -> None:
+        """A node was lost, and with it what its agent had to tell of processes."""
+        for record in self.records:
+            record.unexplained.clear()
 
     def begin_generation(self, cause: str, detail: str, now_s: float) -> None:
         """A failure has interrupted the ranks: what they said in the last generation counts no more."""

@@ -1,11 +1,11 @@
 """The controller's machine: from training, through a recovery, back to training.
 
 `RecoveryMachine` is a function from (state, message, ``now_s``) to effects. It reads no clock, and every deadline is
-a field: call `tick` when `next_deadline` has come. Each effect says its reason, and log, journal and tests show it.
+a field: call `tick` when `next_deadline` has come. Each effect carries its reason, which log, journal and tests show.
 
-The machine takes note of what each event says of nodes and workers, and asks the present stage what follows from it
-(`keepstep.protocol.recovery.stages`). What a stage waits for is a set of workers that becomes empty, and each event
-ends by asking whether it has: so a report costs the same in a world of any size.
+The machine records what each event says about nodes and workers, and asks the current stage for the consequence
+(`keepstep.protocol.recovery.stages`). A stage waits for a set of workers to become empty, and each event ends with that
+check: so a report costs the same with any world size.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RecoveryMachine:
 
     @property
     def awaited(self) -> set[int]:
-        """The rank holders whose answer the present stage waits for."""
+        """The rank holders whose answer the current stage waits for."""
         return self._stage.awaited
 
     # ---- the entrances ----------------------------------------------------------------------------------------------
@@ -115,6 +115,7 @@ class RecoveryMachine:
             self.quarantine.failed(Place(node), why, now_s)
         lost = self.roster.remove_node(node)
         self._job.snapshots.node_lost(node)
+        self._job.expect_no_explanation()
         self._stage.node_lost(now_s)
         if not self.progress.is_initialised and lost:  # before that there are no spares
             self._go(ToEnded(verdicts.exited_in_start_up(lost[0].rank, why, is_initialised=False)), now_s)
@@ -153,7 +154,7 @@ class RecoveryMachine:
         return min((due for due in dues if due is not None), default=None)
 
     def drain_asked(self, reason: str, now_s: float) -> list[Effect]:
-        """The job is to end soon, at a step that all ranks have come to. Asked once more it changes nothing."""
+        """The job must end soon, at a step that all ranks have completed. Asked once more it changes nothing."""
         if self._job.drain.reason is None and self.stage is not Stage.ENDED:
             self._job.drain.begin(reason, now_s)
             self._go(self._stage.drain_asked(), now_s)
@@ -297,7 +298,7 @@ class RecoveryMachine:
                 self._lost(worker, message, now_s)
             case msg.WorkerEnded():
                 if worker.rank is not None:
-                    self._job.record.name_cause(worker.rank, message.cause, message.detail)
+                    self._job.explain_death(worker.rank, message.cause, message.detail)
             case msg.WorkerFenced():
                 self.roster.mark_lost(worker, gone=True)
                 self._stage.awaited.discard(worker.worker)
@@ -325,7 +326,7 @@ class RecoveryMachine:
     # ---- losses -----------------------------------------------------------------------------------------------------
 
     def _is_in_start_up(self, worker: Worker) -> bool:
-        """Whether a failing script ends the job: started anew it would fail again, and nothing is lost yet."""
+        """Whether a failing script ends the job: restarted it would fail again, and nothing is lost yet."""
         if worker.rank is None or worker.lost or self.progress.has_trained:
             return False
         return self._stage.prepares_training
@@ -337,7 +338,8 @@ class RecoveryMachine:
             self.roster.mark_lost(worker, gone=message.gone)
             return
         is_initialised = self.progress.is_initialised
-        ends_job = (message.cause is msg.Cause.EXIT or not is_initialised) and self._is_in_start_up(worker)
+        has_exited = message.cause in (msg.Cause.EXIT, msg.Cause.DIED)
+        ends_job = (has_exited or not is_initialised) and self._is_in_start_up(worker)
         self.roster.mark_lost(worker, gone=message.gone)
         if ends_job:
             detail = worker.explain(message.detail)

@@ -1,4 +1,4 @@
-"""The orders of one event, gathered until the machine has done with it."""
+"""The orders of one event, collected until the machine has processed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes the agents start and end: ranks at the start, spares, and fresh ones where no spare is left."""
+"""The processes that agents start and end: ranks at the start, spares, and fresh ones if no spare is left."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Processes:
     def top_up_spares(self, reason: str) -> None:
         """Brings the number of spares back to what was asked for: of sound ones where they can be had.
 
-        Ranks that are to move need one more each.
+        Each rank that must move needs one more.
         """
         wanted = self._settings.num_spares + len(self._roster.displaced())
         for _ in range(wanted - self._roster.num_sound_spares):
@@ -113,11 +113,11 @@ class Processes:
         self._fence(list(self._roster.spares()), reason)
 
     def close_node(self, name: str, reason: str) -> None:
-        """A node is to leave: its ranks are to move, and its spares end."""
+        """A node drains: its ranks must move, and its spares end."""
         self._fence(self._roster.close_node(name), reason)
 
     def close_devices(self, name: str, devices: Collection[int], reason: str) -> None:
-        """Devices of a node are sick: the ranks there are to move, and the spares there end."""
+        """Devices of a node are sick: the ranks there must move, and the spares there end."""
         self._fence(self._roster.close_devices(name, devices, reason), reason)
 
     def none_can_come(self, num_missing: int) -> bool:
@@ -156,7 +156,7 @@ class Processes:
     def _why_displaced(self, worker: Worker) -> str:
         node = self._roster.nodes[worker.node]
         if node.is_closed:
-            return "its node is to leave"
+            return "its node drains"
         if worker.device in node.closed:
             return f"its device is sick: {node.closed[worker.device]}"
         return "it shared a device, and another one is free"

@@ -1,4 +1,4 @@
-"""How far a job has come, and whether it comes any further."""
+"""The job's progress, and whether it makes any."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Progress:
         self.resume_at = step
 
     def stands(self) -> None:
-        """All ranks stand where the recovery was to take them."""
+        """All ranks are at the resume step."""
         self.reached(self.resume_at)
         self.has_trained, self.is_fresh = True, False
 

@@ -1,4 +1,4 @@
-"""What happened in one recovery, and when: the report, the drill's table and the timeline are made from it."""
+"""The record of one recovery, from which the report, the drill's table and the timeline are made."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Warmth(enum.StrEnum):
     """How far a process was when it was given a lost rank."""
 
     WARM = "warm"
-    """It stood in front of its first step."""
+    """It stood before its first step."""
     HALF_WARM = "half-warm"
     """Its script could go no further without a rank: it had imported, and perhaps built its model."""
     COLD = "cold"
@@ -59,6 +59,8 @@ class RecoveryRecord(msgspec.Struct):
     begun_s: float
     """The controller learned of the failure."""
     failures: list[Failure] = msgspec.field(default_factory=list)
+    unexplained: set[int] = msgspec.field(default_factory=set)
+    """The lost ranks of which the agent will tell how their process ended; until then the recovery is not reported."""
     stopped_s: float | None = None
     """The last survivor reached its safe point and the last lost process was gone."""
     decided_s: float | None = None
@@ -98,9 +100,12 @@ class RecoveryRecord(msgspec.Struct):
         if not self.failures:
             self.cause, self.detail = cause, detail
         self.failures.append(failure)
+        if failure.cause == Cause.DIED:
+            self.unexplained.add(failure.rank)
 
     def name_cause(self, rank: int, cause: str, detail: str) -> None:
         """How a lost rank's process ended is known now."""
+        self.unexplained.discard(rank)
         for failure in self.failures:
             if failure.rank == rank:
                 if failure is self.failures[0]:

@@ -1,4 +1,4 @@
-"""What the user may set of the controller's machine, and the exit codes with which it ends a job."""
+"""The user's settings of the controller's machine, and the exit codes of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the controller knows of ranks that stand still: what it says of them, and when the job can go no further."""
+"""The controller's knowledge of ranks without progress: its explanation, and whether the job can never complete a
+step."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ GRACE_S = 1.0
 LEAST_S = 10.0
 """Between two sentences, however often the situation changes."""
 REPEAT_S = 290.0
-"""The same sentence is told again after so long; agents report anew a little later (`watch.REPEAT_S`)."""
+"""The same sentence is told again after so long; agents report again a little later (`watch.REPEAT_S`)."""
 
 
 class Standstill:

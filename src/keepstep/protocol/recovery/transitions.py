@@ -1,4 +1,4 @@
-"""The stages of a job, what may follow what, and how a stage names the one that comes after it."""
+"""The stages of a job, the allowed transitions, and how a stage names the next one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     },
     Stage.STOPPING: {
         Stage.RECOVERING: "survivors safe, losses fenced, ranks filled",
-        Stage.STARTING: "nothing trained yet, or checkpoint left: all ranks anew",
+        Stage.STARTING: "nothing trained yet, or checkpoint left: restart all ranks",
         Stage.RESCUING: "no process left to start",
         Stage.DRAINING: "drain overdue",
         Stage.ENDED: "no holder left",
@@ -87,7 +87,7 @@ class ToRecovering:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToTraining:
-    """All ranks stand at the resume step."""
+    """All ranks are at the resume step."""
 
     stage: ClassVar[Stage] = Stage.TRAINING
 
@@ -101,7 +101,7 @@ class ToFinished:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToRescuing:
-    """The job cannot go on: each rank that holds state saves it."""
+    """The job cannot continue: each rank that holds state saves it."""
 
     stage: ClassVar[Stage] = Stage.RESCUING
     reason: str
@@ -136,4 +136,4 @@ class GiveUp:
 
 
 Next: TypeAlias = Transition | GiveUp | None
-"""What follows from an event, as the present stage says; None: the job stays where it is."""
+"""What follows from an event, as the current stage says; None: the job stays where it is."""

@@ -1,1 +1,1 @@
-"""Relays: processes beside the controller that hold the connections to its agents and bundle what these send."""
+"""Relays: processes next to the controller that hold the connections to its agents and bundle their packets."""

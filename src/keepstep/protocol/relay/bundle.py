@@ -1,11 +1,11 @@
-"""Packets of many nodes as one: what a relay makes of the packets that agents send at one moment, and takes apart.
+"""Bundles: packets that many nodes send at the same moment, merged into one and split again.
 
-After an order to all ranks, every agent answers the same. A packet costs the controller tens of microseconds, and
-most of that is the same work for each: to decode the answer, to change the state of the job, to write the journal. In a
-bundle the answer stands once, and each node adds its numbers and its workers. In the other direction an order to all
-ranks stands once, and each node adds its numbers.
+After an order to all ranks, every agent sends the same answer. A packet costs the controller tens of microseconds,
+mostly for work that is equal for all: decode the answer, change the job's state, write the journal. A bundle contains
+the answer once, and the numbers and workers of each node. In the other direction it contains an order to all ranks
+once, and the numbers of each node.
 
-A bundle says nothing that its packets do not: numbers, incarnations and leases are those of the agents.
+A bundle has the same content as its packets: numbers, incarnations and leases are those of the agents.
 """
 
 from __future__ import annotations

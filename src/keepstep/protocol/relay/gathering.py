@@ -1,4 +1,4 @@
-"""When a relay sends what it has gathered: as soon as the controller has taken what it sent before."""
+"""Decides when a relay sends its packets: as soon as the controller has accepted the previous frame."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ranks wait in, and how a hang without a culprit is explained."""
+"""The operations in which ranks wait, and the explanation of a hang without an identified cause."""

@@ -1,4 +1,4 @@
-"""One sentence on a job in which ranks stand still: which of them wait where, and where they do not fit together."""
+"""One sentence on a job with ranks that make no progress: where they wait, and which operations do not match."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def explain(ranks: Sequence[RankState], now_s: float | None) -> str | None:
 
 
 def uneven(ranks: Sequence[RankState]) -> str | None:
-    """Why the job can never complete a step: a rank has ended its loop, and another one is in a step behind that end.
+    """Why the job can never complete a step: a rank has ended its loop, and another one is in a step after that end.
 
     That step needs the gradients of all ranks, and the rank that has ended its loop takes part in no further step of
     this generation. In the next one it would end its loop at the same place.

@@ -1,8 +1,7 @@
-"""What ranks wait in: the operations of process groups by their names in `torch.distributed`, and how many of each a
-rank has begun.
+"""Operations of process groups by their names in `torch.distributed`, and how many of each a rank has begun.
 
-Ranks run the same program, so all members of a group enter the same collectives in the same order. Where the counts of
-two members differ, one is behind, or the two have taken different ways through the script.
+Ranks run the same program, so all members of a group enter the same collectives in the same order. If the counts of two
+members differ, one is behind, or they have taken different branches of the script.
 """
 
 from __future__ import annotations

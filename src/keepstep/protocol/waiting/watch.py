@@ -1,4 +1,4 @@
-"""When an agent tells its controller that ranks of its node stand still."""
+"""Decides when an agent reports to its controller that ranks of its node make no progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StandingWatch:
         self._read_s = float("-inf")
 
     def is_due(self, still_s: Mapping[int, float], now_s: float) -> bool:
-        """Whether the pages of the ranks are to be read.
+        """Whether the pages of the ranks must be read.
 
         Args:
             still_s: for how long each worker with a rank has stood still.

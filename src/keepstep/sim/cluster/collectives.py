@@ -1,8 +1,7 @@
-"""What ranks do together: collectives that may end at some ranks and not at others, and the rendezvous of a group.
+"""Simulated collectives, which may end on some ranks and not on others, and the rendezvous of a group.
 
-A collective ends at a rank when what every member gave to it has got there. A member that dies, or breaks its
-connections, may have been heard by some and not by others, and so it is for those that come later: who has heard it,
-the seed decides.
+A collective ends on a rank when the data of every member has arrived there. The data of a member that dies, or breaks
+its connections, may reach some ranks and not others: the seed decides which.
 """
 
 from __future__ import annotations

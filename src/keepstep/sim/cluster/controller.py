@@ -108,13 +108,13 @@ class SimulatedController:
     def _settle(self) -> None:
         """After every event, as `keepstep.controller.stores.ControllerStores` does."""
         job = self.machine.job
-        if self._start_up.begins_anew(job.stage, job.generation):
+        if self._start_up.starts_over(job.stage, job.generation):
             self._start_up_file.clear()
         for answer in self._start_up.settle(is_complete=job.membership is not None):
             self.world.start_up.answers(answer)
 
     def drain(self) -> None:
-        """SIGTERM: the job is to end. A controller that is not there hears of it when it is back."""
+        """SIGTERM: drains the job. A controller that is down gets it when it is back."""
         if self.is_up:
             self.machine.drain("SIGTERM", self.world.schedule.now_s)
             self._proceed()

@@ -1,4 +1,4 @@
-"""What one seed gives: nodes and their devices, ranks and shards, durations, a network, and deadlines."""
+"""The job that a seed defines: nodes and their devices, ranks and shards, durations, a network, and deadlines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ClusterLayout:
     needs_rank: bool = False
     """Whether the script of a spare comes to a line that needs its rank, before its first step."""
     reduces_after_update: bool = False
-    """Whether the script runs a collective behind each update. Where it is cut off, the copy may be of no use."""
+    """Whether the script runs a collective after each update. Where it is cut off, the copy may be of no use."""
 
     parks_spares: bool = False
     """Whether that line is the script's first, so that everything is built while the job waits."""

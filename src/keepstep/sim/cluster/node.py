@@ -1,4 +1,4 @@
-"""One simulated machine: the real `AgentMachine`, and the processes it starts, kills and looks at."""
+"""One simulated node: the real `AgentMachine`, and the processes that it starts, kills and observes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ class SimulatedNode:
         """worker -> the orders for a process that does not exist yet: the agent keeps them for it."""
         self.closed: set[int] = set()
         """Its devices that are sick, and stay so."""
+        self.has_room = True
+        """For second copies of snapshots that nothing is written over for."""
         self.clock_jump_s = 0.0
         self._incarnation = 0
         self._wake_s = 0.0
@@ -97,6 +99,10 @@ class SimulatedNode:
             worker.memory.is_lost = True
             worker.die(Cause.SIGNAL, "lost with its node")
 
+    def find_room(self) -> None:
+        """What has taken its memory has ended."""
+        self.has_room = True
+
     def drain(self) -> None:
         """SIGTERM for the agent."""
         if self.is_up:
@@ -105,7 +111,7 @@ class SimulatedNode:
             self._proceed()
 
     def depart(self) -> None:
-        """The grace period of a node that is to leave is over."""
+        """The grace period of a draining node is over."""
         if self.is_up:
             self.world.oracle.drain.node_departs(self.name)
             self._machine.depart("SIGTERM")

@@ -1,4 +1,4 @@
-"""A simulated process as its node, the kernel, other ranks and the oracle see it: it lives, shows itself, and ends."""
+"""A simulated process as seen by its node, the kernel, other ranks and the oracle."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Host(Protocol):
 
     name: str
     is_up: bool
+    has_room: bool
 
     @property
     def is_read(self) -> bool:
@@ -190,7 +191,7 @@ class SimulatedProcess(ABC):
         self._say(msg.WorkerFailed(self.number, error, "Traceback ...", fatal))
         self.die(Cause.EXIT, "exit code 1")
 
-    def say_anew(self, report: msg.WorkerReport) -> None:
+    def repeat_report(self, report: msg.WorkerReport) -> None:
         """Something the process says by mistake, or a second time."""
         if self.is_alive and not self.is_stopped:
             self._say(report)
@@ -229,9 +230,17 @@ class SimulatedProcess(ABC):
     @held_while_stopped
     def second_copy_there(self, snapshot: Snapshot) -> None:
         """The buddy has all of a snapshot."""
-        if self.snapshots.unsent == snapshot.step:
-            self.snapshots.unsent = None
+        if self.snapshots.doubled(snapshot.step):
             self._is_copied()
+
+    @held_while_stopped
+    def second_copy_refused(self, snapshot: Snapshot) -> None:
+        """The buddy's node has no room for a snapshot."""
+        self.world.oracle.snapshots.refused(self, snapshot)
+        if self.snapshots.refused(snapshot.step):
+            self._is_copied()
+        else:
+            self.raise_error("ConfigurationError: no memory for second copies of snapshots", fatal=True)
 
     def rewind(self, step: int) -> tuple[Rows, bool]:
         """Goes back to its snapshot of a step, or to a checkpoint; the rows there, and whether it is a checkpoint."""

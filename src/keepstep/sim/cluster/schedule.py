@@ -1,4 +1,4 @@
-"""Virtual time: what is going to happen, in the order in which it will."""
+"""Virtual time: the future events in their order."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from keepstep.protocol.messages import Membership, SnapshotsByRank
-from keepstep.protocol.snapshots import SnapshotSchedule, buddies, outdated, slot_to_replace
+from keepstep.protocol.messages import SnapshotsByRank
+from keepstep.protocol.snapshots import NUM_KEPT, SecondCopyPlan, SnapshotSchedule, outdated, slot_to_replace
+from keepstep.protocol.worker import WorkerMachine
 from keepstep.shared.tagpage import SnapshotMoment
 from keepstep.sim.cluster.values import History, Rows
 
@@ -55,6 +56,10 @@ class SimulatedMemory:
         """The snapshot of a step."""
         return next((each for each in self._slots.values() if each and (each.rank, each.step) == (rank, step)), None)
 
+    def has_slot(self, rank: int) -> bool:
+        """Whether the next snapshot of a rank is written over one of its own, and takes no more memory."""
+        return len(self.steps(rank)) >= NUM_KEPT
+
     def open(self, rank: int, kept_step: int | None) -> int:
         """The slot for a new snapshot of a rank."""
         slot = slot_to_replace(self.held, rank, kept_step)
@@ -78,6 +83,7 @@ class SimulatedSnapshots:
         self._memory = memory
         self._on_moment = on_moment
         self._schedule = SnapshotSchedule(every)
+        self.plan = SecondCopyPlan()
         self._copy: tuple[int, int, Snapshot] | None = None
         """Its number, its slot, and what will be there."""
         self._num_copies = 0
@@ -145,25 +151,47 @@ class SimulatedSnapshots:
             self._on_moment(SnapshotMoment.LOADED, step)
         return found
 
-    def resumed(self, step: int, membership: Membership | None) -> None:
-        """The process stands at the step at which all resume."""
+    def resumed(self, step: int, machine: WorkerMachine) -> None:
+        """The process stands at the step at which all resume, as its machine knows."""
         self.cancel()
         for slot in outdated(self._memory.held, step):
             self._memory.discard(slot)
         self._inherited = {key: memory for key, memory in self._inherited.items() if key[1] <= step}
         self.unsent = None
-        self._schedule.resumed(step, membership)
+        self._schedule.resumed(step, machine.membership)
+        assert machine.rank is not None
+        self.plan.resumed(machine.rank, machine.membership if self._schedule.every else None, machine.generation)
 
-    def passed_barrier(self, rank: int | None, membership: Membership | None) -> None:
-        """Every rank has its snapshots again."""
+    def doubled(self, step: int) -> bool:
+        """The buddy has all of a snapshot; whether that was waited for."""
+        if self.unsent != step:
+            return False
+        self.unsent = None
+        if self.plan.lacks_room:
+            self._on_moment(SnapshotMoment.DOUBLED, step)
+        self.plan.doubled()
+        return True
+
+    def refused(self, step: int) -> bool:
+        """The buddy's node has no room for a snapshot; whether the job goes on without its second copy."""
+        self.unsent = None
+        self._on_moment(SnapshotMoment.REFUSED, step)
+        return self.plan.refused()
+
+    def contribution(self, step: int) -> int:
+        """The process's number in the gradient barrier of a step."""
+        return self.plan.contribution() if self._schedule.is_second_copy_due(step) else 0
+
+    def passed_barrier(self, rank: int | None, heard: int) -> None:
+        """Every rank has its snapshots again; the greatest number that any has said."""
         self._inherited.clear()
-        if self.kept_step is None or membership is None:
-            return
-        self.kept_step = None
-        guarded = {rank} | {each for each, buddy in buddies(membership).items() if buddy == rank}
-        for slot, (whose, _step) in self._memory.held.items():
-            if whose not in guarded:
-                self._memory.discard(slot)
+        if self.kept_step is not None:
+            self.kept_step = None
+            guarded = {rank, *self.plan.wards}
+            for slot, (whose, _step) in self._memory.held.items():
+                if whose not in guarded:
+                    self._memory.discard(slot)
+        self.plan.reduced(heard)
 
     def is_due(self, step: int) -> bool:
         """Whether every rank that is synced in a step has a snapshot of it."""

@@ -1,4 +1,4 @@
-"""State on its way from ranks to others: in a recovery to those that need it, in training as a second copy."""
+"""Transfers of state between ranks: in a recovery to receivers, in training as second copies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.messages import Transfer
-from keepstep.protocol.snapshots import buddies
 from keepstep.sim.cluster.process import SimulatedProcess
 from keepstep.sim.cluster.schedule import Event
 from keepstep.sim.cluster.snapshots import Snapshot
@@ -76,7 +75,7 @@ class Transfers:
         return found.shard, found.parameters, found.rows
 
     def leave(self, process: int) -> None:
-        """A process ends, or breaks its connections: the processes that still wait for it wait in vain."""
+        """A process ends, or breaks its connections: the processes that wait for it will wait forever."""
         for key, under_way in list(self._open.items()):
             ranks = [rank for rank, worker in under_way.there.items() if worker.process == process]
             if ranks:
@@ -95,8 +94,7 @@ class SimulatedSecondCopies:
 
     def send(self, sender: SimulatedProcess, snapshot: Snapshot) -> None:
         """A rank has a snapshot that its buddy lacks: the bytes begin to move."""
-        membership = sender.machine.membership
-        buddy = None if membership is None else buddies(membership).get(snapshot.rank)
+        membership, buddy = sender.machine.membership, sender.snapshots.plan.buddy
         if buddy is None or membership is None:
             return
         sender.snapshots.unsent = snapshot.step
@@ -109,15 +107,17 @@ class SimulatedSecondCopies:
             return
         sender.groups.begin_second_copy()
         receiver.groups.begin_second_copy()
-        before = receiver.memory.whole
-        slot = receiver.memory.open(snapshot.rank, sender.snapshots.kept_step)
-        self._world.oracle.snapshots.written_over(receiver, before)
+        slot = None
+        if receiver.node.has_room or receiver.memory.has_slot(snapshot.rank):
+            before = receiver.memory.whole
+            slot = receiver.memory.open(snapshot.rank, sender.snapshots.kept_step)
+            self._world.oracle.snapshots.written_over(receiver, before)
         key = (sender.process, receiver.process, sender.machine.generation, slot)
         delay_s = self._world.draw(self._world.layout.durations.second_copy_s)
         self._world.schedule.after(delay_s, Event("second_copies", "arrive", (*key, snapshot)))
 
-    def arrive(self, sender: int, receiver: int, generation: int, slot: int, snapshot: Snapshot) -> None:
-        """The last byte is there, if nothing was cut off meanwhile."""
+    def arrive(self, sender: int, receiver: int, generation: int, slot: int | None, snapshot: Snapshot) -> None:
+        """The last byte is there, if nothing was cut off meanwhile; or the answer that there is no slot for it."""
         source, target = self._world.workers.get(sender), self._world.workers.get(receiver)
         assert target is not None
         assert source is not None
@@ -129,9 +129,13 @@ class SimulatedSecondCopies:
             each.is_alive and each.machine.generation == generation and not each.machine.interrupted
             for each in (source, target)
         )
+        if slot is None:
+            if is_connected:
+                source.second_copy_refused(snapshot)
+            return
         if not is_connected:
             target.memory.discard(slot)
             return
         target.memory.seal(slot, snapshot)
-        self._world.oracle.snapshots.doubled(target, snapshot)
+        self._world.oracle.snapshots.doubled(target, source, snapshot)
         source.second_copy_there(snapshot)

@@ -1,7 +1,7 @@
-"""What a simulated rank's copy holds: the history of its updates, and the table of all ranks' own values.
+"""A simulated rank's state: the history of its updates, and the table of all ranks' own values.
 
-Every rank gives its own value to all others with its gradients, and keeps what it gets as a table, together with its
-parameters. A replacement begins with its rank's row.
+Every rank sends its own value to all others with its gradients, and keeps the received values as a table, together with
+its parameters. A replacement starts with its rank's row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One simulated rank of the job: the real `WorkerMachine`, and a model of training around it.
 
-Its parameters are the history of the updates that were applied to them. What a rank computes depends on nothing else:
-an update whose gradients were not complete, or of another step, leaves a mark that never goes away.
+Its parameters are the history of the updates that were applied to them. A rank's results depend on nothing else: an
+update with incomplete gradients, or gradients of another step, leaves a permanent mark.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SimulatedWorker(SimulatedProcess):
         self._connecting = 0
         """The generation in which it connects, or did last."""
         self._loading_step = self._awaits_copy = 0
-        """The activity in which the training thread waits for a snapshot, in front of the gradient barrier."""
+        """The activity in which the training thread waits for a snapshot, before the gradient barrier."""
         self._entered = -1, ""
         """The step of the last collective of all ranks, and which of them it was."""
         self._reads_checkpoint = False
@@ -327,7 +327,7 @@ class SimulatedWorker(SimulatedProcess):
             return
         self._activity += 1
         self.machine.loaded(received_bytes, from_checkpoint=self._reads_checkpoint)
-        self.snapshots.resumed(self._loading_step, self.machine.membership)
+        self.snapshots.resumed(self._loading_step, self.machine)
         self.go()
 
     def _save(self) -> None:
@@ -389,7 +389,8 @@ class SimulatedWorker(SimulatedProcess):
 
     def _enter(self, step: int, what: str) -> None:
         self._entered = step, what
-        self.groups.enter_world(step, what, self.local.value)
+        value = self.snapshots.contribution(step) if what == "barrier" else self.local.value
+        self.groups.enter_world(step, what, value)
 
     def wait_in(self, key: Key) -> None:
         """The training thread waits in a collective from now on."""
@@ -413,7 +414,7 @@ class SimulatedWorker(SimulatedProcess):
             self.local.gathered(rows)
             self._built()
         elif what == "barrier":
-            self.go() if machine.interrupted else self._update()
+            self.go() if machine.interrupted else self._update(max(rows))
         elif what == "reduce":
             self._complete()
         elif machine.interrupted or machine.used_echo:
@@ -467,17 +468,17 @@ class SimulatedWorker(SimulatedProcess):
         if self.in_collective is not None:
             self._interrupt()
 
-    def _update(self) -> None:
+    def _update(self, heard: int = 0) -> None:
         """The rank has left the gradient barrier."""
         self.world.oracle.commits(self, self.machine.steps.step)
-        self.snapshots.passed_barrier(self.machine.rank, self.machine.membership)
+        self.snapshots.passed_barrier(self.machine.rank, heard)
         self.machine.steps.advance(StepEvent.BARRIER_LEFT)
         self._show()
         follows = Activity.REDUCE if self.world.layout.reduces_after_update else Activity.COMPLETE
         self._begin(self.world.draw(self._durations.optimizer_s), follows)
 
     def _reduce(self) -> None:
-        """A collective behind the update, for a log line or for the state: which of the two, the seed decides."""
+        """A collective after the update, for a log line or for the state: which of the two, the seed decides."""
         self.machine.communicates_in_update = True
         if self.machine.interrupted:
             self._cut_off()

@@ -1,13 +1,13 @@
 """All interleavings of a small job around one failure: not sampled, explored.
 
-The job starts up and completes a step in one fixed order. From there on everything that is under way may happen next:
-each message of each line (in the order of that line), each phase that a rank computes, each end of a collective, and
-once the death of a rank. Worlds that are equal are explored once. When training has resumed, the rest of the job has
-no choices of interest left and runs in one order to its end, where the oracle has its last word.
+The job starts and completes a step in one fixed order. From there on any pending event may happen next: each message of
+each connection (in the order of that connection), each phase that a rank computes, each end of a collective, and once
+the death of a rank. Equal worlds are explored once. When training has resumed, the rest of the job has no interesting
+choices and runs in one order to its end, where the oracle checks it a last time.
 
 Jobs that have too many interleavings for that are explored with a bound on delays (Emmi, Qadeer and Rakamarić,
-"Delay-bounded scheduling", POPL 2011): what has been under way longest happens next, and up to so many times something
-that could have happened is passed over.
+"Delay-bounded scheduling", POPL 2011): the oldest pending event happens next, and a bounded number of times a possible
+event is delayed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Copies of a whole world, and fingerprints by which two equal worlds are known.
+"""Copies of a whole world, and fingerprints that identify equal worlds.
 
-A world is a graph of plain objects: lists, dicts, sets, dataclasses, a few classes of our own. What cannot change
-(numbers, text, messages, layouts) is shared between copies.
+A world is a graph of plain objects: lists, dicts, sets, dataclasses, a few classes of our own. Immutable objects
+(numbers, text, messages, layouts) are shared between copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The oracle: what must be true of a run, checked by one that stands outside of the machines."""
+"""The oracle: checks of a run that are independent of the machines."""
 
 from keepstep.sim.oracle.checks import Check, ViolationError
 from keepstep.sim.oracle.oracle import Cohort, Oracle

@@ -1,7 +1,7 @@
-"""Why recoveries begin: how many there may be, and how many there were.
+"""The causes of recoveries: how many each fault may begin, and how many began.
 
-A recovery costs every rank some time, so one that begins for no reason is a fault, even where it does no other harm.
-Each thing that goes wrong may begin one recovery; what lasts and breaks connections again and again may begin more.
+A recovery costs every rank some time, so one without a cause is a fault, even if it does no other harm. Each fault may
+begin one recovery; a lasting fault that breaks connections repeatedly may begin more.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from keepstep.sim.oracle.checks import Check, ViolationError
 REPEATED_EVERY_S = {"cut data": 2.0, "cut off": 2.0} | dict.fromkeys(
     ("slow", "cut off one way", "loss burst", "agent pause", "controller pause"), 12.0
 )
-"""Faults that begin a recovery again and again while they last, and how often at the most. Where data gets through no
+"""Faults that begin a recovery again and again while they last, and how often at most. Where data gets through no
 more, ranks wait past their deadline each time that they have come to their next collective. Where orders come late, a
 rank waits for the others of its generation in vain, for `keepstep.sim.cluster.worker.CONNECT_DEADLINE_S`."""
-HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay crash", "relay pause"})
+HARMLESS = frozenset({"stale report", "connection break", "clock jump", "relay crash", "relay pause", "no room"})
 """Faults that must not begin any. That a node is given up because nothing of it came through is a cause of its own."""
 
 
@@ -46,11 +46,11 @@ class Causes:
         self._most[what] = max(most, self._most.get(what, 0))
 
     def node_leaves(self, node: str, slots: int) -> None:
-        """A node is to leave. Each of its ranks may move by itself, as a spare for it becomes warm.
+        """A node drains. Each of its ranks may move by itself, as a spare for it becomes warm.
 
         What is left is lost with the node. A recovery takes away one rank at least, and none comes back meanwhile.
         """
-        self.add(f"{node} is to leave", slots)
+        self.add(f"{node} drains", slots)
 
     def begins(self, why: str) -> None:
         """A recovery begins.
@@ -61,7 +61,7 @@ class Causes:
         self.num_begun += 1
         most = sum(self._most.values())
         if self.num_begun > most:
-            known = f"{most} at the most: {', '.join(self._most)}" if most else "none"
+            known = f"{most} at most: {', '.join(self._most)}" if most else "none"
             raise ViolationError(
                 Check.NO_CAUSE,
                 f"recovery {self.num_begun} begins ({why}), and what has happened may begin {known}",

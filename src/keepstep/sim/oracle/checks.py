@@ -1,4 +1,4 @@
-"""The checks that a run must not fail."""
+"""The checks that a run must pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the oracle knows of devices: that nothing is started on sick ones, that ranks leave them, and that each rank has
-one of its own where spares are parked without any."""
+"""The oracle's checks of devices: nothing starts on unhealthy ones, ranks leave them, and each rank has its own device
+if spares are parked without one."""
 
 from __future__ import annotations
 

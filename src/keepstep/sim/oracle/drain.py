@@ -1,4 +1,4 @@
-"""What the oracle knows of drains: when one was asked for, where the ranks stood, and what stood in its way."""
+"""The oracle's checks of drains: the request, the ranks' last steps, and the failures that may excuse a delay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 LATE_S = 1.0
-"""An order to end travels that long at the most, where nothing disturbs it."""
+"""An order to end travels that long at most, where nothing disturbs it."""
 SPARE_IS_WARM_S = 4.0
 """A spare that has run for so long is warm, and its rank has moved, where nothing disturbs it."""
 CALM_S = 1.0
@@ -47,7 +47,7 @@ class DrainWatch:
             self._was_calm = is_calm and self._troubled_until_s + CALM_S < self._asked_s
 
     def node_asked(self, node: str, *, is_calm: bool) -> None:
-        """A node is to leave."""
+        """A node drains."""
         now_s = self._world.schedule.now_s
         self._node_asked[node] = now_s, is_calm and self._troubled_until_s + CALM_S < now_s
 
@@ -125,7 +125,7 @@ class DrainWatch:
         if len(self._world.oracle.finished_ranks) == layout.world_size:
             return None
         if now_s > self._asked_s + self._grace_s - LATE_S and not layout.network.loss:
-            return "what still ran was killed after the grace period, and nothing stood in its way"
+            return "remaining processes were killed after the grace period, and nothing stood in its way"
         if len(self._stood) < layout.world_size:
             return f"of all ranks only {sorted(self._stood)} stood at the last step"
         if len(set(self._stood.values())) > 1:

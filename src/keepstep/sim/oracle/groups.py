@@ -1,4 +1,4 @@
-"""Which groups may stay in a recovery: by what the oracle has seen happen on their connections.
+"""Which groups may stay in a recovery, judged by the events that the oracle has seen on their connections.
 
 It never looks at a claim or a counter of a rank. It sees operations begin and end, connections break and processes end.
 """

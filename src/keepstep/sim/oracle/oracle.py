@@ -1,7 +1,7 @@
-"""The oracle: its own idea of what is true of the job, and the checks that a run must not fail.
+"""The oracle: its own model of the job, and the checks that a run must pass.
 
-It never reads a machine's state, stage or generation. What it knows it has seen happen: which processes connected with
-each other (a *cohort*), which step each began and completed with which parameters, which faults and packets there were.
+It never reads a machine's state, stage or generation. It only observes events: which processes connected with each
+other (a *cohort*), which step each began and completed with which parameters, which faults and packets there were.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Oracle:
     def opens_log(self, worker: SimulatedProcess) -> None:
         """A process does what is done once in the job's life, even where the process ends before it is through."""
         if self._log_of is not None:
-            raise ViolationError(Check.ONCE, f"processes {self._log_of} and {worker.process} both open the log afresh")
+            raise ViolationError(Check.ONCE, f"processes {self._log_of} and {worker.process} both open the log")
         self._log_of = worker.process
 
     def fetches(self, worker: SimulatedProcess) -> None:
@@ -379,7 +379,7 @@ class Oracle:
             self._has_joined = self._has_joined or any(isinstance(each, WorkerJoined) for each in packet.messages)
 
     def controller_restarted(self) -> None:
-        """All leases begin anew, the first twice as long, but those of nodes that may have been given up before."""
+        """All leases start over, the first twice as long, but those of nodes that may have been given up before."""
         for node in self._world.nodes:
             if self._given_up_s.get(node, -1.0) <= self._heard_s.get(node, 0.0):
                 self._heard_s[node] = self._world.schedule.now_s + LEASE_S
@@ -470,7 +470,7 @@ class Oracle:
             )
         newest = self._newest_snapshot()
         if newest is None and self._world.layout.snapshot_every:
-            return  # one in the memory of a node that might have been given up, or the job begins anew
+            return  # one in the memory of a node that might have been given up, or the job starts over
         if newest is None:
             newest = max(self._world.checkpoints(before_s=self._world.recovery_began_s), default=None)
         if newest is None and (step > 0 or not self._has_told_of_step):

@@ -1,8 +1,8 @@
-"""Which spare takes a rank: that it is the one from the right place; the local ranks of a node; and who ranks are told.
+"""Checks of placement: the right spare takes a rank, local ranks are valid, and ranks get the right membership.
 
-After a software fault a spare on the lost rank's own node is the best, then one in its failure domain: what they have
-in common is known to work. After the loss of a node it is the other way around. Looked at only where a single fault has
-hit the job: then no place is in quarantine, and it is known what the controller knows.
+After a software fault a spare on the lost rank's own node is best, then one in its failure domain, because their
+hardware is known to work. After the loss of a node it is the other way around. Checked only if a single fault has hit
+the job: then nothing is in quarantine, and the controller's knowledge is known.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Which snapshots there are: what the oracle has seen to be copied, in memory that is still there."""
+"""The existing snapshots, as the oracle has seen them copied, in memory that still exists."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from keepstep.protocol.snapshots import START_COPIES
 from keepstep.sim.oracle.checks import Check, ViolationError
 
 if TYPE_CHECKING:
@@ -25,6 +27,12 @@ class SnapshotWatch:
         ranks'."""
         self._last_left: tuple[int | None, int] | None = None
         """The cohort and the step whose gradient barrier a process left last."""
+        self._num_doubled: Counter[int] = Counter()
+        """By process how many second copies of its snapshots there were."""
+        self._refused: set[int] = set()
+        """Ranks whose newest snapshot has no second copy, for their buddy's node had no room."""
+        self._num_exposed = 0
+        """Steps in a row in which some have none, though there is room somewhere."""
 
     def taken(self, worker: SimulatedProcess, snapshot: Snapshot) -> None:
         """A process has a snapshot more; its memory holds the one before, too."""
@@ -32,9 +40,22 @@ class SnapshotWatch:
         if snapshot.rank != worker.machine.rank:
             raise ViolationError(Check.SNAPSHOT, f"{worker} takes a snapshot as rank {snapshot.rank}")
 
-    def doubled(self, buddy: SimulatedProcess, snapshot: Snapshot) -> None:
+    def doubled(self, buddy: SimulatedProcess, source: SimulatedProcess, snapshot: Snapshot) -> None:
         """A process has all of another rank's snapshot."""
         self._check(buddy, snapshot)
+        self._num_doubled[source.process] += 1
+        self._refused.discard(snapshot.rank)
+
+    def refused(self, source: SimulatedProcess, snapshot: Snapshot) -> None:
+        """A node has no room for a second copy. A job that has just begun may end for it.
+
+        Its agent may tell that the process died before what the process has said of the reason gets through, and the
+        recovery that begins then ends with the job.
+        """
+        self._refused.add(snapshot.rank)
+        if len(self._world.oracle.cohorts) == 1 and self._num_doubled[source.process] < START_COPIES:
+            self._world.oracle.excuses("no room for a second copy at the start")
+            self._world.oracle.causes.add(f"no room for a second copy of process {source.process}")
 
     def _check(self, worker: SimulatedProcess, snapshot: Snapshot) -> None:
         is_right = snapshot.parameters == tuple(range(snapshot.step))
@@ -71,8 +92,25 @@ class SnapshotWatch:
             return
         self._last_left = (worker.cohort, step)
         survivable, nodes = self._survivable(worker), self._nodes()
-        if survivable and len(nodes) > 1 and (vital := nodes - survivable):
+        vital = nodes - survivable if survivable and len(nodes) > 1 else set()
+        if vital - self._exposed():
             raise ViolationError(Check.SNAPSHOT, f"the loss of {vital} in step {step} would leave no snapshot")
+        has_room = any(self._world.nodes[node].has_room for node in nodes - vital)
+        self._num_exposed = self._num_exposed + 1 if vital and has_room else 0
+        if self._num_exposed > self._most_exposed():
+            raise ViolationError(
+                Check.SNAPSHOT, f"for {self._num_exposed} steps {vital} alone have snapshots, and others have room"
+            )
+
+    def _exposed(self) -> set[str | None]:
+        """The nodes of ranks whose newest snapshot has no second copy."""
+        return {each.node.name for each in self._world.rank_holders() if each.machine.rank in self._refused}
+
+    def _most_exposed(self) -> int:
+        """For how many steps a rank may be refused where there is room: each of them once by each node, one after the
+        other, with one snapshot each."""
+        layout = self._world.layout
+        return layout.snapshot_every * (layout.world_size * len(layout.nodes) + 2)
 
     def written_over(self, worker: SimulatedProcess, before: list[Snapshot]) -> None:
         """A process may have begun to write over a snapshot. What could be survived before it still can be.
@@ -84,7 +122,7 @@ class SnapshotWatch:
         gone = [each for each in before if not any(each is other for other in worker.memory.whole)]
         if not gone or (after := self._survivable(worker)) == {None, *self._nodes()}:
             return
-        if vital := self._survivable(worker, gone) - after:
+        if vital := self._survivable(worker, gone) - after - self._exposed():
             raise ViolationError(Check.SNAPSHOT, f"{worker} writes over a snapshot that the loss of {vital} would need")
 
     def _nodes(self) -> set[str]:
@@ -118,7 +156,7 @@ class SnapshotWatch:
         return found.union(*(nodes - _alone(at[step] for at in shards.values()) for step in common))
 
     def resumes(self, step: int) -> None:
-        """All ranks go on from a step: what lies behind it is no past of theirs. They start anew where it is -1."""
+        """All ranks go on from a step: what lies behind it is no past of theirs. They restart where it is -1."""
         self._whole_s = {key: since_s for key, since_s in self._whole_s.items() if key[2] <= step}
 
     def newest(self, is_there: Callable[[SimulatedProcess], bool]) -> int | None:

@@ -1,4 +1,4 @@
-"""What the oracle knows of start-ups: which one the ranks went through last, and what they exchanged in it."""
+"""The oracle's model of start-ups: the last one, and what the ranks exchanged in it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StartUpWatch:
             raise ViolationError(
                 Check.START_UP,
                 f"worker {answer.worker} is given {answer.values} as {name!r}, and only the ranks "
-                f"{sorted(self._ready)} stand ready in start-up {self._cohort}",
+                f"{sorted(self._ready)} are ready in start-up {self._cohort}",
             )
         right = (self._kept[name],) if name in self._kept else ()
         if answer.values != right:

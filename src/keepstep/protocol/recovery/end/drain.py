@@ -1,13 +1,12 @@
-"""The drain of a job: all ranks come to one step, save a checkpoint there, and every script gets SIGTERM.
+"""The drain of a job: all ranks complete the same step, save a checkpoint there, and every script gets SIGTERM.
 
-The machine interrupts nothing as long as there is time: the ranks hold before their next steps and say which these
-are, and then go on to the greatest of them. They train at most one more step, since the gradient barrier keeps ranks
-within one step of each other. Where that takes too long, the machine stops the ranks as after a failure, and the
-resume rule chooses the step. It recovers from a failure in between, and then the job ends where all ranks stand. A job
-that has completed its last step ends by itself if it can: what its scripts save at their end is worth more than the
-signal.
+As long as there is time, the machine interrupts nothing: the ranks hold before their next steps and report these, and
+then continue to the greatest of them. They train at most one more step, because the gradient barrier keeps ranks within
+one step of each other. If that takes too long, the machine stops the ranks as after a failure, and the resume rule
+chooses the step. If a failure happens meanwhile, the machine recovers, and the job ends at the resume step. A job that
+has completed its last step gets time to end by itself: what its scripts save at their end matters more than the signal.
 
-What a drain means for each stage is said by that stage (`keepstep.protocol.recovery.stages`).
+Each stage defines what a drain means for it (`keepstep.protocol.recovery.stages`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class JobDrain:
         self._orders = orders
         self._grace_s = grace_s
         self.reason: str | None = None
-        """Why the job is to end; None without a drain."""
+        """The reason of the drain; None without a drain."""
         self.may_hold = True
         """Whether the ranks may still come to one step by themselves."""
         self._begun_s, self._next = 0.0, 0
@@ -42,7 +41,7 @@ class JobDrain:
         self._is_saved = False
 
     def begin(self, reason: str, now_s: float) -> None:
-        """The job is to end, for this reason."""
+        """A drain was requested, for this reason."""
         self.reason, self._begun_s = reason, now_s
 
     def due_s(self, share: float) -> float | None:

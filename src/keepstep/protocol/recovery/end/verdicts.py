@@ -14,7 +14,7 @@ from keepstep.protocol.recovery.settings import (
 )
 
 NOT_PROTECTED = "no rank has called keepstep.init(), so the job is not protected: a lost rank ends it"
-KILLED_AFTER_GRACE = "what still ran was killed after the grace period"
+KILLED_AFTER_GRACE = "remaining processes were killed after the grace period"
 
 # ---- The script's own failure ---------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def failed_everywhere(detail: str) -> EndJob:
 
 def start_overdue(waiting: Sequence[int | None], limit_s: float) -> EndJob:
     """The ranks in ``waiting`` are not ready, and the time for the start-up is over."""
-    return EndJob(EXIT_FAILED, f"ranks {list(waiting)} did not come to their first step within {limit_s:g} s")
+    return EndJob(EXIT_FAILED, f"ranks {list(waiting)} did not reach their first step within {limit_s:g} s")
 
 
 def too_few_nodes(world_size: int, room: int) -> EndJob:
@@ -78,7 +78,7 @@ def scripts_through(roster: Roster, failure: str | None, last_detail: str, *, is
         failure = f"ranks {lost} were lost, and the others ended their script: {last_detail}"
     if failure is not None:
         return EndJob(EXIT_FAILED, failure)
-    return EndJob(0, "all ranks are through" if is_complete else left_early(roster))
+    return EndJob(0, "all ranks have finished" if is_complete else left_early(roster))
 
 
 def ended_without_init() -> EndJob:
@@ -111,7 +111,7 @@ def nothing_to_recover(generation: int, detail: str) -> EndJob:
 
 
 def no_checkpoint_found(trained_to: int) -> EndJob:
-    """All ranks were started anew, and would begin at step 0 what had come to step ``trained_to``."""
+    """All ranks were restarted, and would begin at step 0 what had come to step ``trained_to``."""
     return EndJob(
         EXIT_NOTHING_TO_RECOVER,
         f"training had reached step {trained_to}, and the fresh ranks find no checkpoint to go on from",
@@ -124,12 +124,12 @@ def drained(reason: str | None, how: str) -> EndJob:
 
 
 def drained_in_vain(reason: str, detail: str) -> EndJob:
-    """The job was to end, and no rank holds any state that could be saved."""
+    """A drain was requested, and no rank holds any state that could be saved."""
     return EndJob(EXIT_DRAINED, f"{reason}: no live rank holds the state, but the newest checkpoint does: {detail}")
 
 
 def restarts_used_up(detail: str) -> EndJob:
-    """No rank holds any state, and not all of them may be started anew."""
+    """No rank holds any state, and not all of them may be restarted."""
     return EndJob(EXIT_TOO_FEW_RANKS, f"--max-restarts is used up: {detail}")
 
 
@@ -143,4 +143,4 @@ def rescued(roster: Roster, reason: str | None) -> EndJob:
     saved = list(dict.fromkeys(worker.rescued for worker in roster.workers.values() if worker.rescued))
     errors = [f"rank {worker.rank}: {worker.rescue_error}" for worker in roster.workers.values() if worker.rescue_error]
     where = f"state saved: {', '.join(saved)}" if saved else ": ".join(["no state could be saved", *errors[:1]])
-    return EndJob(EXIT_TOO_FEW_RANKS, f"the job cannot go on: {reason}; {where}")
+    return EndJob(EXIT_TOO_FEW_RANKS, f"the job cannot continue: {reason}; {where}")

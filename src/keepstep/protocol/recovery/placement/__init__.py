@@ -1,1 +1,1 @@
-"""Who is where: nodes, devices, workers, ranks; which process is started where, and what is better left alone."""
+"""Placement: nodes, devices, workers and ranks; where processes start, and what is in quarantine."""

@@ -51,7 +51,7 @@ class SnapshotRegister:
             self._kept[rank] = [kept for kept in listed if not kept.is_live or kept.worker != worker.worker]
 
     def forget_live(self) -> None:
-        """All live workers are about to say anew what they keep."""
+        """All live workers are about to report again which snapshots they keep."""
         for rank, listed in self._kept.items():
             self._kept[rank] = [kept for kept in listed if not kept.is_live]
 
@@ -61,7 +61,7 @@ class SnapshotRegister:
         return any(kept.is_live for listed in self._kept.values() for kept in listed)
 
     def all_of(self, rank: int) -> Sequence[KeptSnapshots]:
-        """What is known of a rank's snapshots, but for those in the memory of its live worker."""
+        """What is known of a rank's snapshots, except for those in the memory of its live worker."""
         return self._kept.get(rank, ())
 
     def of(self, rank: int, step: int) -> list[KeptSnapshots]:

@@ -1,8 +1,8 @@
-"""Nodes and devices that failed again and again, and are the last to be given anything.
+"""Quarantine of nodes and devices that failed repeatedly.
 
-A machine often comes back as sick as it left. One that failed several times within a window is in quarantine until it
-was quiet for as long as the window: others are taken before it, for ranks and for spares. Where there is nothing else
-it is taken all the same, for a job that stands still gains nothing by it.
+A machine often comes back with the same fault. One that failed several times within a window is in quarantine until it
+had no failure for the length of the window: the controller prefers others for ranks and spares. If there is nothing
+else it uses the machine anyway, because waiting would not help the job.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Quarantine:
             del self.held[place]
 
     def penalty(self, node: str, device: int) -> int:
-        """How much is to be said against a place: 0 nothing, 1 its device, 2 its node is in quarantine."""
+        """The penalty of a place: 0 nothing, 1 its device, 2 its node is in quarantine."""
         if not self.held:
             return 0
         return 2 if Place(node) in self.held else int(Place(node, device) in self.held)

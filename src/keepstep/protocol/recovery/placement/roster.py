@@ -1,6 +1,6 @@
-"""The controller's list of nodes and workers: who holds which rank, who is a spare, who is gone, where there is room.
+"""The controller's list of nodes and workers: rank holders, spares, lost workers, free slots.
 
-What is asked at every report is kept up to date instead of counted anew: a job has up to a hundred thousand workers.
+Counts that every report needs are updated incrementally: a job has up to a hundred thousand workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Worker:
     completed_steps: int | None = None
     """How many steps it had completed when its script ended; None where that is not known, or there was no first."""
     safe: SafePointReached | None = None
-    """Its safe point in the present generation."""
+    """Its safe point in the current generation."""
     inherits: frozenset[int] = frozenset()
     """The steps of the snapshots that the rank's former process has left to it."""
     rescued: str | None = None
@@ -63,7 +63,7 @@ class Node:
     domain: str
     position: int = 0
     is_closed: bool = False
-    """It is to leave, and has no room for anything."""
+    """It drains, and has no free slots."""
     workers: dict[int, int] = dataclasses.field(default_factory=dict)
     """Those whose process exists there, be it that of a worker that is lost and not yet gone, with its device."""
     closed: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -167,7 +167,7 @@ class Roster:
         return live
 
     def close_node(self, name: str) -> list[Worker]:
-        """A node is to leave: it has no room any more, and its ranks are displaced. Returns the spares there."""
+        """A node drains: it has no room any more, and its ranks are displaced. Returns the spares there."""
         node = self.nodes.get(name)
         if node is None:
             return []
@@ -219,7 +219,7 @@ class Roster:
         return min(there, key=lambda node: (self.is_held(node.name), -node.num_room), default=None)
 
     def penalty(self, node: str) -> int:
-        """How much is to be said against the best free device of a node that has one."""
+        """The penalty of the best free device of a node that has one."""
         return min(self._quarantine.penalty(node, device) for device in self.nodes[node].devices()[0])
 
     # ---- workers ----------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Roster:
         return worker
 
     def forget_local_ranks(self) -> None:
-        """All ranks start anew: they are numbered as at the first start."""
+        """All ranks restart: they are numbered as at the first start."""
         self._last_local_rank.clear()
 
     def give_ranks(self, replacements: Mapping[int, Worker]) -> None:

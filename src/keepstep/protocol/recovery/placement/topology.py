@@ -13,7 +13,7 @@ class Placement:
     node: str
     domain: str = ""
     penalty: int = 0
-    """How much is to be said against it, as `Quarantine.penalty` counts."""
+    """Its penalty, as in `Quarantine.penalty`."""
 
 
 def choose_spare(lost: Placement, spares: Mapping[int, Placement], node_at_fault: bool) -> int | None:

@@ -1,1 +1,1 @@
-"""What scripts ask the controller for: what happens once in a job, and what the ranks exchanged as they started."""
+"""Requests of scripts to the controller: once-per-job actions, and the results of the ranks' start-up."""

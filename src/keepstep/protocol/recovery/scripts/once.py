@@ -1,8 +1,7 @@
-"""What happens once in a job's life, by the rank that comes first: the claims that workers have made.
+"""Once-per-job actions: the claims of workers.
 
-A *claim* is granted once, and what becomes of the worker does not matter: at most once. A *hold* is given on to the
-next one that waits when the holder's process is gone before it has said that it is done: until it is done, by one at a
-time.
+A *claim* is granted once, independent of the worker's fate: at most once. A *hold* is granted to one worker at a time;
+if the holder's process is gone before it reports that it is done, it passes to the next waiting worker.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Claims:
                 claim.holder = None
                 self._give_on(request.name)
             case _:
-                pass  # of a holder that was taken for gone
+                pass  # of a holder that was reported lost
 
     def follow(self) -> None:
         """After every event: what a worker held whose process is gone goes to the next."""

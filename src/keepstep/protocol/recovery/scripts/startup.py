@@ -1,8 +1,8 @@
-"""What the ranks exchanged while they started together, for the start-up of a replacement.
+"""The ranks' start-up exchange, recorded for the start-up of a replacement.
 
-Each rank hands over what its operations gave it before it says that it stands at its first step. So when all ranks
-have come there the record is complete, and a replacement that asks earlier waits. When all ranks are started anew they
-exchange other things, and the record of their former start is dropped, be it complete or not.
+Each rank submits the results of its operations before it reports that it is at its first step. So when all ranks are
+there, the record is complete; a replacement that asks earlier waits. When all ranks restart, they exchange other
+values, and the record of their former start is dropped, complete or not.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StartUp:
         for request in written:
             self._keep(request)
 
-    def begins_anew(self, stage: Stage, generation: int) -> bool:
-        """Whether all ranks have started anew since this was last asked; then what was kept counts no more.
+    def starts_over(self, stage: Stage, generation: int) -> bool:
+        """Whether all ranks have restarted since this was last asked; then what was kept counts no more.
 
         Ask after every event, before `settle`: what was kept may be of a start-up that was interrupted.
         """
@@ -79,7 +79,7 @@ class StartUp:
         return [StoreAnswered(request.worker, request.request, (b"1" if is_kept else b"0",), "")]
 
     def take_unwritten(self) -> list[StoreRequested]:
-        """What was kept and is to be written before its answer is transmitted, each once."""
+        """Kept results that must be written before their answers are sent, each once."""
         unwritten, self._unwritten = self._unwritten, []
         return unwritten
 

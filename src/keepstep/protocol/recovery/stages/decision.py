@@ -1,4 +1,4 @@
-"""DECIDE: the resume rule applied to what the live workers reported, and what moves to whom."""
+"""DECIDE: applies the resume rule to the reports of the live workers, and plans the transfers of state."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def reachable_step(
 
 
 def readable(roster: Roster, snapshots: SnapshotRegister) -> dict[int, list[KeptSnapshots]]:
-    """What is known of lost ranks' snapshots, but for those in memory of a node that no rank is on or can come to.
+    """What is known of lost ranks' snapshots, except for those in memory of a node that no rank is on or can come to.
 
     No other process reads what is in a node's memory.
     """
@@ -164,7 +164,7 @@ def tied_ranks(
 def kept_step(
     roster: Roster, snapshots: SnapshotRegister, membership: Membership, generation: int, step: int
 ) -> int | None:
-    """The newest step, ``step`` at the most, to which all ranks can go back after the loss of any one node.
+    """The newest step, ``step`` at most, to which all ranks can go back after the loss of any one node.
 
     So each lone shard has a snapshot of it on two nodes. If there is no such step, it is the newest of which each shard
     has one at all. None where no rank keeps second copies: snapshots are complete on all ranks at once then.

@@ -1,4 +1,4 @@
-"""The last stages of a job: from its last step, or from where it cannot go on, to its end."""
+"""The last stages of a job: from its last step, or from the point where it cannot continue, to its end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Finished(JobStage):
     def __init__(self, job: JobState) -> None:
         super().__init__(job)
         job.orders.to_all(Complete(job.generation), "all ranks completed the last step")
-        job.processes.fence_spares("the last step is complete: it is not needed any more")
+        job.processes.fence_spares("the last step is complete: the spare is not needed any more")
 
     def proceed(self, now_s: float) -> Next:
         """The job ends with its last script."""
         return self.script_ended(now_s)
 
     def ranks_lost(self, failures: Sequence[Failure], now_s: float) -> Next:
-        """No spare takes their place. The others may wait for them in vain, so their collectives end in errors."""
+        """No spare takes their place. The others may wait for them forever, so their collectives end with errors."""
         first = failures[0]
         reason = f"rank {first.rank} failed in the code after the last step: {first.detail}"
         self.failure = self.failure or reason
@@ -53,7 +53,7 @@ class Finished(JobStage):
 
 
 class Rescuing(JobStage):
-    """The job cannot go on: each rank that holds state saves it."""
+    """The job cannot continue: each rank that holds state saves it."""
 
     stage = Stage.RESCUING
 

@@ -1,4 +1,4 @@
-"""All ranks go to the resume step: their groups connect, and those that need it get their state."""
+"""All ranks get to the resume step: their groups connect, and ranks without a valid copy receive their state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Recovering(RecoveryStage):
         job.orders.to_all(Recover(job.generation, step, decision.transfers, told, copies, kept), reason)
 
     def proceed(self, now_s: float) -> Next:
-        """All ranks stand at the resume step."""
+        """All ranks are at the resume step."""
         job = self.job
         if job.record.reset_s is None and len(job.connected) >= job.settings.world_size:
             job.record.reset_s = now_s
@@ -54,7 +54,7 @@ class Recovering(RecoveryStage):
         return ToTraining()
 
     def interrupted(self, cause: str, detail: str, failures: Sequence[Failure], now_s: float) -> Next:
-        """Another failure: the recovery begins anew, in a new generation."""
+        """Another failure: the recovery starts over, in a new generation."""
         self.job.record.superseded = True
         return super().interrupted(cause, detail, failures, now_s)
 

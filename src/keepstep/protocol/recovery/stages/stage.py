@@ -1,4 +1,4 @@
-"""What every stage answers: the events of a job, with what follows where a stage does not say otherwise."""
+"""The base class of stages: the events of a job, with the default answer to each."""
 
 from __future__ import annotations
 
@@ -169,4 +169,4 @@ class RecoveryStage(JobStage):
     def drain_overdue(self, now_s: float) -> Next:
         """The scripts get the signal wherever they are."""
         late = self.job.roster.ranks_of(self.awaited)
-        return ToDraining(f"ranks {late} did not come to one step with the others in half of the grace period")
+        return ToDraining(f"ranks {late} did not reach a common step within half of the grace period")

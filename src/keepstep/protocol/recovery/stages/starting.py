@@ -1,4 +1,4 @@
-"""The start of a job: the machine waits for nodes, gives ranks to them, and waits until all ranks stand ready."""
+"""The start of a job: the machine waits for nodes, assigns ranks to them, and waits until all ranks are ready."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WaitingForNodes(JobStage):
         return ToStarting("the job starts") if self._all_ranks_fit and is_complete else None
 
     def node_lost(self, now_s: float) -> None:
-        """The wait begins anew where it had come to an end soon."""
+        """The wait starts over where it had come to an end soon."""
         if self._all_ranks_fit or self._may_be_oversubscribed:
             self._all_ranks_fit = self._may_be_oversubscribed = False
             self.deadline_s = now_s + self.job.settings.start_deadline_s
@@ -85,7 +85,7 @@ class Starting(JobStage):
         return None
 
     def proceed(self, now_s: float) -> Next:
-        """All ranks stand ready: they go to the greatest step that they all reach."""
+        """All ranks are ready: they go to the greatest step that they all reach."""
         job = self.job
         if self.awaited or job.roster.num_holders != job.settings.world_size:
             return None
@@ -100,11 +100,11 @@ class Starting(JobStage):
         late = self.job.roster.ranks_of(self.awaited)
         if not self.job.progress.has_trained:
             return ToEnded(verdicts.start_overdue(late, self.job.settings.start_deadline_s))
-        return self.interrupted(Cause.HANG, f"ranks {late} did not come to their first step in time", (), now_s)
+        return self.interrupted(Cause.HANG, f"ranks {late} did not reach their first step in time", (), now_s)
 
     def drain_asked(self) -> Next:
         """There is nothing to save that the newest checkpoint does not hold."""
         has_trained = self.job.progress.has_trained
         return ToDraining(
-            "all ranks were starting anew from the newest checkpoint" if has_trained else "training had not begun"
+            "all ranks were restarting from the newest checkpoint" if has_trained else "training had not begun"
         )

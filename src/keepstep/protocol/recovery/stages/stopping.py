@@ -68,7 +68,7 @@ class Stopping(RecoveryStage):
             overdue = [roster.workers[number] for number in sorted(self.awaited)]
             for worker in overdue:
                 roster.mark_lost(worker, gone=False)
-            detail = "it did not come to a safe point in time"
+            detail = "it did not reach a safe point in time"
             lost = [WorkerLost(each.worker, Cause.HANG, detail, False, None, now_s) for each in overdue]
             return GiveUp(list(zip(overdue, lost, strict=True)))
         if roster.unfenced() and now_s < self._fenced_by_s:
@@ -76,8 +76,8 @@ class Stopping(RecoveryStage):
             return None
         if roster.unfenced():
             stuck = [worker.pid for worker in roster.unfenced()]
-            return ToRescuing(f"processes {stuck} cannot be killed, so their ranks cannot be given away")
-        return ToRescuing("no replacement came to its first step in time")
+            return ToRescuing(f"processes {stuck} cannot be killed, so their ranks cannot be reassigned")
+        return ToRescuing("no replacement reached its first step in time")
 
     # ---- all stand still --------------------------------------------------------------------------------------------
 
@@ -139,9 +139,9 @@ class Stopping(RecoveryStage):
             return ToEnded(verdicts.nothing_to_recover(job.generation, detail))
         if job.drain.reason is not None:
             return ToEnded(verdicts.drained_in_vain(job.drain.reason, job.record.detail))
-        reason = f"no live rank reaches a step{'' if unread is None else f', and {unread}'}: all ranks start anew"
+        reason = f"no live rank reaches a step{'' if unread is None else f', and {unread}'}: all ranks restart"
         job.processes.fence_ranks(reason)
-        job.processes.fence_spares("all ranks start anew, and it started with the former ones")
+        job.processes.fence_spares("all ranks restart, and it started with the former ones")
         if job.roster.unfenced():
             return None
         if not job.roster.may_start(job.settings.world_size):

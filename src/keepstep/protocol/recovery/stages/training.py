@@ -29,7 +29,7 @@ class Training(JobStage):
         if job.drain.reason is not None:
             job.drain.end_at(step, job.generation)
         else:
-            job.orders.to_all(Resume(job.generation), f"all ranks stand at step {step}")
+            job.orders.to_all(Resume(job.generation), f"all ranks are at step {step}")
             # At once: until they are warm, the next loss has to wait for them.
             job.processes.top_up_spares("a spare took a rank: another is started")
 
@@ -46,21 +46,21 @@ class Training(JobStage):
         return ToEnded(ended_early) if ended_early else None
 
     def script_ended(self, now_s: float) -> Next:
-        """The others may end soon as well, and if they do not, the job cannot go on."""
+        """The others may end soon as well, and if they do not, the job cannot continue."""
         if self.job.roster.num_holders:
             self.deadline_s = self.deadline_s or now_s + self.job.settings.end_deadline_s
         return super().script_ended(now_s)
 
     def worker_ready(self, worker: Worker, now_s: float) -> Next:
-        """There is one more spare for a rank that is to move."""
+        """There is one more spare for a rank that must move."""
         return self.spread(now_s)
 
     def step_observed(self, now_s: float) -> Next:
-        """Training goes on."""
+        """Training continues."""
         return self.spread(now_s)
 
     def spread(self, now_s: float) -> Next:
-        """A rank that shares a device, or whose node is to leave, goes to a warm spare that has a place of its own."""
+        """A rank that shares a device, or whose node drains, goes to a warm spare that has a place of its own."""
         job = self.job
         moved = [] if job.membership is None else job.processes.move(job.membership, now_s)
         return GiveUp(moved) if moved else None
@@ -94,4 +94,4 @@ class Training(JobStage):
         if not self.job.drain.may_hold:
             return super().drain_overdue(now_s)
         self.job.drain.may_hold = False
-        return self.interrupted(Cause.DRAIN, "the ranks did not come to one step by themselves", (), now_s)
+        return self.interrupted(Cause.DRAIN, "the ranks did not reach a common step by themselves", (), now_s)

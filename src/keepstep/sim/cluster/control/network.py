@@ -1,4 +1,4 @@
-"""The network: between controller and nodes packet by packet, between ranks as what may reach whom."""
+"""The network: single packets between controller and nodes, and reachability between ranks."""
 
 from __future__ import annotations
 

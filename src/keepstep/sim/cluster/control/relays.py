@@ -1,7 +1,7 @@
-"""Relays between the nodes and the simulated controller: what they gather and bundle, and how they are lost.
+"""Relays between the nodes and the simulated controller, with their bundles and failures.
 
-They are on the controller's host and live as its children do: what a relay holds is lost with it, its nodes connect
-again to another one, and the controller's end is theirs. The network between nodes and controller stays what it is.
+They run on the controller's host as its children: a relay's packets are lost with it, its nodes reconnect to another
+one, and relays end with the controller. The network between nodes and controller does not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PIPE_S = 0.002
 """One way between a relay and the controller, on one host. It is longer than a real one, so that more is gathered."""
 RECONNECT_S = 0.1
-"""After which an agent tries anew to connect."""
+"""After which an agent tries again to connect."""
 RESTART_S = 0.5
 """After which a relay that has ended is there again."""
 

@@ -1,1 +1,1 @@
-"""The process groups of a simulated job beside the world's, and how those that stay do so."""
+"""The process groups of a simulated job besides the world's, and which of them stay in a recovery."""

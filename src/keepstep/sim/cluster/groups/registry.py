@@ -1,12 +1,12 @@
-"""The groups of one simulated process: what it does in them, and which of them stay in a recovery.
+"""The groups of one simulated process: its operations in them, and which of them stay in a recovery.
 
-As `keepstep.worker.groups.registry` does it: closed at a stop, claimed where they are whole, decided with the same
-`why_rebuilt`. Only how an operation ends is modelled (`keepstep.sim.cluster.collectives`).
+Like `keepstep.worker.groups.registry`: groups are closed at a stop, claimed if intact, and decided with the same
+`why_rebuilt`. Only the end of an operation is modelled (`keepstep.sim.cluster.collectives`).
 
-All ranks have one group, the world. What they do together in it is the process's to say (`enter_world`), and restored
-state and second copies of snapshots move on its connections, too.
+All ranks have one group, the world. The process decides on its operations there (`enter_world`); restored state and
+second copies of snapshots use its connections, too.
 
-In a mesh a step has up to four operations more. At the end of its forward each copy of the model has a broadcast, each
+In a mesh a step has up to four more operations. At the end of its forward each copy of the model has a broadcast, each
 time from another member, which does not wait for the others. When it begins its backward a member may send a message to
 the next one in its copy, which receives it at the end of its own backward. Then the replicas of each shard reduce their
 gradients.

@@ -1,1 +1,1 @@
-"""What simulated scripts do in their start-up, besides building, with the help of the controller's real machines."""
+"""The start-up of simulated scripts, with the controller's real machines."""

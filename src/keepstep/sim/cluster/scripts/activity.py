@@ -1,4 +1,4 @@
-"""What the training thread of a simulated rank is busy with."""
+"""The current activity of a simulated rank's training thread."""
 
 from __future__ import annotations
 

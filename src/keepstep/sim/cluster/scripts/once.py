@@ -1,4 +1,4 @@
-"""What every simulated script does in its start-up: it opens the job's log if that is for it, and fetches the data."""
+"""Once-per-job actions of simulated scripts: each tries to open the job's log, and to fetch the data."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class OnceScript:
     def ask(self, worker: SimulatedProcess) -> None:
         """A process begins its start-up."""
         if self._world.layout.asks_once:
-            worker.say_anew(msg.OnceRequested(worker.number, CLAIM, "claim", "log"))
-            worker.say_anew(msg.OnceRequested(worker.number, HOLD, "hold", "data"))
+            worker.repeat_report(msg.OnceRequested(worker.number, CLAIM, "claim", "log"))
+            worker.repeat_report(msg.OnceRequested(worker.number, HOLD, "hold", "data"))
 
     def answered(self, worker: SimulatedProcess, answer: msg.OnceAnswered) -> None:
         """The controller's word has come to a process."""
@@ -42,4 +42,4 @@ class OnceScript:
         worker = self._world.workers[process]
         if worker.is_alive:
             self._world.oracle.has_fetched(worker)
-            worker.say_anew(msg.OnceRequested(worker.number, HOLD, "done", "data"))
+            worker.repeat_report(msg.OnceRequested(worker.number, HOLD, "done", "data"))

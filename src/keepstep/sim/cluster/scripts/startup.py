@@ -1,9 +1,8 @@
-"""What simulated ranks exchange in their start-up: they hand it over to the record, and replacements ask for it.
+"""The start-up exchange of simulated ranks: they submit it to the record, and replacements request it.
 
-A value says of which name and of which start-up it is. Each start-up exchanges some of the names there are, so an
-old value shows where it is given for a name that the present start-up has not exchanged. What is asked travels outside
-of the packets: it may be lost, doubled and late, and is asked for again. All of that is drawn from a generator of its
-own.
+A value contains its name and its start-up. Each start-up exchanges some of the names, so an old value is detected if it
+is returned for a name that the current start-up has not exchanged. Requests travel outside of packets: they may be
+lost, duplicated and late, and are repeated. All of this is drawn from a separate generator.
 """
 
 from __future__ import annotations
