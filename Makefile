@@ -17,11 +17,13 @@ demo: $(STAMP) ## train a small model on three ranks, lose ranks, show that the 
 demo-sharded: $(STAMP) ## the same with FSDP2 on four ranks, where no rank holds what another does
 	$(BIN)/keepstep drill --nproc-per-node 4 --spares 1 examples/train_gpt.py --parallel fsdp2
 
-test: lint ## the checks, and a few tests of every kind: some minutes
-	$(BIN)/python -m pytest -m quick
+# A file of tests at a time on each core.
+PARALLEL = -n logical --maxprocesses 4 --dist loadfile
+test: lint ## the checks, and a few tests of every kind: five to six minutes on two cores
+	$(BIN)/python -m pytest -m quick $(PARALLEL)
 
 test-full: $(STAMP) ## the other tests: real jobs with every kind of fault, networks, browsers, benchmarks
-	$(BIN)/python -m pytest -m full
+	$(BIN)/python -m pytest -m full $(PARALLEL)
 
 test-nightly: $(STAMP) ## whole matrices, long soaks, torch's own tests: before a release, and after a large change
 	$(BIN)/python -m pytest -m nightly
@@ -48,16 +50,16 @@ test-torchtitan: ## the drills of torchtitan, in an environment of its own: it n
 	$(TITAN_VENV)/bin/python -m pytest -m "" tests/chaos/test_torchtitan.py
 
 ENGINES_VENV = .venv-engines
-test-engines: ## the backends of vLLM and checkpoint-engine against their own code, in an environment of its own
+test-engines: ## what needs vLLM, checkpoint-engine or NIXL, against their own code, in an environment of its own
 	test -x $(ENGINES_VENV)/bin/pip || $(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
 	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
 		--requirement tests/integrations/engines.txt
 	$(ENGINES_VENV)/bin/python -m pytest -m "" -W default tests/integrations/test_vllm.py \
-		tests/integrations/test_checkpoint_engine.py
+		tests/integrations/test_checkpoint_engine.py tests/weights/remote/test_nixl.py
 
 durations: $(STAMP) ## write down how long the tests of make test take, slowest first, in tests/durations.txt
-	$(BIN)/python -m pytest -m quick --record-durations=tests/durations.txt
+	$(BIN)/python -m pytest -m quick $(PARALLEL) --record-durations=tests/durations.txt
 
 # The first seed is the time of day with room for 10,000 seeds a second, so no soak runs the seeds of another one.
 SECONDS ?= 600

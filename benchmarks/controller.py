@@ -120,7 +120,7 @@ class Fleet:
             for process in self._processes:
                 if process.poll() is not None:
                     raise JobFailed(f"a process has ended with {process.returncode}\n{self._log.read_text()}")
-            if self._log.read_text().count("training goes on") < num_recoveries:
+            if self._log.read_text().count("training continues") < num_recoveries:
                 time.sleep(0.05)
                 continue
             with contextlib.suppress(ConfigurationError):  # the run has not begun

@@ -279,7 +279,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
                 f"Writing a phase change takes a worker {tags['write_ns']:.0f} ns, whoever looks; a step has "
                 f"{tags['writes_per_step']}: {tags['write_ns'] * tags['writes_per_step'] / 1000:.1f} microseconds."
             )
-        found.append(Section("A step while somebody looks", columns, rows, notes))
+        found.append(Section("A step while a page is open", columns, rows, notes))
     if "latency" in result:
         rows = [
             [name, str(len(d)), f"{statistics.median(d):.2f}", f"{min(d):.2f}", f"{max(d):.2f}"]

@@ -34,7 +34,7 @@ def drilled(name: str, arguments: list[str]) -> dict[str, Any]:
     struck, different = result["faults"], [file["file"] for file in result["files"] if file["difference"]]
     if not result["identical"] or result["missed"] or different:
         raise JobFailed(
-            f"{name}: identical: {result['identical']}, other files: {different}, never came about: {result['missed']}"
+            f"{name}: identical: {result['identical']}, other files: {different}, never happened: {result['missed']}"
         )
     return {
         "num_faults": len(struck),

@@ -4,7 +4,8 @@
     python benchmarks/frameworks.py --quick    a smoke test; nothing is written
 
 For each framework the same script (`train_framework.py`) runs under torchrun without keepstep, and under keepstep with
-its integration. The two jobs take turns, as `overhead.py` describes.
+its integration. A third job is under torchrun, too, but without the allocator's variables that keepstep's workers get
+(`docs/USAGE.md`) and that the other two have here. The three take turns, as `overhead.py` describes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import page
 import turns
-from overhead import KINDS, NOT_COUNTED, Shape, calibrated, one_start
+from overhead import KINDS, NOT_COUNTED, UNSET, Shape, calibrated, one_start
 from page import RESULTS, Section
 from rich.console import Console
 
@@ -76,28 +77,37 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             starts = []
             for number in range(args.starts):
                 with tempfile.TemporaryDirectory(dir=root) as folder:
-                    starts.append(one_start(loop, RANKS, block, args.pairs, number, Path(folder)))
+                    starts.append(one_start(loop, RANKS, block, args.pairs, number, Path(folder), (*KINDS, UNSET)))
             found[framework] = starts
     return {"frameworks": found}
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
     """The table."""
-    rows = []
-    for framework, starts in result["frameworks"].items():
-        plain, kept = (statistics.median(start["median_ms"][kind] for start in starts) for kind in KINDS)
-        more = sorted(start["median_ms"]["keepstep"] - start["median_ms"]["torchrun"] for start in starts)
-        low, high = turns.interval(more)
-        middle = statistics.median(more)
-        more_text = f"{middle:+.2f} ({low:+.2f} to {high:+.2f})"
-        rows.append([framework, f"{plain:.2f}", f"{kept:.2f}", more_text, f"{100 * middle / plain:+.2f} %"])
+    rows = [_row(framework, starts) for framework, starts in result["frameworks"].items()]
+    rows.append(_row("all together", [start for starts in result["frameworks"].values() for start in starts]))
     starts = next(iter(result["frameworks"].values()))
     notes = [
-        f"Milliseconds per step on {RANKS} ranks; both jobs started {len(starts)} times for each framework. more: "
-        "keepstep's median step less the framework's own, of jobs that took turns; the median of all starts."
+        f"Milliseconds per step on {RANKS} ranks; each job started {len(starts)} times for each framework. more: "
+        "keepstep's median step less that of the column before, of jobs that took turns; the median of all starts, "
+        "and its bounds with 95 %.",
+        "allocator as under keepstep: with the variables that keepstep's workers get by default, so that the rest is "
+        "what keepstep itself costs. unset: torchrun as it is. Whether such a job then gives memory back to the kernel "
+        "in each step is chance: some starts do, some do not.",
     ]
-    columns = ("loop of", "without keepstep", "with keepstep", "more (95 %)", "of a step")
+    columns = ("loop of", "keepstep", "torchrun, allocator as under keepstep", "more", "torchrun, unset", "more")
     return [Section("What a step takes", columns, rows, notes)]
+
+
+def _row(name: str, starts: list[dict[str, Any]]) -> list[str]:
+    row = [name, f"{statistics.median(start['median_ms']['keepstep'] for start in starts):.2f}"]
+    for without in (KINDS[0], UNSET):
+        plain = statistics.median(start["median_ms"][without] for start in starts)
+        more = sorted(start["median_ms"]["keepstep"] - start["median_ms"][without] for start in starts)
+        low, high = turns.interval(more)
+        middle = statistics.median(more)
+        row += [f"{plain:.2f}", f"{middle:+.2f} ({low:+.2f} to {high:+.2f}), {100 * middle / plain:+.2f} %"]
+    return row
 
 
 def markdown(result: dict[str, Any], raw: str) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from keepstep.config import ALLOCATOR_VARIABLES
+
 WORKER = Path(__file__).resolve().parent / "train_plain.py"
 POLL_S = 0.01
 END_DEADLINE_S = 20.0
@@ -98,21 +100,21 @@ def median_step_s(events: list[Event], after_step: int = 0) -> float:
     return statistics.median(intervals) if intervals else float("nan")
 
 
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""Every job keeps the memory that it frees; the second is the greatest that glibc takes. By its defaults a job may give
-it back at each step and take it again: 8,000 page faults and 16 of 150 ms for 8 layers of 512 x 512 and 900 rows (2
-cores, November 2026). A few small objects decide which of two jobs does so, and it says nothing of either."""
-
-
 class RunningJob:
     """A command in a process of its own, watched and ended by this one. Use it in a ``with`` block."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
+    def __init__(self, command: list[str], folder: Path, *, keeps_memory: bool = True) -> None:
+        """Args:
+        command: what to start.
+        folder: its folder for temporary files; its output goes there, too.
+        keeps_memory: it gets `ALLOCATOR_VARIABLES`, as keepstep's workers do by themselves. Without them a few small
+            objects decide which of two jobs gives memory back in each step, and it says nothing of either.
+        """
         self.folder = folder
         self._log = folder / "output.log"
         environment = dict(os.environ)  # environ: the job inherits it
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(folder)}
-        environment |= MALLOC
+        environment |= ALLOCATOR_VARIABLES if keeps_memory else {}
         with self._log.open("ab") as log:
             self._process = psutil.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -123,13 +125,24 @@ class RunningJob:
 
     def __exit__(self, *_error: object) -> None:
         """Ends the job and everything that it started."""
-        family = [self._process]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family += self._process.children(recursive=True)
+        family = self._family()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(psutil.TimeoutExpired):
                 self._process.wait(END_DEADLINE_S)
+        self._kill(family)
+
+    def kill(self) -> None:
+        """Ends it at once, where all that it wrote is there."""
+        self._kill(self._family())
+
+    def _family(self) -> list[psutil.Process]:
+        family = [self._process]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += self._process.children(recursive=True)
+        return family
+
+    def _kill(self, family: list[psutil.Process]) -> None:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -36,9 +36,9 @@ QUICK = {"kills": 1, "hangs": 1, "size": "small", "deadline": 30.0}
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCK = re.compile(r"(<!-- made by benchmarks/peers\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 INTRODUCTION = """\
-A rank of a job of three is killed, at a random instant: how long until the next step is completed, and what is lost.
-[`make bench-peers`](benchmarks/peers.py) measures all of them in one run, in turns, with the same model and data, each
-at its default and at the lowest practical setting. Look at the orders of magnitude, not at the digits: other hardware
+One of three ranks is killed at a random instant: the time until the next completed step, and what is lost.
+[`make bench-peers`](benchmarks/peers.py) measures all systems in one run, in turns, with the same model and data, each
+at its default and at the lowest practical setting. Compare the orders of magnitude, not the digits: other hardware
 gives other numbers.
 """
 KILLS_PER_JOB = 2
@@ -258,7 +258,14 @@ def not_overcome(result: dict[str, Any], faults: str) -> list[str]:
 
 def readme_table(result: dict[str, Any], page_name: str) -> str:
     """The table of the README with what it says before and after, made of a result."""
-    columns = ("", "kills overcome", "kill → first step, s", "whole world again, s", "steps again", "equal parameters")
+    columns = (
+        "",
+        "kills survived",
+        "kill → first step, s",
+        "all ranks back, s",
+        "steps recomputed",
+        "equal parameters",
+    )
     lines = [INTRODUCTION, "| " + " | ".join((*columns, "stopped process → first step, s")) + " |"]
     lines.append("| --- |" + " ---: |" * len(columns))
     for title, row in result["systems"].items():

@@ -54,7 +54,7 @@ def drawn() -> dict[str, str]:
 
 
 def redrawn(page: str) -> str:
-    """The page with every diagram drawn anew.
+    """The page with every diagram redrawn.
 
     Raises:
         ValueError: the page asks for a diagram that is not known, or lacks one.

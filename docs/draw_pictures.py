@@ -1,4 +1,4 @@
-"""Makes the pictures of README.md and observe.md anew, from real runs; needs Debian's chromium.
+"""Makes the pictures of README.md and observe.md from real runs; needs Debian's chromium.
 
     python docs/draw_pictures.py
 
@@ -46,7 +46,8 @@ def take(page: Page, name: str) -> None:
 
 def drill(page: Page, folder: Path) -> None:
     """The page in the middle of a drill, the terminal at the same moment, and one recovery as a picture."""
-    shutil.copy(GPT, folder)  # so that the page names it as a user would
+    for script in (GPT, GPT.with_name("parallel_gpt.py")):
+        shutil.copy(script, folder)  # so that the page names it as a user would
     command = ["drill", "--nproc-per-node", 3, "--dashboard=127.0.0.1:0", "--run-dir", "drill", "--faults", FAULTS]
     with watched(*command, GPT.name, "--steps", NUM_STEPS, cwd=folder) as job:
         page.goto(job.link)

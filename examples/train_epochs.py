@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank")
     args = parser.parse_args()
 
-    session = keepstep.init(seed=0)  # 1  in place of init_process_group()
+    session = keepstep.init(seed=0)  # 1  instead of init_process_group()
 
     digits = load_digits()
     data = TensorDataset(
@@ -77,7 +77,7 @@ def main() -> None:
                     print(f"epoch {epoch:2d}  accuracy {accuracy:.4f}", flush=True)
                 if accuracy > state.best:
                     state.best = accuracy
-                    if session.rank == 0:  # in front of the update: written again if the step comes again
+                    if session.rank == 0:  # before the update: written again if the step is repeated
                         torch.save(model.module.state_dict(), "best.pt")
             if step.index < num_steps:
                 images, labels = next(iterator)

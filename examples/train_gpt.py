@@ -245,7 +245,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            # Behind optimizer.step() in the step, a line runs once for each step that counts.
+            # After optimizer.step() in the step, a line runs once for each step that counts.
             if session.rank == 0 and (step.index % args.log_every == 0 or step.index == args.steps - 1):
                 print(f"step {step.index:4d}  loss {loss.item():.4f}", flush=True)
 

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=1, help="steps")
     args = parser.parse_args()
 
-    session = keepstep.init(seed=0)  # in place of init_process_group(); seeds the start, too
+    session = keepstep.init(seed=0)  # instead of init_process_group(); seeds the start, too
     x = torch.linspace(-3, 3, 512)[:, None]
     model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

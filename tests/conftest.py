@@ -18,7 +18,7 @@ SEED = pytest.StashKey[int]()
 SECONDS = Counter[str]()
 """How long each test took, by its id."""
 FROZEN: set[Path] = set()
-"""Files of tests in front of which that was done."""
+"""Files of tests before which that was done."""
 LISTED_S = 1.0
 """Of a record of durations: a test that takes less is not listed by itself."""
 
@@ -70,7 +70,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Expected stories are files, and reviewed like code."""
-    parser.addoption("--regenerate", action="store_true", help="write the stories of tests/scenarios anew")
+    parser.addoption("--regenerate", action="store_true", help="regenerate the traces of tests/scenarios")
     parser.addoption("--record-durations", metavar="FILE", help="write how long each test took, slowest first")
 
 
@@ -81,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[SEED] = secrets.randbits(32) if text is None else int(text)
     except ValueError:
         raise pytest.UsageError(f"{SEED_VARIABLE} must be a whole number, not {text!r}") from None
+    os.environ[SEED_VARIABLE] = str(config.stash[SEED])  # for the processes of pytest-xdist
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -97,7 +98,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Record the durations where that was asked for."""
     path = session.config.getoption("--record-durations")
-    if path:
+    if path and not hasattr(session.config, "workerinput"):  # in the process that hears of all tests
         slowest_first = sorted(SECONDS.items(), key=lambda item: -item[1])
         lines = [f"{seconds:.1f} {test}" for test, seconds in slowest_first if seconds >= LISTED_S]
         rest = [seconds for seconds in SECONDS.values() if seconds < LISTED_S]

@@ -314,7 +314,7 @@ def test_the_kernel_ends_loader_workers_with_their_rank() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
+    """Whether a process runs; one that is not waited for yet does not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] not in "ZX"

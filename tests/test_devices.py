@@ -54,7 +54,7 @@ def test_only_who_is_elsewhere_is_told_of_devices() -> None:
     assert environment(Spawn(4, 1, 3, 1, 3))["CUDA_VISIBLE_DEVICES"] == "6,7,4,5"
 
 
-def test_who_may_share_gpus_is_told_and_nccl_too() -> None:
+def test_processes_that_share_gpus_are_told_and_nccl_too() -> None:
     settings = AgentSettings(
         ("script",), False, False, True, NodePlace.alone(3, 1), Path("/run"), devices=("0",), shares_gpus=True
     )

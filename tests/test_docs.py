@@ -214,7 +214,7 @@ def test_labels_do_not_end_a_mermaid_statement() -> None:
     assert "a --> b: c – d" in diagrams.mermaid([("a", "b", "c: d")], "a", None)
 
 
-def test_stories_are_those_that_are_told() -> None:
+def test_excerpts_are_those_of_the_stories() -> None:
     excerpts = load_script("excerpts")
     for path in excerpts.PAGES:
         page = path.read_text("utf-8")
@@ -398,7 +398,7 @@ def test_simulation_is_all_described() -> None:
         kind
         for kind in (
             *(*simulated_faults.WEIGHTS, *simulated_faults.RELAY_FAULTS),
-            *(*simulated_faults.DEVICE_FAULTS, *simulated_faults.GROUP_FAULTS),
+            *(*simulated_faults.DEVICE_FAULTS, *simulated_faults.GROUP_FAULTS, *simulated_faults.MEMORY_FAULTS),
         )
         if f"`{kind}`" not in section(SIMULATION, "Faults")
     ] == []
@@ -424,7 +424,7 @@ def test_every_guard_is_there() -> None:
 
 
 def test_a_soak_can_be_appended() -> None:
-    """Whoever appends a line to the file adds a row to its last table."""
+    """A line that is appended to the file is a row to its last table."""
     text = TRACK_RECORD.read_text("utf-8")
     table = section(TRACK_RECORD, "Soaks")[section(TRACK_RECORD, "Soaks").index("| date |") :]
     assert text.endswith(table)

@@ -60,9 +60,9 @@ def mib(num_bytes: int) -> str:
 
 LIVENESS, RECOVERY = LivenessSettings(), RecoverySettings(1, 0)
 FACTS: list[tuple[Path, str]] = [
-    (README, f"max({LIVENESS.floor_s:g} s, {LIVENESS.factor:g} × the longest such phase of late)"),
+    (README, f"max({LIVENESS.floor_s:g} s, {LIVENESS.factor:g} × the longest recent phase of that kind)"),
     (README, f"more than {RECOVERY.max_recoveries_without_progress} failures without a completed step"),
-    (README, f"not heard of for {controller_machine.LEASE_S:g} s"),
+    (README, f"no heartbeat for {controller_machine.LEASE_S:g} s"),
     (USAGE, f"up to {mib(startup.MAX_RESULT_BYTES)} each: {mib(startup.MAX_VALUE_BYTES)} of what is the same"),
     (USAGE, f"{mib(startup.MAX_VALUE_BYTES)} of what each of its ranks has for itself"),
     (USAGE, f"and {mib(record.MAX_KEPT_BYTES)} of the whole job"),
@@ -114,7 +114,7 @@ FACTS: list[tuple[Path, str]] = [
     (DEPLOY, f"or {RECOVERY.spares_grace_s:g} s later"),
     (DEPLOY, f"node-0.cluster:{DEFAULT_PORT}"),
     (OBSERVE, f"{tagpage.EVENT_BYTES} bytes each"),
-    (OBSERVE, f"at most {mib(phaselog.MAX_SEGMENTS * phaselog.SEGMENT_BYTES)}, and what lies around recoveries"),
+    (OBSERVE, f"at most {mib(phaselog.MAX_SEGMENTS * phaselog.SEGMENT_BYTES)}, of which those around recoveries"),
     (OBSERVE, f"over its last {stragglers.WINDOW} steps"),
     (WEIGHTS, f"blocks of tensors, {mib(publisher.DEFAULT_BUCKET_BYTES)} at most by default"),
     (WEIGHTS, f"({stages.DEVICE_PATIENCE_S:g} s a source for a slot, {stages.SOURCE_PATIENCE_S:g} s a device for its"),
@@ -154,8 +154,8 @@ def test_numbers_in_words_are_those_of_the_code() -> None:
 
 def test_mutants_are_counted() -> None:
     assert f"has fired for one of the {len(test_mutants.MUTANTS)}." in flat(SIMULATION)
-    assert len(test_mutants.CASES) == 19
-    assert "Nineteen mutants need what hardly any seed has" in flat(SIMULATION)
+    assert len(test_mutants.CASES) == 22
+    assert "Twenty-two mutants need what hardly any seed has" in flat(SIMULATION)
     assert [*test_mutants.MUTANTS.values()].count(Check.GROUPS) == 11
     assert "Eleven mutants are found: among them claims that are compared without the generation" in flat(PROTOCOL)
     devices = [plant for plant, check in test_mutants.MUTANTS.items() if check is Check.DEVICE]
@@ -259,10 +259,7 @@ def test_layers_are_those_that_are_enforced() -> None:
     (layers,) = (each["layers"] for each in settings["contracts"] if each["id"] == "layers")
     enforced = [re.sub(r"[() ]", "", layer).split("|") for layer in layers]
     (drawn,) = (
-        text
-        for text in re.findall(
-            r"```text\n(.*?)```", section(ARCHITECTURE, "Folders, and who may import whom"), re.DOTALL
-        )
+        text for text in re.findall(r"```text\n(.*?)```", section(ARCHITECTURE, "Folders and import rules"), re.DOTALL)
     )
     parts: list[list[str]] = []
     for line in drawn.splitlines():

@@ -9,7 +9,7 @@ from tests.conftest import QUICK, tier_of, tiers
 HERE = Path(__file__).parent
 DURATIONS = HERE / "durations.txt"
 MOST_S = 600.0
-"""For the tests of `make test` together, one after the other on 2 cores."""
+"""For the tests of `make test` together: two cores take half of it, for `make test` runs two files at a time."""
 
 
 def is_there(test: str) -> bool:
@@ -41,7 +41,7 @@ def test_the_longest_line_counts(test: str, tier: str) -> None:
 
 
 def test_make_test_stays_short() -> None:
-    """By the record: `make durations` writes it anew. A slow test belongs to another tier, or has to become quick."""
+    """By the record: `make durations` rewrites it. A slow test belongs to another tier, or has to become quick."""
     lines = [line.split(" ", 1) for line in DURATIONS.read_text("utf-8").splitlines()]
     slowest = [test for _seconds, test in lines[:-1]]
     assert [test for test in slowest if not is_there(test) or tier_of(test) != QUICK] == []

@@ -214,7 +214,7 @@ def _fallback_share(parameters: Parameters) -> float:
 
 
 def _risk(parameters: Parameters, span_s: float) -> float:
-    """-ln of the probability that `span_s` of work, begun anew after every recovery, ends before a fallback comes.
+    """-ln of the probability that `span_s` of work, started over after every recovery, ends before a fallback comes.
 
     Let a share f of the failures, which come at rate λ, fall back. An attempt succeeds with probability
     A = exp(-λ·span). One that fails falls back with probability f; otherwise its recovery, which further failures begin
@@ -233,7 +233,7 @@ def effective_ratio(parameters: Parameters, interval_s: float) -> float:
 
     A cycle of t seconds of work and a checkpoint ends before a fallback with probability G = exp(-κt)·g, where κ is
     the risk per second of work and g comes from the checkpoint (see `_risk`). A fallback costs S = (exp(λ·s0) - 1)/λ,
-    since a failure during the restart begins it anew. A cycle takes (1/G - 1)·(1/s + S) on average, s the rate of
+    since a failure during the restart starts it over. A cycle takes (1/G - 1)·(1/s + S) on average, s the rate of
     fallbacks, and waiting for spares takes its share of everything (`spare_wait_share`).
 
     * Every failure a fallback: λt·exp(-λ·s0)/(exp(λ(t + k0)) - 1), the complete model of Daly 2006.

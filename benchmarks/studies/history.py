@@ -94,7 +94,7 @@ def simulate(
 ) -> Estimate:
     """Lives through failures one by one, in histories that each last as long as `num_failures` take on average.
 
-    A failure during a recovery, a restart or a wait for a spare begins the recovery or restart anew.
+    A failure during a recovery, a restart or a wait for a spare starts the recovery or restart over.
 
     Args:
         parameters: the job.

@@ -12,7 +12,7 @@ And those of a consumer of its weights::
 
     subscriber = keepstep.Subscriber(folder, into=model)
 
-They are loaded at their first use, so that the launcher, which needs no torch, does not import it.
+They are imported at their first use, because the launcher does not need torch and should not import it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _MODULES = {
     "init": "keepstep.worker.session",
     "take_back": "keepstep.weights.giving_back",
 }
-"""Where the names that need torch are."""
+"""Modules of the names that need torch."""
 
 
 def __getattr__(name: str) -> object:

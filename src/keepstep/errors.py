@@ -1,4 +1,4 @@
-"""Every error keepstep raises, sorted by whose doing it was.
+"""All exceptions of keepstep, sorted by cause.
 
 ::
 
@@ -11,44 +11,45 @@
     │   │   └── DtypeMismatch   ... in a dtype to which it cannot be cast
     │   ├── AmbiguousName       two rules of a name map make the same tensor
     │   └── BufferUnavailable   there is not enough shared memory for the buffers of a transfer
-    ├── UsageError              a call came at a moment where it has no meaning
-    │   └── WeightsNotReady     a consumer has no whole version of the weights to use
-    │       └── WeightsPartiallyUpdated   ... because an update broke off half-way
-    ├── PeerLost                the world broke: another rank, the agent or the controller is gone
+    ├── UsageError              a call came at the wrong moment
+    │   └── WeightsNotReady     a consumer has no complete version of the weights
+    │       └── WeightsPartiallyUpdated   ... because an update was interrupted halfway
+    ├── PeerLost                another rank, the agent or the controller is gone
     │   ├── PublisherLost       ... a process that publishes weights, named
     │   └── SubscriberLost      ... a process that consumes them, named
-    ├── LeaseLost               another controller serves the run by now, or may
+    ├── LeaseLost               another controller serves the run, or may serve it
     ├── LoadError               a consumer's own code raised while it loaded new weights
-    ├── ProtocolError           a message broke the rules
-    │   ├── LocalProtocolError  ... and we were about to send it (a bug of ours)
+    ├── ProtocolError           a message violates the protocol
+    │   ├── LocalProtocolError  ... and this process was about to send it (a bug in keepstep)
     │   └── RemoteProtocolError ... and another process sent it to us
     │       ├── ChecksumMismatch    ... with other bytes than were sent
-    │       ├── BaseMismatch        ... and builds on weights that are not here
+    │       ├── BaseMismatch        ... and builds on weights that this consumer does not have
     │       ├── StaleGeneration     ... and its generation is over
-    │       └── TokenRefused        ... and could not show that it may
+    │       └── TokenRefused        ... and has no valid token
     ├── NothingToRecoverFrom    no live rank, snapshot or checkpoint holds some shard
-    └── InternalError           an invariant of keepstep does not hold: our bug, please report it
+    └── InternalError           an invariant does not hold: a bug in keepstep, please report it
 
-    StepInterrupted             no error and no `Exception`: the step that is being computed is undone and comes again
+    StepInterrupted             no error and no `Exception`: the step that is being computed is undone and repeated
 
-A message says what happened, to whom (generation, rank, step) and what to do about it.
+Each error message says what happened, where (generation, rank, step) and what to do about it.
 """
 
 
 class StepInterrupted(BaseException):
-    """Another rank was lost: the step that this one is computing is left, undone, and handed out again.
+    """Another rank was lost: the current step is interrupted, undone and repeated.
 
-    It is raised in the middle of a step and caught at its end. Like ``KeyboardInterrupt`` it is no ``Exception``, so
-    that handlers of errors let it pass; where one does not, the next stop point raises it again.
+    keepstep raises it in the middle of a step and catches it at the end of the step. Like ``KeyboardInterrupt`` it is a
+    ``BaseException``, so ``except Exception`` does not catch it; if other code swallows it, the next stop point raises
+    it again.
     """
 
 
 class KeepstepError(Exception):
-    """The root of all errors of keepstep."""
+    """Base class of all errors of keepstep."""
 
 
 class ConfigurationError(KeepstepError):
-    """A setting, argument or protected object cannot work; the message names it and what is allowed."""
+    """A setting, argument or protected object is invalid; the message names it and the allowed values."""
 
 
 class StateMismatch(ConfigurationError):
@@ -76,7 +77,7 @@ class AmbiguousName(ConfigurationError):
 
 
 class BufferUnavailable(ConfigurationError):
-    """The buffers of a transfer do not fit into memory; the message says how much was asked for."""
+    """The buffers of a transfer do not fit into memory; the message contains the requested size."""
 
 
 class UsageError(KeepstepError):
@@ -84,11 +85,11 @@ class UsageError(KeepstepError):
 
 
 class WeightsNotReady(UsageError):
-    """A consumer's weights are not a whole version at the moment: none has come, or one is just being written."""
+    """A consumer has no complete version of the weights: none has arrived, or one is being written."""
 
 
 class WeightsPartiallyUpdated(WeightsNotReady):
-    """A consumer's weights are half of one version and half of another, until the next whole one has come."""
+    """A consumer's weights are parts of two versions, until the next complete version has arrived."""
 
 
 class PeerLost(KeepstepError):
@@ -96,15 +97,15 @@ class PeerLost(KeepstepError):
 
 
 class PublisherLost(PeerLost):
-    """A process that publishes weights died or stopped moving, so the update does not count."""
+    """A process that publishes weights died or stalled, so the update was aborted."""
 
 
 class SubscriberLost(PeerLost):
-    """A consumer died or stopped moving, so it was left out of the update."""
+    """A consumer died or stalled, so it was left out of the update."""
 
 
 class LeaseLost(KeepstepError):
-    """This controller cannot show any more that it is the one that serves the run, so it is silent from now on."""
+    """This controller no longer holds the run's lease, so it stops sending."""
 
 
 class LoadError(KeepstepError):
@@ -112,28 +113,28 @@ class LoadError(KeepstepError):
 
 
 class ProtocolError(KeepstepError):
-    """A message is malformed or came in a state in which it has no meaning."""
+    """A message is malformed or arrived in a state in which it is not allowed."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This process was about to break the protocol."""
+    """This process was about to violate the protocol."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The other process broke the protocol."""
+    """The other process violated the protocol."""
 
 
 class ChecksumMismatch(RemoteProtocolError):
-    """Bytes arrived that are not those that were sent."""
+    """The received bytes differ from the sent ones."""
 
 
 class BaseMismatch(RemoteProtocolError):
-    """What has not changed is left out of a version, and it is not what this consumer has; or another version comes
-    than the one that is taken back."""
+    """A version omits unchanged parts that this consumer does not have; or another version arrived than the one to be
+    taken back."""
 
 
 class StaleGeneration(RemoteProtocolError):
-    """A publisher speaks for a generation that is over."""
+    """A publisher belongs to a generation that is over."""
 
 
 class TokenRefused(RemoteProtocolError):
@@ -145,4 +146,4 @@ class NothingToRecoverFrom(KeepstepError):
 
 
 class InternalError(KeepstepError):
-    """Something that must always hold does not: a bug in keepstep."""
+    """An invariant does not hold: a bug in keepstep."""

@@ -1,7 +1,7 @@
-"""How much memory a process may still take: the machine's, and that of the control groups it is in.
+"""The memory available to a process: the machine's, limited by its control groups.
 
-A container or a job of Slurm is killed when it takes more than its control group may have, however much the machine
-has left. Files: cgroup v2 (Linux, Documentation/admin-guide/cgroup-v2.rst, Memory Interface Files).
+A container or a Slurm job is killed when it exceeds the limit of its control group, even if the machine has memory
+left. Files: cgroup v2 (Linux, Documentation/admin-guide/cgroup-v2.rst, Memory Interface Files).
 """
 
 from __future__ import annotations

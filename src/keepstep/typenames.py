@@ -1,4 +1,4 @@
-"""Classes that are recognised by their names: to import them takes long, and a script without them does not have to."""
+"""Recognises classes by their names, because importing them is slow and often unnecessary."""
 
 from __future__ import annotations
 

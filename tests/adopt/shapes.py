@@ -23,18 +23,18 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
 session.protect(model=model, optimizer=optimizer, plateau=plateau)
-# in front of the loop
+# before the loop
 for step, (x, y) in session.batches(loader, epochs=3):
-    # in front of the step
+    # before the step
     with step:
         loss = (model(x) - y).square().mean()
         loss.backward()
-        # in front of the update
+        # before the update
         optimizer.step()
-        # behind the update
+        # after the update
         optimizer.zero_grad()
-    # behind the step
-# behind the loop
+    # after the step
+# after the loop
 """
 
 PLAIN = """\
@@ -48,14 +48,14 @@ model = DDP(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
-# in front of the loop
+# before the loop
 for i, (x, y) in enumerate(loader):
     # in the loop
     loss = (model(x) - y).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    # behind the update
+    # after the update
 """
 
 

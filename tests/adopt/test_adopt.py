@@ -16,9 +16,9 @@ ROOT = HERE.parent.parent
 FOUND = {
     "imagenet": [
         (11, "insert after", "import keepstep"),
-        (13, "move", "behind keepstep.init(): state = session.state(best_acc1=0)"),
+        (13, "move", "after keepstep.init(): state = session.state(best_acc1=0)"),
         (23, "replace", "main_worker(0, 2, args)"),
-        (28, "replace", "session.rank, asked inside of the loop"),
+        (28, "replace", "session.rank, inside of the loop"),
         (29, "replace", "session = keepstep.init(seed=7)"),
         (40, "replace", "session.protect(..., checkpoint_dir=...) in place of loading by the script"),
         (51, "insert before", "session.protect(model=model, optimizer=optimizer, scheduler=scheduler)"),
@@ -36,7 +36,7 @@ FOUND = {
         (21, "replace", "state = session.state(best_val_loss=1e9)"),
         (28, "replace", "session.steps(..., start=iter_num) in line 47"),
         (30, "replace", "model = DDP(model, device_ids=[session.device])"),
-        (44, "move", "into the loop, behind the update: `if session.rank == 0 and wandb.run is None:`"),
+        (44, "move", "into the loop, after the update: `if session.rank == 0 and wandb.run is None:`"),
         (47, "insert before", "session.protect(model=model, optimizer=optimizer, scaler=scaler)"),
         (47, "replace", "for step in session.steps(max_iters + 1):\n    with step:"),
         (56, "move", "to the beginning of the step, and into each of its micro-batches"),

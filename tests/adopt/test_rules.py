@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.adopt.shapes import ADOPTED, PLAIN, changed, findings, said
 
-START, FRONT, LOOP = "# start", "# in front of the loop", "for step, (x, y) in session.batches(loader, epochs=3):"
-BEHIND = "# behind the update"
+START, FRONT, LOOP = "# start", "# before the loop", "for step, (x, y) in session.batches(loader, epochs=3):"
+BEHIND = "# after the update"
 
 FIRES: list[tuple[str, str, str, str]] = [
     # ---- ranks and devices
@@ -21,7 +21,7 @@ FIRES: list[tuple[str, str, str, str]] = [
         START,
         "torch.manual_seed(session.rank)",
         "torch.manual_seed(session.rank)",
-        "session.rank, asked inside of the loop",
+        "session.rank, inside of the loop",
     ),
     (START, "if dist.get_rank() == 0: print()", "if dist.get_rank() == 0: print()", "if session.is_main:"),
     (START, 'ddp = "RANK" in os.environ', 'ddp = "RANK" in os.environ', "ddp = session.world_size > 1"),
@@ -57,7 +57,7 @@ FIRES: list[tuple[str, str, str, str]] = [
         START,
         "writer = SummaryWriter()",
         "writer = SummaryWriter()",
-        "into the loop, behind the update: `if session.rank == 0 and writer is None:`",
+        "into the loop, after the update: `if session.rank == 0 and writer is None:`",
     ),
     # ---- what is refused
     (
@@ -92,7 +92,7 @@ FIRES: list[tuple[str, str, str, str]] = [
         "closure()\noptimizer.step()",
     ),
     (START, "optimizer.step()", "optimizer.step()", "into a step of the loop in line 20"),
-    ("# behind the loop", "optimizer.step()", "optimizer.step()", "into a step of the loop in line 20"),
+    ("# after the loop", "optimizer.step()", "optimizer.step()", "into a step of the loop in line 20"),
     (
         BEHIND,
         "model(x).mean().backward()\noptimizer.step()",
@@ -100,25 +100,25 @@ FIRES: list[tuple[str, str, str, str]] = [
         "into a step of its own: `if step.index % 2 == 0:` for the first update, `else:` for the second",
     ),
     ("    with step:", "    if True:", LOOP, "    with step:"),
-    # ---- collectives behind the update
+    # ---- collectives after the update
     (
         BEHIND,
         "mean = loss.detach()\ndist.all_reduce(mean)\nplateau.step(mean.item())",
         "dist.all_reduce(mean)",
-        "in front of line 26, or in front of `with step:`",
+        "before line 26, or before `with step:`",
     ),
     (
         BEHIND,
         "mean = loss.detach()\ndist.all_reduce(mean)\nif mean.item() < 1: print()",
         "dist.all_reduce(mean)",
-        "in front of line 26, or in front of `with step:`",
+        "before line 26, or before `with step:`",
     ),
     (
         BEHIND,
         "def reduced(value):\n    dist.reduce(value, 0)\n    return value / 2\n"
         "mean = reduced(loss)\nis_best = mean > 3",
         "mean = reduced(loss)",
-        "in front of line 26, or in front of `with step:`",
+        "before line 26, or before `with step:`",
     ),
 ]
 
@@ -135,9 +135,9 @@ SILENT: list[tuple[str, str]] = [
     (START, "is_main = session.is_main"),
     (START, "torch.cuda.set_device(session.device)"),
     (START, "def rank():\n    return dist.get_rank()"),  # never called
-    ("# in front of the step", "rank = dist.get_rank()"),
+    ("# before the step", "rank = dist.get_rank()"),
     (BEHIND, 'rank = int(os.environ["RANK"])'),
-    ("# behind the loop", "if session.rank == 0: torch.save(model, 'a')"),
+    ("# after the loop", "if session.rank == 0: torch.save(model, 'a')"),
     ("sampler=DistributedSampler(dataset))", "sampler=DistributedSampler(dataset, shuffle=False))"),
     ("sampler=DistributedSampler(dataset))", "sampler=DistributedSampler(dataset, 2, session.data_rank))"),
     (START, 'log = open("log.txt")'),
@@ -146,7 +146,7 @@ SILENT: list[tuple[str, str]] = [
     (START, 'if session.once("log"):\n    Path("log.txt").write_text("")'),
     (START, 'with session.once("log") as mine:\n    if mine:\n        shutil.rmtree("out")'),
     (START, 'def clean():\n    shutil.rmtree("out")\nif session.once("log"):\n    clean()'),
-    ("# behind the loop", 'Path("out.txt").write_text("")'),
+    ("# after the loop", 'Path("out.txt").write_text("")'),
     ("model = DDP(torch.nn.Linear(8, 1))", "model = DDP(net, find_unused_parameters=True)"),
     ("model = DDP(torch.nn.Linear(8, 1))", "model = DDP(net, static_graph=False)"),
     (BEHIND, "plateau.step(loss.item())"),
@@ -156,9 +156,9 @@ SILENT: list[tuple[str, str]] = [
     (BEHIND, "mean = loss.detach()\ndist.all_reduce(mean)\nprint(mean.item())"),
     (BEHIND, "mean = loss.detach()\ndist.all_reduce(mean)\nif mean is not None: print()"),
     (BEHIND, "dist.barrier()"),
-    ("# in front of the update", "dist.all_reduce(loss)\nplateau.step(loss.item())"),
-    ("# in front of the step", "dist.all_reduce(loss)\nif loss < 3: print()"),
-    (START, "count = 0"),  # nobody changes it
+    ("# before the update", "dist.all_reduce(loss)\nplateau.step(loss.item())"),
+    ("# before the step", "dist.all_reduce(loss)\nif loss < 3: print()"),
+    (START, "count = 0"),  # never changed
     (START, "state = session.state(best=0.0)"),
     (FRONT, "weights = torch.load('weights.pt')\nmodel.load_state_dict(weights)"),  # no step to go on from
 ]
@@ -175,7 +175,7 @@ def test_a_line_that_is_fine_is_not(place: str, lines: str) -> None:
 def test_updates_in_two_branches_are_one() -> None:
     both = "loss.backward()\noptimizer.step()"
     loop = (
-        "        loss.backward()\n        # in front of the update\n        optimizer.step()",
+        "        loss.backward()\n        # before the update\n        optimizer.step()",
         "        if half:\n            loss.backward()\n            optimizer.step()\n        else:\n"
         "            loss.backward()\n            optimizer.step()",
     )
@@ -197,10 +197,10 @@ def train_step(step, batch):
     loss = model(batch[0]).mean()
     loss.backward()
     optimizer.step()
-    # behind the update
+    # after the update
 for epoch in session.epochs(loader, 3):
     epoch.run(train_step)
-    # behind the epoch
+    # after the epoch
 """
 INNER = """\
 for epoch in session.epochs(loader, 3):
@@ -209,18 +209,18 @@ for epoch in session.epochs(loader, 3):
             loss = model(batch[0]).mean()
             loss.backward()
             optimizer.step()
-            # behind the update
-    # behind the epoch
+            # after the update
+    # after the epoch
 """
 
 
 @pytest.mark.parametrize("loop", [EPOCHS, INNER], ids=["run", "with"])
 def test_the_end_of_an_epoch_is_protected_like_a_step(loop: str) -> None:
-    script = ADOPTED.split("# in front of the loop")[0] + loop
+    script = ADOPTED.split("# before the loop")[0] + loop
     decides = "dist.all_reduce(loss)\nif loss < 3: print()"
     assert said(script) == []
-    assert said(changed(script, ("# behind the epoch", decides))) == []
-    found = [source for source, _edit, _instead in said(changed(script, ("# behind the update", decides)))]
+    assert said(changed(script, ("# after the epoch", decides))) == []
+    found = [source for source, _edit, _instead in said(changed(script, ("# after the update", decides)))]
     assert found == ["dist.all_reduce(loss)"]
 
 
@@ -249,7 +249,7 @@ def test_values_are_declared_together() -> None:
 
 
 def test_a_counter_of_steps_is_the_steps_own_number() -> None:
-    text = changed(ADOPTED, (FRONT, "num_steps = 0"), ("    # behind the step", "    num_steps += 1"))
+    text = changed(ADOPTED, (FRONT, "num_steps = 0"), ("    # after the step", "    num_steps += 1"))
     assert said(text) == [("num_steps += 1", "remove", "")]
 
 
@@ -274,7 +274,7 @@ def test_values_that_are_the_processs_own(first: str, change: str) -> None:
 def test_a_value_that_begins_before_the_job_is_joined() -> None:
     text = changed(PLAIN, ("import torch.distributed as dist", "import torch.distributed as dist\nbest = 0"))
     text = changed(text, (BEHIND, "best = max(best, 1)"))
-    assert ("best = 0", "move", "behind keepstep.init(): state = session.state(best=0)") in said(text)
+    assert ("best = 0", "move", "after keepstep.init(): state = session.state(best=0)") in said(text)
 
 
 # ---- a plain script -------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_gradients_that_are_accumulated() -> None:
     text = changed(PLAIN, ("    optimizer.step()", "    if (i + 1) % 4 == 0:\n    optimizer.step()"))
     assert loops(text) == [
         "for step, batches in session.batches(loader, accumulate=4):\n    with step:\n        for (x, y) in batches:",
-        "behind the loop over the micro-batches of the step, without the condition",
+        "after the loop over the micro-batches of the step, without the condition",
     ]
 
 
@@ -387,7 +387,7 @@ def test_a_batch_for_the_next_pass() -> None:
     text = changed(
         PLAIN,
         (LINE, "for i in range(9):"),
-        ("# in front of the loop", "x, y = get_batch()"),
+        ("# before the loop", "x, y = get_batch()"),
         (BEHIND, "x, y = get_batch()"),
     )
     assert loops(text)[1:] == ["to the beginning of the step, and into each of its micro-batches"]
@@ -399,13 +399,13 @@ def test_a_batch_for_the_next_pass() -> None:
     ("line", "instead"),
     [
         ("for i in range(first, 9):", "session.steps(..., start=first) in line 13"),
-        ("for i in range(9):", ""),  # a step that nobody goes on from
+        ("for i in range(9):", ""),  # a step that no process goes on from
         ("for step in session.steps(9, start=first):", ""),
     ],
 )
 def test_a_checkpoint_of_the_scripts_own(line: str, instead: str) -> None:
     load = "saved = torch.load('a')\nmodel.load_state_dict(saved['model']); first = saved['step'] + 1"
-    found = said(changed(PLAIN, (LINE, line), ("# in front of the loop", load)))
+    found = said(changed(PLAIN, (LINE, line), ("# before the loop", load)))
     assert [to for source, _edit, to in found if "saved['step']" in source] == [instead] * bool(instead)
 
 
@@ -449,14 +449,14 @@ def test_the_seed_is_the_scripts(seed: str, given: str) -> None:
     ],
 )
 def test_what_is_protected(lines: str, given: str) -> None:
-    found = [instead for _source, _edit, instead in said(changed(PLAIN, ("# in front of the loop", lines)))]
+    found = [instead for _source, _edit, instead in said(changed(PLAIN, ("# before the loop", lines)))]
     assert f"session.protect({given})" in found
 
 
 def test_an_iterable_dataset() -> None:
     stream = "class Stream(torch.utils.data.IterableDataset): ...\nloader = DataLoader(Stream())"
-    found = said(changed(PLAIN, ("# in front of the loop", stream)))
+    found = said(changed(PLAIN, ("# before the loop", stream)))
     assert "loader = StatefulDataLoader(Stream())" in [instead for _source, _edit, instead in found]
     for fine in (stream.replace("Iterable", ""), stream.replace("...", "\n    def state_dict(self): ...")):
-        found = said(changed(PLAIN, ("# in front of the loop", fine)))
+        found = said(changed(PLAIN, ("# before the loop", fine)))
         assert "Stateful" not in "".join(instead for _source, _edit, instead in found)

@@ -121,7 +121,7 @@ def test_orders_that_come_with_the_one_to_start_arrive(tmp_path: Path) -> None:
     play(tmp_path, "sys.exit(7 if [type(x) for x in orders(2)] == [Stop, Rescue] else 1)", scene)
 
 
-def test_last_words_come_before_the_end(tmp_path: Path) -> None:
+def test_last_messages_come_before_the_end(tmp_path: Path) -> None:
     failed = msg.WorkerFailed(0, "ValueError: bad", "Traceback ...", False)
 
     async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
@@ -150,7 +150,7 @@ def test_a_question_to_the_store_passes_by_the_packets(tmp_path: Path) -> None:
     play(tmp_path, script, scene)
 
 
-def test_a_worker_that_speaks_for_another_is_lost(tmp_path: Path) -> None:
+def test_a_worker_that_reports_for_another_is_lost(tmp_path: Path) -> None:
     async def scene(controller: Controller, _agent: Agent, _running: asyncio.Task[None]) -> None:
         controller.order(START)
         _, lost = await controller.hear(2)
@@ -164,7 +164,7 @@ def test_a_worker_that_speaks_for_another_is_lost(tmp_path: Path) -> None:
     play(tmp_path, script, scene)
 
 
-def test_a_node_that_was_given_up_ends_its_processes_and_offers_itself_anew(tmp_path: Path) -> None:
+def test_a_node_that_was_evicted_ends_its_processes_and_joins_again(tmp_path: Path) -> None:
     async def scene(controller: Controller, agent: Agent, _running: asyncio.Task[None]) -> None:
         controller.order(START)
         await controller.hear(1)
@@ -190,7 +190,7 @@ def test_the_end_of_the_job_ends_the_agent_and_its_workers(tmp_path: Path) -> No
         pid = agent.workers[0].pid
         assert pid is not None
         descriptor = os.pidfd_open(pid)
-        controller.order(msg.EndJob(0, "all ranks are through"))
+        controller.order(msg.EndJob(0, "all ranks have finished"))
         await asyncio.wait_for(running, DEADLINE_S)
         assert select.select([descriptor], [], [], DEADLINE_S)[0], "the worker still runs"
         os.close(descriptor)

@@ -117,7 +117,7 @@ def test_every_attempt_has_its_own_folder(tmp_path: Path, console: Console) -> N
     assert [(tmp_path / f"worker_{worker}" / "stdout.log").read_text() for worker in (0, 5)] == ["0\n", "5\n"]
 
 
-def test_a_label_is_asked_anew_for_each_line(tmp_path: Path, console: Console) -> None:
+def test_a_label_is_asked_again_for_each_line(tmp_path: Path, console: Console) -> None:
     labels = iter(["[spare]:", "[0]:"])
     run(through(OutputSettings(tee_stdout=ALL), "print('a'); print('b')", label=lambda: next(labels)))
     assert console.lines[0] == ["[spare]:a", "[0]:b"]
@@ -201,7 +201,7 @@ def test_a_line_that_never_ends_is_shown_in_parts(tmp_path: Path, console: Conso
     ],
     ids=["line in two parts", "rest already read", "rest read at the end"],
 )
-def test_the_last_words_of_a_dead_worker_are_shown_whole(
+def test_the_last_messages_of_a_dead_worker_are_shown_whole(
     pieces: list[bytes], last: bytes, shown: list[str], tmp_path: Path, console: Console
 ) -> None:
     """Its exit may be known before the loop has read its pipe to the end."""

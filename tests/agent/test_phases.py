@@ -22,7 +22,7 @@ class Line:
         self.sent.append(message)
 
     async def receive(self) -> AnyMessage | Connected:
-        raise AssertionError("nobody listens")
+        raise AssertionError("no process listens")
 
 
 def told(asked: AnyMessage, ahead_s: int) -> ClockTold:

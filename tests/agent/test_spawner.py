@@ -236,7 +236,7 @@ def test_the_link_is_connected_to_the_agent(forker: Crew, tmp_path: Path) -> Non
 
 
 def test_what_is_left_at_the_end_is_done(forker: Crew, tmp_path: Path) -> None:
-    """Exit handlers, threads, executors that nobody shut down, and what is still in a buffer."""
+    """Exit handlers, threads, executors that were never shut down, and what is still in a buffer."""
     script = write(
         tmp_path,
         """

@@ -7,7 +7,7 @@ import sys
 
 
 def hold(descriptor: int) -> None:
-    """Stands still until it is killed; says so, on a pipe that nobody else holds open, with one byte."""
+    """Stands still until it is killed; says so, on a pipe that no other process holds open, with one byte."""
     os.write(descriptor, b"x")
     while True:
         signal.pause()

@@ -29,4 +29,4 @@ def test_a_small_one(tmp_path: Path) -> None:
     assert [len(found) for found in result["latency"].values()] == [1, 1]
     page = path.with_suffix(".md").read_text()
     assert "64 simulated ranks, one page" in page
-    assert "A step while somebody looks" in page
+    assert "A step while a page is open" in page

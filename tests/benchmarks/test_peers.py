@@ -49,7 +49,7 @@ def test_the_table_replaces_the_one_before(scripts: dict[str, ModuleType], tmp_p
     readme.write_text("before\n<!-- made by benchmarks/peers.py -->\nold\n<!-- end -->\nafter\n")
     scripts["peers"].write_readme(readme, result)
     text = readme.read_text()
-    assert re.match(r"before\n<!-- .* -->\nA rank of a job", text)
+    assert re.match(r"before\n<!-- .* -->\nOne of three ranks", text)
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text
     assert "| other, default | 1 of 1 | 0.50 | 0.60 | 1 (≤ 1) | 0 of 1 | - |" in text
@@ -66,7 +66,7 @@ def test_a_fault_that_is_not_overcome_counts(scripts: dict[str, ModuleType]) -> 
     ]
 
 
-def test_the_last_words_are_those_of_the_error(scripts: dict[str, ModuleType]) -> None:
+def test_the_last_messages_are_those_of_the_error(scripts: dict[str, ModuleType]) -> None:
     said = "    | Traceback\n    | RuntimeError: gone\n    | a warning of the next process"
     assert scripts["peers_faults"].last_words(said) == "`RuntimeError: gone`"
 

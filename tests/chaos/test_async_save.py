@@ -11,4 +11,4 @@ def test_a_save_over_a_group_of_its_own_is_whole(kill_at: int, tmp_path: Path) -
     code, out, err = run("run", "--nproc-per-node", 2, SCRIPTS / "async_save.py", tmp_path, kill_at)
     assert code == 0, err
     assert out == "both are whole\n"
-    assert ("training goes on from step" in err) == (kill_at > 0)
+    assert ("training continues from step" in err) == (kill_at > 0)

@@ -172,6 +172,13 @@ def test_what_a_script_switches_off(tmp_path: Path) -> None:
     assert len(result["faults"]) == len(IN_A_STEP)
 
 
+def test_what_a_script_writes_to_parameters_by_itself(tmp_path: Path) -> None:
+    """It would be written twice where a step comes again; and so would be drawn what is drawn in front of a step."""
+    code, result, output = drill(tmp_path, "--nproc-per-node", 3, SCRIPTS / "by_hand.py")
+    assert code == 0, output
+    assert len(result["faults"]) == len(IN_A_STEP)
+
+
 def test_errors_that_a_script_provokes_and_catches(tmp_path: Path) -> None:
     """A reduction that gloo has not, in every step; and a group's own timeout, while which a rank is killed."""
     faults = [f"kill@step={2 + 5 * n},phase={phase},rank={n % 3}" for n, phase in enumerate(IN_A_STEP)]
@@ -196,7 +203,7 @@ def test_a_difference_is_noticed_and_explained(tmp_path: Path) -> None:
     assert code == 1
     assert result["identical"] is False
     explanation = result["explanation"]
-    # The first kill comes behind the step: the replacement takes part from step 4 on.
+    # The first kill comes after the step: the replacement takes part from step 4 on.
     assert (explanation["kind"], explanation["step"], explanation["ranks"]) == ("computed differently", 5, [0, 1])
     assert explanation["fault"] == "kill@step=3,phase=updated,rank=0"
     assert "model.module.0.weight" in explanation["names"]
@@ -208,7 +215,7 @@ def test_a_script_that_begins_differently_each_time_needs_no_fault(tmp_path: Pat
     code, result, output = drill(tmp_path, "--nproc-per-node", 2, "--faults", "none", script, "--steps", 3)
     assert code == 1
     assert (result["explanation"]["kind"], result["explanation"]["step"]) == ("began differently", 0)
-    assert "The two runs began differently" in output
+    assert "The two runs started differently" in output
 
 
 def test_files_that_a_replacement_writes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +259,9 @@ def test_a_loop_that_is_left_early_cannot_be_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [["--in-front"], ["--behind"], ["--reduce", "update"], ["--reduce", "behind"]])
 def test_lines_around_a_step(tmp_path: Path, flags: list[str]) -> None:
-    """An interrupted attempt takes along what the script changed in front of its ``with``, and behind it.
+    """An interrupted attempt takes along what the script changed before its ``with``, and behind it.
 
-    A loss that is reduced for a log line behind the update costs no rank its copy.
+    A loss that is reduced for a log line after the update costs no rank its copy.
     """
     code, _result, output = drill(tmp_path, "--nproc-per-node", 3, SCRIPTS / "habits.py", *flags)
     assert code == 0, output

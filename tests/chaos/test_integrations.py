@@ -28,7 +28,7 @@ def test_a_kill_in_every_phase_and_a_hang(tmp_path: Path, name: str, spares: int
     check(tmp_path, name, loops.in_every_phase(name), spares)
 
 
-def test_the_first_step_of_an_epoch_comes_again_with_what_the_epoch_begins_with(tmp_path: Path) -> None:
+def test_the_first_step_of_an_epoch_is_repeated_with_what_the_epoch_begins_with(tmp_path: Path) -> None:
     """The model was evaluated at the end of the epoch before, and is switched to training at the beginning."""
     faults = "kill@step=5,phase=backward,rank=1;kill@step=10,phase=forward,rank=0"
     job = ("--nproc-per-node", RANKS, "--spares", 1, "--compare", "out", "--faults", faults)

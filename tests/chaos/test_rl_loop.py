@@ -25,7 +25,7 @@ def run_loop(folder: Path, *flags: str) -> str:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """All that generators have drawn. A line that a kill cut off was answered to nobody."""
+    """All that generators have drawn. A line that a kill cut off was never answered."""
     lines = [line for path in folder.glob("samples-*.jsonl") for line in path.read_text().splitlines(keepends=True)]
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -41,7 +41,7 @@ def check_samples(found: list[dict[str, Any]], num_steps: int) -> None:
     assert {asked: len(each) for asked, each in answers.items()} == {(n // 2, n): 1 for n in range(2 * num_steps)}
 
 
-def test_samples_and_weights_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
+def test_samples_and_weights_are_the_same_whichever_process_is_killed(tmp_path: Path) -> None:
     """As where nothing is killed: each version has the same weights, and each request the same samples."""
     run_loop(tmp_path / "quiet")
     printed = run_loop(tmp_path / "killed", "--kill")
@@ -51,6 +51,6 @@ def test_samples_and_weights_are_the_same_whoever_is_killed(tmp_path: Path) -> N
     assert int(killed[1]) >= 2, printed
 
     quiet, disturbed = samples(tmp_path / "quiet"), samples(tmp_path / "killed")
-    assert len(quiet) == 2 * STEPS, "somebody drew twice although nothing was lost"
+    assert len(quiet) == 2 * STEPS, "a generator drew twice although nothing was lost"
     assert len(disturbed) > 4 * STEPS, "the drill runs twice, and what was lost is drawn again"
     check_samples(quiet + disturbed, STEPS)

@@ -170,7 +170,7 @@ def test_text_while_ranks_are_killed(tmp_path: Path) -> None:
     assert [row["fault"] for row in result["faults"]] == ["kill"] * len(KILLS)
     assert "was left out" not in notes, notes
     for version in map(int, re.findall(r"version (\d+) was not published", notes)):
-        assert any(version - 1 <= step < version + EVERY for step in KILLS), f"nobody died near {version}:\n{notes}"
+        assert any(version - 1 <= step < version + EVERY for step in KILLS), f"no process died near {version}:\n{notes}"
     assert (status, last["version"]) == (200, STEPS), notes
     check_what_is_shown(tmp_path / "runs", folder, notes)
 

@@ -7,7 +7,7 @@ from tests.support.jobs import SCRIPTS, drill, run
 SAID = "hold a part of the state that no other rank holds"
 
 
-def test_they_are_told_of_and_their_loss_ends_the_job(tmp_path: Path) -> None:
+def test_they_are_reported_and_their_loss_ends_the_job(tmp_path: Path) -> None:
     ranks = ("--nproc-per-node", 2, "--spares", 1)
     script = (SCRIPTS / "hsdp.py", "--steps", 6, "--replicas", 1, "--snapshot-every", "off")
     code, result, output = drill(tmp_path, *ranks, "--faults", "kill@step=3,phase=backward,rank=1", *script)

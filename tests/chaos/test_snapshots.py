@@ -77,6 +77,26 @@ def test_an_update_that_communicates_is_refused_where_no_snapshots_are_taken(tmp
     assert "protect(snapshot_every=1), or use" in err
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_average_of_sharded_parameters(tmp_path: Path, replicas: int) -> None:
+    """A rank's part of it comes from its snapshot, or from its replica."""
+    faults, num_steps = in_every_phase()
+    script = (SCRIPTS / "hsdp.py", "--average", "--replicas", replicas, "--steps", num_steps + SPACING)
+    code, result, output = drill(tmp_path, "--nproc-per-node", 4, "--spares", 1, "--faults", faults, *script)
+    assert code == 0, output
+    assert result["identical"]
+
+
+def test_buffers_that_differ_between_replicas_are_refused(tmp_path: Path) -> None:
+    """A lost rank would get those of its replica, and train on with another statistic than without a failure."""
+    script = (SCRIPTS / "hsdp.py", "--statistic", "--steps", 4)
+    code, _out, err = run("run", "--nproc-per-node", 4, *script)
+    assert code == 1
+    assert "step 0 has changed buffers (model.1.mean, model.2.mean) in another way on rank" in err
+    code, out, err = run("run", "--nproc-per-node", 4, *script, "--replicas", 1)
+    assert (code, out) == (0, "done\n"), err
+
+
 def test_no_spare(tmp_path: Path) -> None:
     """A fresh process takes the rank."""
     check(tmp_path, "kill@step=5,phase=backward,rank=1", 9, 2, "--spares", 0, "--max-restarts", 2)

@@ -49,7 +49,7 @@ def test_a_wait_between_two_steps_that_no_rank_can_end_is_an_error_that_says_so(
     assert [line for line in lines if re.match(expected, line)], lines
 
 
-def test_a_wait_before_the_first_step_does_not_keep_all_ranks_from_starting_anew(tmp_path: Path) -> None:
+def test_a_wait_before_the_first_step_does_not_keep_all_ranks_from_restarting(tmp_path: Path) -> None:
     through("lose in start-up", tmp_path)
 
 

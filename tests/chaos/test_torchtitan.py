@@ -26,12 +26,12 @@ PLAIN = EXAMPLES / "integrations" / "plain" / SCRIPT.name
 RANKS = 2
 STEPS = 40
 VALIDATING, SAVING = 6, 12
-"""The units behind the fifth step and behind the tenth."""
+"""The units after the fifth step and after the tenth."""
 WEIGHTS = "out/checkpoint/*/*.safetensors"
 
 
 def unit_of(step: int) -> int:
-    """The number of a training step's unit: the trainer validates behind the first one and every fifth, in its own."""
+    """The number of a training step's unit: the trainer validates after the first one and every fifth, in its own."""
     return step - 1 + (step > 1) + (step - 1) // 5
 
 
@@ -75,7 +75,7 @@ def test_in_two_dimensions(tmp_path: Path, option: str) -> None:
 
 @pytest.mark.parametrize("phase", ["synced", "updated"])
 @pytest.mark.parametrize("unit", [VALIDATING, SAVING])
-def test_the_rank_that_logs_is_lost_behind_a_step(tmp_path: Path, unit: int, phase: str) -> None:
+def test_the_rank_that_logs_is_lost_after_a_step(tmp_path: Path, unit: int, phase: str) -> None:
     check(tmp_path, f"kill@step={unit},phase={phase},rank=0", 1)
 
 
@@ -90,7 +90,7 @@ def test_weights_are_those_of_the_same_training_without_keepstep(tmp_path: Path)
 
 
 def test_a_training_that_is_resumed_is_the_same_as_one_that_was_not(tmp_path: Path) -> None:
-    """It is resumed from what a run has saved behind its tenth step that lost a rank there."""
+    """It is resumed from what a run has saved after its tenth step that lost a rank there."""
     for folder in runs_of_drill(tmp_path, f"kill@step={SAVING},phase=synced,rank=1", 12):
         (folder / "again/checkpoint").mkdir(parents=True)
         os.rename(folder / "out/checkpoint/step-10", folder / "again/checkpoint/step-10")
@@ -164,7 +164,7 @@ def test_a_replacement_reads_what_the_former_rank_would_have_read() -> None:
     loader = Numbers(lambda position: position > 4)
     one = batches(loader)
     whole = train(one, 1, 6)
-    assert own.ahead == 6, "the position behind the second step is the last that could travel"
+    assert own.ahead == 6, "the position after the second step is the last that could travel"
     before = dict(vars(own))
     further = train(one, 6, 8)
     vars(own).update(before)  # as if the job went back
@@ -176,7 +176,7 @@ def test_a_replacement_reads_what_the_former_rank_would_have_read() -> None:
     one.go_to(6)
     assert (loader.next, next(one)) == (10, further[0][0])
     one.stand_before(6)
-    assert loader.next == 10, "what a checkpoint in front of the step has to have"
+    assert loader.next == 10, "what a checkpoint before the step has to have"
 
 
 REFUSING = """

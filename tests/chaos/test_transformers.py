@@ -10,7 +10,7 @@ from tests.support.layouts import in_every_phase
 SCRIPT = SCRIPTS / "hf_trainer.py"
 RANKS = 3
 LOGGING = 5
-"""The unit behind the fourth step, in which rank 0 logs, evaluates and saves."""
+"""The unit after the fourth step, in which rank 0 logs, evaluates and saves."""
 
 
 def check(tmp_path: Path, faults: str, spares: int, *options: object) -> None:
@@ -45,6 +45,10 @@ def test_two_ranks_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["synced", "updated"])
 def test_the_rank_that_logs_is_lost_when_the_line_counts(tmp_path: Path, phase: str) -> None:
     check(tmp_path, f"kill@step={LOGGING},phase={phase},rank=0", 1, "--epochs", 2)
+
+
+def test_the_evaluation_at_the_start_is_logged_once(tmp_path: Path) -> None:
+    check(tmp_path, "kill@step=3,phase=backward,rank=0", 0, "--epochs", 1, "--eval-on-start")
 
 
 def test_a_training_that_is_resumed_from_a_checkpoint_is_the_same_as_one_that_was_not(tmp_path: Path) -> None:

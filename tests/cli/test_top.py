@@ -77,7 +77,7 @@ def test_a_run_that_has_ended(recorded: Recorded) -> None:
     pids = [str(worker.pid) for worker in relived(recorded.folder).roster.workers.values() if worker.done]
     assert all(any(pid in line for line in lines) for pid in pids)
     assert [line.split()[1:3] for line in lines if "rank lost" in line] == [["rank", "lost"]]
-    assert "job ended          all ranks are through" in lines[-1]
+    assert "job ended          all ranks have finished" in lines[-1]
 
 
 def relived(folder: Path) -> RecoveryMachine:
@@ -286,7 +286,7 @@ def test_it_follows_a_run_and_ends_with_it(terminal: OnTerminal, copy: GrowingRu
     terminal.await_output("ended, exit code 0")
     assert terminal.ends() == 0
     after = terminal.output.index(b"\x1b[?1049l")
-    terminal.await_output("all ranks are through", since=after)
+    terminal.await_output("all ranks have finished", since=after)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])

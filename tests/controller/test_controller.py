@@ -91,7 +91,7 @@ def test_nothing_is_lost_of_what_comes_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_quiet_moment_is_told_of_once_and_not_where_it_is_over(
+def test_a_quiet_moment_is_reported_once_and_not_where_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     monkeypatch.setattr("keepstep.controller.controller.CALM_S", 0.0)
@@ -195,7 +195,7 @@ def test_a_journal_that_cannot_be_written_may_be_another_controllers_by_now(
         StartWorker(0, 0, 0, 0, 1, "an agent gives no orders"),
     ],
 )
-def test_an_agent_speaks_for_its_own_node_only(tmp_path: Path, said: AnyMessage) -> None:
+def test_an_agent_reports_for_its_own_node_only(tmp_path: Path, said: AnyMessage) -> None:
     """It has a token, and the controller knows for which node; the worker that it names is on another one."""
 
     async def scene() -> tuple[str, RecoveryMachine]:

@@ -156,16 +156,16 @@ def test_a_recovery_leaves_keys_and_who_waits_as_they_are() -> None:
     assert [answer.worker for answer in store.ask("set", "late", worker=5)] == [5, 1, 2]
 
 
-def test_when_all_ranks_start_anew_the_store_is_empty() -> None:
+def test_when_all_ranks_restart_the_store_is_empty() -> None:
     store = Asking()
-    store.store.start_anew()
+    store.store.restart()
     store.ask("set", "a", value=b"1")
     store.ask("wait", "late", worker=1)
     store.settle(Stage.STARTING, generation=1)
     assert store.value("check", "a") == (b"1",)
     store.settle(Stage.STOPPING, generation=2)
     assert store.value("check", "a") == (b"1",)
-    store.store.start_anew()
+    store.store.restart()
     assert store.value("num_keys") == (b"0",)
     assert [answer.worker for answer in store.ask("set", "late", worker=7)] == [7], "worker 1 is gone"
 
@@ -275,12 +275,12 @@ def test_a_former_controller_that_still_writes_harms_nothing(tmp_path: Path, ope
     check_filled(opened(tmp_path / "store"))
 
 
-def test_a_former_controller_that_starts_all_ranks_anew_leaves_the_file_of_its_successor(
+def test_a_former_controller_that_restarts_all_ranks_leaves_the_file_of_its_successor(
     tmp_path: Path, opened: Opened
 ) -> None:
     former = fill(opened(tmp_path / "store"))
     opened(tmp_path / "store")
-    former.store.start_anew()
+    former.store.restart()
     former.ask("set", "a", value=b"too late")
     former.store.flush()
     check_filled(opened(tmp_path / "store"))
@@ -301,7 +301,7 @@ def test_a_former_controller_does_not_compact_over_the_file_of_its_successor(
 def test_a_start_from_scratch_goes_on_in_the_file(tmp_path: Path, opened: Opened) -> None:
     store = fill(opened(tmp_path / "store"))
     store.ask("set", "not flushed")
-    store.store.start_anew()
+    store.store.restart()
     store.ask("set", "b", value=b"2")
     store.store.flush()
     again = opened(tmp_path / "store")
@@ -311,6 +311,6 @@ def test_a_start_from_scratch_goes_on_in_the_file(tmp_path: Path, opened: Opened
 
 def test_a_start_from_scratch_empties_the_file(tmp_path: Path, opened: Opened) -> None:
     store = fill(opened(tmp_path / "store"))
-    store.store.start_anew()
+    store.store.restart()
     assert (tmp_path / "store").stat().st_size == 0
     assert opened(tmp_path / "store").value("num_keys") == (b"0",)

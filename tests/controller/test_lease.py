@@ -1,4 +1,4 @@
-"""The lease as a file: one holds it, whoever begins at the same time, and whatever happens to a server's answers."""
+"""The lease as a file: one holds it, however many try, and whatever happens to a server's answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every controller is on a machine of its own: nobody can tell whether another one's process lives."""
+    """Every controller is on a machine of its own: no process can tell whether another one's process lives."""
     numbers = iter(range(1000))
     monkeypatch.setattr(lease, "_place", lambda: f"machine {next(numbers)}")
 
@@ -50,7 +50,7 @@ def test_it_is_held_renewed_and_given_back(tmp_path: Path, clock: Clock) -> None
         assert first.take()
         assert first.taken_from is None
         clock.now_s += 10.0
-        first.confirm()  # renews it, for nobody has taken it meanwhile
+        first.confirm()  # renews it, for no process has taken it meanwhile
         (held,) = in_folder(tmp_path)
         assert (held.term, held.count, held.hold_ms) == (1, 1, 5000)
     (free,) = in_folder(tmp_path)
@@ -66,7 +66,7 @@ def test_another_machine_waits_as_long_as_the_holder_said(tmp_path: Path, clock:
     with RunLease(tmp_path, HOLD_S) as first, RunLease(tmp_path, 1.0) as second:
         assert first.take()
         assert not second.take()
-        assert not second.is_served, "so far nobody knows"
+        assert not second.is_served, "so far it is unknown"
         clock.now_s += 4.9
         assert not second.take()
         assert f"process {os.getpid()} on" in second.served_by()

@@ -98,7 +98,7 @@ def test_a_new_generation_ends_who_waits_and_forgets_the_keys() -> None:
     assert store.rendezvous.begin(2) == [StoreAnswered(4, 1, None, "")]
     assert store.ask("check", "key", generation=2)[0].values == (b"0",)
     assert store.ask("set", "missing", value=b"", generation=2) == [StoreAnswered(0, 4, (), "")], (
-        "nobody waits any more"
+        "no process waits any more"
     )
 
 
@@ -132,7 +132,7 @@ def test_a_store_that_is_full_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_any_order_of_requests_serves_every_request(seed: int) -> None:
-    """Against a plain dictionary: whoever asks for keys that all come in the end gets them, once."""
+    """Against a plain dictionary: a request for keys that all arrive in the end is answered, once."""
     generator = random.Random(seed)
     requests = [("get", generator.sample("abcde", generator.randrange(1, 4))) for _ in range(30)]
     requests += [("set", [key]) for key in "abcde"]
@@ -161,7 +161,7 @@ def test_a_request_that_comes_twice_is_carried_out_once() -> None:
 
 
 def test_a_restarted_controller_remembers_nothing_of_the_generation_it_finds() -> None:
-    """What others have set in it is lost, so nobody shall wait for that; the next generation is like any other."""
+    """What others have set in it is lost, so no process shall wait for that; the next generation is like any other."""
     found = Rendezvous(forgotten=3)
     assert found.begin(3) == []
     assert found.request(StoreRequested(0, 3, 0, "get", ("a",), b"")) == [StoreAnswered(0, 0, None, "")]

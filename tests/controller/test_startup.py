@@ -1,4 +1,4 @@
-"""The record of a start-up: complete when all ranks stand at their first step, and never of an earlier start."""
+"""The record of a start-up: complete when all ranks are at their first step, and never of an earlier start."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_a_start_from_scratch_forgets_the_former_one() -> None:
     record = StartUpRecord()
     keep(record, "name", b"old")
     record.settle(is_complete=True)
-    record.begins_anew(Stage.STARTING, 2)
+    record.starts_over(Stage.STARTING, 2)
     record.settle(is_complete=False)
     assert ask(record, "name") == []
     keep(record, "other", b"new")
@@ -72,21 +72,21 @@ def test_a_start_up_in_whose_middle_the_controller_was_restarted_does_not_count(
     path = tmp_path / "start-up"
     keep(StartUpRecord(path), "a", b"1")
     again = StartUpRecord(path)
-    again.begins_anew(Stage.STARTING, 2)
+    again.starts_over(Stage.STARTING, 2)
     again.settle(is_complete=False)
     again.settle(is_complete=True)
     assert ask(again, "a") == [StoreAnswered(9, 5, (), "")]
     assert path.read_bytes() == b""
 
 
-def test_a_controller_that_has_stood_still_writes_no_more_into_the_record_of_its_successor(tmp_path: Path) -> None:
+def test_a_controller_that_was_paused_writes_no_more_into_the_record_of_its_successor(tmp_path: Path) -> None:
     path = tmp_path / "start-up"
     late = StartUpRecord(path)
     keep(late, "a", b"1")
     StartUpRecord(path)
     keep(late, "a", b"other")
     late.settle(is_complete=True)
-    late.begins_anew(Stage.STARTING, 2)
+    late.starts_over(Stage.STARTING, 2)
     late.settle(is_complete=False)
     third = StartUpRecord(path)
     third.settle(is_complete=True)

@@ -1,4 +1,4 @@
-"""What the controller keeps for ranks beyond a generation, and when it is dropped: when all ranks start anew."""
+"""What the controller keeps for ranks beyond a generation, and when it is dropped: when all ranks restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's process: where it listens, what it refuses, and that it ends with whoever started it."""
+"""The dashboard's process: where it listens, what it refuses, and that it ends with the process that started it."""
 
 from __future__ import annotations
 

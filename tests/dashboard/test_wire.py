@@ -23,10 +23,10 @@ def found(sharded: Path) -> Iterator[Run]:
 def test_a_job_says_who_holds_what_and_where_it_can_go_back_to(found: Run) -> None:
     job = wire.describe_job(found)
     assert job["shards"] == [0, 1, 2, 3]
-    assert job["snapshots"] == {"step": 10, "every": 2, "bytes": 4 * SNAPSHOT_BYTES}
+    assert job["snapshots"] == {"step": 10, "every": 2, "bytes": 4 * SNAPSHOT_BYTES, "without_second_copy": 0}
 
 
-def test_of_a_job_whose_ranks_are_replicas_nothing_is_said(shown: Run) -> None:
+def test_of_a_job_whose_ranks_are_replicas_nothing_is_reported(shown: Run) -> None:
     job = wire.describe_job(shown)
     assert (job["shards"], job["snapshots"]) == ([], None)
     kinds = {kind for window in page_data(shown)["windows"] for kind in window["phases"]["p"]}

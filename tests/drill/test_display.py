@@ -45,7 +45,7 @@ def test_files_that_differ_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
     assert printed(capsys, files=files[:1])[-1] == "files identical: yes (1 of 1)"
 
 
-def test_an_exception_that_nothing_has_raised_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_that_nothing_has_raised_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, raised=["step 3, rank 1: exit code 1: KeyError: ['x']"])
     assert "lost by an exception that no fault has raised: step 3, rank 1: exit code 1: KeyError: ['x']" in lines
 
@@ -69,7 +69,7 @@ def test_a_drill_without_faults_says_so(capsys: pytest.CaptureFixture[str]) -> N
     introduce(0)
     assert "both times without failures" in " ".join(capsys.readouterr().err.split())
     introduce(1)
-    assert "once with 1 fault struck" in " ".join(capsys.readouterr().err.split())
+    assert "once with 1 fault injected" in " ".join(capsys.readouterr().err.split())
     assert Drill([]).second == "repeated"
     assert Drill([DrillFault(number=0, kind="kill")]).second == "with-faults"
 
@@ -98,4 +98,4 @@ def test_how_warm_spares_were_is_shown_where_they_were_not_warm(capsys: pytest.C
     lines = printed(capsys, faults=[fault(1, "replica", "half-warm"), fault(2, "replica", "cold")])
     assert " spare " in lines[2]
     assert any("half-warm" in line and "kill" in line for line in lines)
-    assert any(line.startswith("spare: warm, it stood") for line in lines)
+    assert any(line.startswith("spare: warm, waiting") for line in lines)

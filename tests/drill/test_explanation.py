@@ -27,7 +27,7 @@ def run(
     }
 
 
-def recorded(states: States, digest: str = "d", reason: str = "all ranks are through") -> RecordedRun:
+def recorded(states: States, digest: str = "d", reason: str = "all ranks have finished") -> RecordedRun:
     return RecordedRun(states, {str(rank): digest for rank in states} if digest else {}, reason)
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_chance_has_chosen_is_named() -> None:
     found = explained(run({(0, 5): NAMES[:1]}, 3), [fault(2.5, 2, "kill@phase=random")], run(num_ranks=3))
     assert found.sentences[:2] == (
         "first difference: after the last step (4), on rank 0, in model.fc1.weight",
-        "the last fault before it: kill@phase=random, which struck rank 1",
+        "the last fault before it: kill@phase=random, which hit rank 1",
     )
 
 
@@ -90,14 +90,14 @@ def test_runs_that_begin_differently_are_told_so(faults: list[dict[str, Any]]) -
     assert (found.kind, found.fault) == (Kind.BEGAN, None)
     assert found.sentences == (
         "first difference: at the start of step 0, on all ranks, in model.fc1.weight, model.fc1.bias",
-        "The two runs began differently: is a snapshot reloaded? Is start-up seeded, on each rank?",
+        "The two runs started differently: does the script load weights? Is its start seeded, on each rank?",
     )
 
 
 def test_a_difference_before_any_fault_is_the_scripts_own() -> None:
     found = explained(run({(0, 2): NAMES, (1, 2): NAMES}), [fault(2.5, 2)])
     assert (found.kind, found.fault) == (Kind.SCRIPT, None)
-    assert "The script computes step 1 differently by itself" in found.sentences[1]
+    assert "The script itself computes step 1 differently" in found.sentences[1]
     assert "--faults none" in found.sentences[2]
 
 

@@ -71,3 +71,20 @@ def test_a_checkpoint_whose_bytes_differ_is_compared_by_value(first: Path, secon
 
 def test_nothing_is_compared_where_nothing_was_asked_for(first: Path, second: Path) -> None:
     assert compare_files(first / "is not there", second, []) == []
+
+
+def test_the_path_of_a_runs_own_directory_is_the_same_to_both(first: Path, second: Path) -> None:
+    for folder in (first, second):
+        best = f"{folder}/out/best.ckpt"
+        torch.save({"best": best, "all": {best: torch.ones(1)}, "last": [(best, 1)]}, folder / "out" / "last.ckpt")
+        (folder / "out" / "config.yaml").write_text(f"folder: {folder}/out\n")
+    assert compare_files(first, second, ["out"]) == [
+        ComparedFile("out/config.yaml", None),
+        ComparedFile("out/last.ckpt", None),
+    ]
+    (second / "out" / "config.yaml").write_text(f"folder: {second}/in\n")
+    torch.save({"best": f"{second}/out/last.ckpt"}, first / "out" / "last.ckpt")
+    torch.save({"best": f"{first}/out/last.ckpt"}, second / "out" / "last.ckpt")
+    differences = {each.file: str(each.difference) for each in compare_files(first, second, ["out"])}
+    assert differences["out/config.yaml"].startswith("differs from byte")
+    assert differences["out/last.ckpt"].startswith("['best'] is '/"), "of the other run"

@@ -136,7 +136,7 @@ def test_ranks_wait_between_the_steps_before_a_fault_and_only_there(tmp_path: Pa
     assert not worker.page.is_waiting
 
 
-def test_a_fault_in_the_first_step_is_awaited_in_front_of_it(tmp_path: Path) -> None:
+def test_a_fault_in_the_first_step_is_awaited_before_it(tmp_path: Path) -> None:
     worker = Worker(tmp_path, DrillFault(number=0, kind="kill", step=0, phase="synced", rank=1))
     assert serving(tmp_path, lambda: True, worker.step) == 1
 

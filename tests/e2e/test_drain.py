@@ -47,7 +47,7 @@ def test_a_drained_job_goes_on_where_it_was(way: str, how: str, tmp_path: Path) 
     assert code == 1, err
     found = re.search(rf"ended by SIGTERM: drained at step (\d+), {how}", err)
     assert found, err
-    assert through(out) == set(), "a script that does not handle the signal never comes behind its loop"
+    assert through(out) == set(), "a script that does not handle the signal never comes after its loop"
     step = int(found[1])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["recoveries"] == []
@@ -74,7 +74,7 @@ def test_a_drain_tears_no_copy_that_a_collective_goes_into(tmp_path: Path) -> No
 def test_what_ignores_the_signal_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     code, out, err = drained(tmp_path, "ignores", MANY, flags=("--grace", 1))
     assert code == 1
-    assert re.search(r"drained at step \d+.*; what still ran was killed after the grace period", err), err
+    assert re.search(r"drained at step \d+.*; remaining processes were killed after the grace period", err), err
     assert through(out) == set()
 
 

@@ -46,7 +46,7 @@ def test_a_drill_can_be_watched(page: Page, tmp_path: Path) -> None:
             expect(gap).to_have_text(re.compile(r"\d"), timeout=DEADLINE_MS)
             expect(row(page, number)).to_contain_text(f"rank {rank}")
             expect(row(page, number)).to_contain_text(f"step {step}")
-            for text in (f"spare {spare} takes rank {rank}", f"training goes on from step {step}"):
+            for text in (f"spare {spare} takes rank {rank}", f"training continues from step {step}"):
                 expect(page.get_by_test_id("event-row").filter(has_text=text)).to_have_count(1, timeout=DEADLINE_MS)
             assert holders(page)[rank] == spare
 

@@ -29,7 +29,7 @@ def test_a_replacement_has_the_environment_of_the_lost_rank_and_begins_nothing_a
         assert found[rank]["session"] == [rank, rank, "cpu"]
         assert found[rank]["has_port"]
         assert found[rank]["is_main_at_start"] == (rank == 0)
-        assert found[rank]["at_start"] == (None if rank == 1 else str(rank))  # a spare has nobody's number
+        assert found[rank]["at_start"] == (None if rank == 1 else str(rank))  # a spare has no rank's number
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert log[0] == "begun"
     assert set(log[1:]) == {f"step {step}" for step in range(8)}

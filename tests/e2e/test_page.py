@@ -166,10 +166,10 @@ def test_pictures_and_report_are_linked(page: Page, ended: str) -> None:
     with page.context.expect_page() as caught:
         page.get_by_role("link", name="Report").click()
     row(caught.value, 1).wait_for()
-    expect(caught.value.locator("#story-recoveries li").first).to_contain_text("Training went on from step")
+    expect(caught.value.locator("#story-recoveries li").first).to_contain_text("Training resumed at step")
 
 
-def test_who_has_no_token_is_told_what_to_do(page: Page, ended: str) -> None:
+def test_who_has_no_token_gets_instructions(page: Page, ended: str) -> None:
     answer = page.goto(ended.partition("?")[0])
     assert answer is not None
     assert answer.status == 401

@@ -10,7 +10,7 @@ from tests.support.jobs import SCRIPTS, run
 SCRIPT = SCRIPTS / "raising.py"
 
 
-def test_what_a_script_exchanges_behind_a_step_that_raised_is_no_collective_of_the_optimizer() -> None:
+def test_what_a_script_exchanges_after_a_step_that_raised_is_no_collective_of_the_optimizer() -> None:
     ended = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("raised 1, ")

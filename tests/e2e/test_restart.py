@@ -1,4 +1,4 @@
-"""A page that is left open while its job is killed and started again: it comes back by itself, and disturbs nobody."""
+"""A page that is left open while its job is killed and started again: it reconnects, and disturbs no process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def test_a_page_left_open_shows_the_next_run(page: Page, tmp_path: Path) -> None:
-    """The launcher is killed, and the dashboard ends with it. The job begins anew in the same folder, at its port."""
+    """The launcher is killed, and the dashboard ends with it. The job starts over in the same folder, at its port."""
     port = free_port()
     command = ["run", "--nproc-per-node", 2, f"--dashboard=127.0.0.1:{port}", "--run-dir", "run", GPT]
     command += ["--steps", 100_000]

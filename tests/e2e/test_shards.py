@@ -79,7 +79,7 @@ def test_shards_and_snapshots_are_drawn(page: Page, link: str, scheme: Any) -> N
             num = num_pixels(picture, (lane["top"], bottom), gone)
             assert num > 200 if lane["name"] == f"shard {LOST}" else num == 0, lane
     expect(page.locator("#legend-snapshot")).to_be_visible()
-    expect(row(page, 1)).to_contain_text("2 steps again · snapshot")
+    expect(row(page, 1)).to_contain_text("2 steps recomputed · snapshot")
 
 
 def test_each_step_of_a_shard_is_drawn_in_its_place(page: Page, link: str) -> None:

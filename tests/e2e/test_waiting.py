@@ -38,7 +38,7 @@ def report_of(*arguments: object, tmp_path: Path) -> tuple[int, dict[str, Any], 
     return code, json.loads(report.read_text()), err
 
 
-def test_ranks_that_call_different_collectives_are_told_of_with_groups_and_counts(tmp_path: Path) -> None:
+def test_ranks_that_call_different_collectives_are_reported_with_groups_and_counts(tmp_path: Path) -> None:
     with running("run", "--run-dir", tmp_path, *SOON, "--log-json", tmp_path / "log", WAITING, "disagree") as job:
         text = explained(
             job,
@@ -67,12 +67,14 @@ def test_a_stall_in_a_step_is_explained_with_the_recovery_that_it_begins(tmp_pat
     assert "(forward of step 4)" in recovery["detail"]
 
 
-def test_a_long_evaluation_of_one_rank_is_told_of_once_and_kills_no_rank(tmp_path: Path) -> None:
+def test_a_long_evaluation_of_one_rank_is_reported_once_and_kills_no_rank(tmp_path: Path) -> None:
     finished = tmp_path / "finished"
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with running("run", "--run-dir", run_dir, *SOON, WAITING, "evaluate", finished) as job:
-        text = explained(job, run_dir, r"ranks 1 and 2 have been in all_reduce #\d+ of world for")
+        text = explained(
+            job, run_dir, r"ranks 1 and 2 have been in all_gather #\d+ of world for"
+        )  # replicas are compared
         finished.touch()
         code, out, err = job.finish()
         job.wait_until_gone()
@@ -99,7 +101,7 @@ def test_a_rank_with_fewer_steps_than_the_others_ends_the_job_with_a_message(tmp
     assert report["reason"] in err.replace("\n", " ")
 
 
-def test_a_rank_that_left_the_loop_and_waits_behind_it_is_told_of(tmp_path: Path) -> None:
+def test_a_rank_that_left_the_loop_and_waits_behind_it_is_reported(tmp_path: Path) -> None:
     """It may come back into a loop, so the job goes on. When its time between steps is over the collective is broken,
     and its script ends."""
     flags = ("--nproc-per-node", 3, "--explain-after", 0.5, "--between-steps", 4)
@@ -107,5 +109,5 @@ def test_a_rank_that_left_the_loop_and_waits_behind_it_is_told_of(tmp_path: Path
     assert code == 1, err
     told = lines_about(err, "rank 0 has been in barrier #1 of group 0-1.0")
     assert "(after step 3)" in told[0]
-    assert re.search(r"ranks 1 and 2 have been in all_reduce #\d+ of world for \S+ s \(backward of step 4\)", told[0])
+    assert re.search(r"ranks 1 and 2 have been in all_gather #\d+ of world for \S+ s \(forward of step 4\)", told[0])
     assert report["reason"] == "ranks [0] ended their script while the others still train"

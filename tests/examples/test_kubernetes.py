@@ -187,11 +187,11 @@ def test_the_job_outlives_its_controller_and_a_pod_that_is_replaced(pods: Pods) 
         pods.begin_agent(f"agent-{index} ", index)
     await_training(pods.folder / "run" / "uid")
     end_all(pods.started["agent-1 "])
-    pods.begin_agent("agent-1 anew", 1)
+    pods.begin_agent("agent-1 restarted", 1)
     end_all(first)
-    pods.begin_controller("controller anew")
-    ended = {name: pods.wait(name)[0] for name in ("controller anew", "agent-0 ", "agent-1 anew", "agent-2 ")}
-    assert set(ended.values()) == {0}, pods.output("controller anew")
+    pods.begin_controller("controller restarted")
+    ended = {name: pods.wait(name)[0] for name in ("controller restarted", "agent-0 ", "agent-1 restarted", "agent-2 ")}
+    assert set(ended.values()) == {0}, pods.output("controller restarted")
     info = runfolder.read_info(pods.folder / "run" / "uid")
     assert info.ended is not None
     printed = "".join(pods.output(name) for name in ended)

@@ -143,8 +143,8 @@ def test_the_job_outlives_a_node(job: Job) -> None:
     assert len(set(re.findall(r"^digest \d (\S+)", job.output(), re.MULTILINE))) == 1
 
 
-def test_who_is_left_without_the_first_node_has_the_job_begin_anew(job: Job) -> None:
-    """Slurm keeps what is left of the allocation for a job that has asked for --no-kill, whoever still uses it."""
+def test_who_is_left_without_the_first_node_requeues_the_job(job: Job) -> None:
+    """Slurm keeps what is left of the allocation for a job that has asked for --no-kill."""
     path = job.folder / "train.sbatch"
     path.write_text(path.read_text().replace("--report", "--controller-timeout 3 --report"))
     process = job.start()

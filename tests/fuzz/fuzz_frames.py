@@ -41,7 +41,7 @@ def execute(data: bytes) -> None:
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """As libFuzzer does it, or as it makes sense for msgpack; or begins anew, for to libFuzzer most types are alike."""
+    """As libFuzzer does it, or as it makes sense for msgpack; or starts over, for to libFuzzer most types are alike."""
     random = Random(seed)
     how = random.random()
     if how < 0.4:

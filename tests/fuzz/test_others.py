@@ -25,7 +25,7 @@ from keepstep.trust.tokens import Claim, Role, Secret, check, mint, name_in
 DEADLINE_S = 20.0
 SECRET = Secret(bytes(range(32)))
 randoms = st.randoms(use_true_random=False)
-in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example writes it anew
+in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example rewrites it
 any_text = st.text(st.characters())  # with lone surrogates: so Python keeps what it cannot decode of a variable
 
 
@@ -117,7 +117,7 @@ def test_a_journal_that_grows_is_read_line_by_line(random: Random, tmp_path: Pat
 @in_one_folder
 @given(random=randoms)
 def test_a_journal_with_other_words_under_a_right_checksum_is_refused(random: Random, tmp_path: Path) -> None:
-    """As a later version might write it; or somebody else, who then could write anything."""
+    """As a later version might write it; or another process, which then could write anything."""
     path, _entries = written(tmp_path, random)
     body = journal._opened(path.read_bytes().split(b"\n")[0])
     path.write_bytes(journal._sealed(inputs.damaged(body[:-1], random).replace(b"\n", b"") + b"}") + b"\n")

@@ -45,7 +45,7 @@ class OnGpu(Training):
 
 
 def trained(_rank: int, _size: int, _path: Path, how: str, is_interrupted: bool) -> tuple[str, float, int]:
-    """In step 2 the rank is stopped behind the backward, with much on the stream that is not through."""
+    """In step 2 the rank is stopped after the backward, with much on the stream that is not through."""
     training = OnGpu(how)
     num_attempts = 0
 
@@ -67,7 +67,7 @@ def trained(_rank: int, _size: int, _path: Path, how: str, is_interrupted: bool)
 
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "float16", "compiled"])
-def test_a_step_that_comes_again_computes_the_same_bits(how: str, tmp_path: Path) -> None:
+def test_a_step_that_is_repeated_computes_the_same_bits(how: str, tmp_path: Path) -> None:
     [(expected, scale, num_attempts)] = run_ranks(1, trained, tmp_path, how, False)
     assert num_attempts == NUM_STEPS
     assert run_ranks(1, trained, tmp_path, how, True) == [(expected, scale, NUM_STEPS + 1)]

@@ -141,8 +141,8 @@ def test_recoveries_that_were_not_completed_say_so(overtaken: Recorded) -> None:
     run, spans = exported(overtaken.folder)
     first, second = roots(spans)
     assert (first.attributes or {})["keepstep.overtaken"] is True
-    assert first.status.description == "another failure came before this one was repaired"
-    assert second.status.description == "the job ended before this failure was repaired"
+    assert first.status.description == "another failure interrupted this recovery"
+    assert second.status.description == "the job ended during this recovery"
     assert first.end_time == run.info.unix_ns(run.scenes[1].record.begun_s)
     assert first.context.trace_id != second.context.trace_id
     unfinished = [span for span in spans if span.status.description == "not completed"]

@@ -254,9 +254,9 @@ sys.exit(main(["run", *sys.argv[1:], "--no-python", "true"]))
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--node-rank", "1"], "--node-rank: --engine ray finds the nodes"),
-        (["--rdzv-endpoint", "10.0.0.1"], "--rdzv-endpoint: --engine ray finds the nodes"),
-        (["--secret-file", "x"], "--secret-file: --engine ray finds the nodes"),
+        (["--node-rank", "1"], "--node-rank: --engine ray finds and names the nodes"),
+        (["--rdzv-endpoint", "10.0.0.1"], "--rdzv-endpoint: --engine ray finds and names the nodes"),
+        (["--secret-file", "x"], "--secret-file: --engine ray finds and names the nodes"),
         (["--nproc-per-node", "gpu"], "--nproc-per-node gpu: .* give a number"),
         (["--ray-timeout", "0"], "--ray-timeout 0.0: must be positive"),
         (["--ray-address", "ray://10.0.0.1:10001"], "give the command there"),

@@ -72,7 +72,7 @@ def test_an_endpoint_is_owned_by_who_can_listen_there() -> None:
         port = taken.getsockname()[1]
         assert not flags.owns(f"127.0.0.1:{port}")
     assert flags.owns(f"127.0.0.1:{port}")
-    assert not flags.owns("192.0.2.1:80")  # of TEST-NET-1 (RFC 5737), which is nobody's
+    assert not flags.owns("192.0.2.1:80")  # of TEST-NET-1 (RFC 5737), which no host has
 
 
 # ---- real ones ------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_two_nodes_of_one_name_are_one_too_many(nodes: Nodes) -> None:
     refused = nodes.first_to_end()
     code, out = nodes.wait(refused)
     assert code == 2
-    assert "is served by another process of this machine: give each a --node-rank" in out
+    assert "is served by another process of this machine: give each its own --node-rank" in out
     left = "other" if refused == "one" else "one"
     nodes.run(1)
     assert (nodes.wait(left)[0], nodes.wait("out-1")[0]) == (0, 0), nodes.output(left)

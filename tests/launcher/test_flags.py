@@ -1,5 +1,6 @@
 """torchrun's flags and keepstep's own: what comes of them, and what is refused by name."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from keepstep.config import ALLOCATOR_VARIABLES
 from keepstep.errors import ConfigurationError
 from keepstep.launcher.flags import job_options, make_parser
 from keepstep.launcher.job import JobOptions
@@ -69,6 +71,10 @@ def test_what_is_said(script: str, tmp_path: Path) -> None:
     assert found.recovery.max_restarts == 9
     assert agent.output.role == "trainer"
     assert agent.job_environment["TORCHELASTIC_RUN_ID"] == "name"
+
+
+def test_modules_to_preload_are_named_one_by_one_or_together(script: str) -> None:
+    assert options("--preload", "a.b,c", "--preload", "d", script).agent.preload == ("a.b", "c", "d")
 
 
 def test_torchruns_spelling_with_underscores_works_too(script: str) -> None:
@@ -175,7 +181,7 @@ def test_a_refused_job_leaves_no_folder(
 
 
 def test_a_module_is_run_by_python() -> None:
-    with pytest.raises(ConfigurationError, match="--park-spares: keepstep cannot wait inside of another command"):
+    with pytest.raises(ConfigurationError, match="--park-spares: a spare cannot wait inside of another command"):
         options("--no-python", "--park-spares", "prog")
     with pytest.raises(ConfigurationError, match="--no-python and --module cannot go together"):
         options("--no-python", "-m", "package.train")
@@ -231,6 +237,18 @@ def test_threads_are_limited_as_torchrun_does(script: str, monkeypatch: pytest.M
     assert options("--nproc-per-node", 2, script).agent.environment["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert options("--nproc-per-node", 2, script).agent.environment["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_workers_keep_the_memory_they_free_unless_the_user_sets_the_allocator(
+    name: str, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in [each for each in os.environ if each.startswith("MALLOC_") or each == "GLIBC_TUNABLES"]:
+        monkeypatch.delenv(variable)
+    assert options(script).agent.environment.items() >= ALLOCATOR_VARIABLES.items()
+    monkeypatch.setenv(name, "1")
+    found = options(script).agent.environment
+    assert {each: found[each] for each in found if each.startswith(("MALLOC_", "GLIBC_"))} == {name: "1"}
 
 
 def test_workers_inherit_the_launchers_environment(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

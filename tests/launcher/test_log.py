@@ -51,7 +51,7 @@ def test_a_line_for_each_event(recorded: Recorded) -> None:
         assert at.timestamp() == pytest.approx(run.info.unix_ns(event.at_s) / 1e9, abs=1e-5)
 
 
-def test_a_recovery_is_told_with_its_parts(recorded: Recorded) -> None:
+def test_a_recovery_is_reported_with_its_parts(recorded: Recorded) -> None:
     (line,) = [line for line in lines_of(recorded.log) if line["event"] == "recovered"]
     (recovery,) = recorded.report["recoveries"]
     assert line["milliseconds"] == recovery["milliseconds"]

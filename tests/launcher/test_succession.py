@@ -27,7 +27,7 @@ from keepstep.trace.timeline.run import opened
 DEADLINE_S = 90.0
 NUM_STEPS = 12
 TAKEOVER_S = 8
-"""Longer than a busy machine lets a process stand still that nobody has stopped."""
+"""Longer than a busy machine lets a process stand still that no process has stopped."""
 GIVEN_UP_S = 40.0
 """It takes them four seconds; gRPC's own idea of a connection that is dead is a minute."""
 JOB: list[object] = ["--nnodes", 2, "--nproc-per-node", 1, "--spares", 1]
@@ -68,7 +68,7 @@ class Succession:
         self.controller("first")
         await_output(self.nodes, "first", "controller listens")
         self.controller("second", "--standby")
-        await_output(self.nodes, "second", f"stands by for process {self.nodes.started['first'].pid}")
+        await_output(self.nodes, "second", f"standby for process {self.nodes.started['first'].pid}")
         for name in ("node-a", "node-b"):
             endpoints = ",".join(self.endpoints.values())
             script = (SCRIPT, NUM_STEPS, 0.01, self._gate)
@@ -136,7 +136,7 @@ def test_a_controller_is_killed_and_the_second_one_takes_its_place(succession: S
     succession.begin()
     succession.nodes.started["first"].kill()
     await_output(succession.nodes, "second", "controller listens")
-    assert "takes the place of process" in succession.nodes.output("second")
+    assert "takes over from process" in succession.nodes.output("second")
     succession.kill_rank(1)
     succession.go_on()
     succession.wait_for_the_end("second", "node-a", "node-b")
@@ -153,7 +153,7 @@ def test_a_controller_is_killed_and_the_second_one_takes_its_place(succession: S
 
 
 @pytest.mark.parametrize("num_relays", [0, 1])
-def test_a_controller_that_stood_still_is_silent_afterwards(
+def test_a_controller_that_was_paused_is_silent_afterwards(
     succession: Succession, undisturbed: str, num_relays: int
 ) -> None:
     """The second one serves by then, and a rank is lost. The first finds that out before it transmits anything.
@@ -218,7 +218,7 @@ def test_a_controller_with_the_wrong_folder_says_so_and_harms_no_node(
     assert succession.digests() == [undisturbed] * 2
 
 
-def test_who_stands_by_ends_with_the_job(succession: Succession) -> None:
+def test_a_standby_ends_with_the_job(succession: Succession) -> None:
     succession.begin()
     succession.nodes.started["first"].terminate()
     ended = {name: succession.nodes.wait(name)[0] for name in succession.nodes.started}
@@ -227,8 +227,8 @@ def test_who_stands_by_ends_with_the_job(succession: Succession) -> None:
     assert "controller listens" not in succession.nodes.output("second")
 
 
-def test_who_stands_by_has_to_fit(succession: Succession) -> None:
-    """A mistake is found while the first controller lives, not when it is gone. Where nobody serves, the first does."""
+def test_a_standby_has_to_fit(succession: Succession) -> None:
+    """A mistake is found while the first controller lives, not when it is gone. If none serves, the first does."""
     succession.controller("first", "--standby")
     await_output(succession.nodes, "first", "controller listens")
     succession.controller("second", "--standby", "--spares", 7)

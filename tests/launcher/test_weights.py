@@ -50,4 +50,4 @@ def test_a_server_that_dies_is_run_again_and_the_last_one_is_ended(
 def test_a_server_that_cannot_be_run_is_not_run_again(capfd: pytest.CaptureFixture[str]) -> None:
     hosted = HostedWeights((sys.executable, "-c", "raise SystemExit(2)"), "")
     asyncio.run(asyncio.wait_for(hosted.run(), DEADLINE_S))
-    assert "training goes on without it" in capfd.readouterr().err
+    assert "training continues without it" in capfd.readouterr().err

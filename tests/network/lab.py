@@ -133,8 +133,8 @@ class Lab:
 
     def heal(self) -> None:
         """All is well again."""
-        everybody = set(range(self.num_nodes))
-        self.change_between(everybody, everybody)
+        all_members = set(range(self.num_nodes))
+        self.change_between(all_members, all_members)
 
     def kill_all(self, node: int) -> None:
         """Everything that runs on the machine is gone at once, as if its power were."""

@@ -68,10 +68,10 @@ def a_job(
     return Cluster(lab, folder, flags, [str(SCRIPT), str(num_steps), str(STEP_S)], is_apart=is_apart)
 
 
-def a_sharded_job(lab: Lab, folder: Path, every: int) -> Cluster:
+def a_sharded_job(lab: Lab, folder: Path, every: int, *more: object) -> Cluster:
     """Two ranks on each of two machines, two spares on the third."""
     flags = ["--nproc-per-node", "2", "--nnodes", "2:3", "--spares", "2"]
-    return Cluster(lab, folder, flags, [str(SHARDED_SCRIPT), str(STEPS), str(STEP_S), str(every)])
+    return Cluster(lab, folder, flags, [str(SHARDED_SCRIPT), str(STEPS), str(STEP_S), str(every), *map(str, more)])
 
 
 def has_two_spares(job: RecoveryMachine) -> bool:
@@ -115,12 +115,12 @@ def test_a_machine_is_drained(lab: Lab, tmp_path: Path, undisturbed: dict[int, s
         cluster.wait_until(has_recovered, "a recovery")
         assert cluster.wait() == {0: 0, 1: 1, 2: 0}
         (record,) = cluster.job.records
-        assert (record.cause, record.detail) == ("rank moved", "rank 1 lost: its node is to leave")
+        assert (record.cause, record.detail) == ("rank moved", "rank 1 lost: its node drains")
         assert cluster.digests() == undisturbed
 
 
 def test_a_machine_is_cut_off_and_comes_back(lab: Lab, tmp_path: Path, undisturbed: dict[int, str]) -> None:
-    """Its rank is somebody else's by then: it ends what still runs there, and is the next one to help out."""
+    """Another worker has its rank by then: it ends what still runs there, and is the next one to help out."""
     with a_job(lab, tmp_path).running() as cluster:
         cluster.wait_until(trains_with_a_spare, "training")
         cluster.lab.cut_off(1)
@@ -191,6 +191,23 @@ def test_a_machine_is_lost_and_with_it_the_rank_that_keeps_its_second_copies(
         assert cluster.digests() == sharded
 
 
+def test_a_machine_takes_ranks_and_has_no_memory_for_second_copies(
+    lab: Lab, tmp_path: Path, sharded: dict[int, str]
+) -> None:
+    """The job goes on without those of the other machine's ranks, says so, and takes them when there is memory."""
+    with a_sharded_job(lab, tmp_path, 1, 2).running() as cluster:
+        cluster.wait_until(has_two_spares, "training")
+        cluster.power_off(1)
+        cluster.wait_until(has_recovered, "a recovery")
+        assert cluster.wait({0, 2}) == {0: 0, 2: 0}
+        assert cluster.digests() == sharded
+    told = (tmp_path / "node-0.log").read_text().splitlines()
+    for rank, buddy in ((0, 2), (1, 3)):
+        first, then = (line for line in told if f"keepstep: snapshots of rank {rank}:" in line)
+        assert f"they have no second copy, for the node of rank {buddy} has no memory for one" in first
+        assert then.endswith(f"rank {buddy} keeps a second copy of them")
+
+
 @pytest.mark.parametrize("way", ["nothing arrives there", "nothing comes from there"])
 def test_a_cable_works_one_way_only(lab: Lab, tmp_path: Path, undisturbed: dict[int, str], way: str) -> None:
     with a_job(lab, tmp_path).running() as cluster:
@@ -227,7 +244,7 @@ def test_everything_takes_a_fifth_of_a_second(lab: Lab, tmp_path: Path, undistur
 def test_the_controller_is_cut_off_from_half_of_the_agents(
     seed: int, tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:
-    """The ranks still reach one another, and the one that was given up goes on for a while: it can harm nobody."""
+    """The ranks still reach one another, and the one that was given up goes on for a while: it can harm no process."""
     with Lab(4, seed).built() as lab, a_job(lab, tmp_path, is_apart=True).running() as cluster:
         cluster.wait_until(trains_with_a_spare, "training")
         victim = next(worker.node for worker in cluster.job.roster.holders() if worker.rank == 1)

@@ -34,7 +34,7 @@ DEADLINE_S = 600.0
 
 
 class Loop:
-    """All programs of the loop, on both machines. They share a file system, but for the folder that names a machine."""
+    """All programs of the loop, on both machines. They share all files except the folder that names a machine."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
@@ -62,8 +62,8 @@ class Loop:
         example, steps = str(EXAMPLES / "rl_loop.py"), ["--steps", str(STEPS)]
         match what:
             case "serve":
-                flags = [str(self.folder / "trainers/weights"), "--listen", f"{trainer}:29600", *secret, *metrics]
-                self.start(what, TRAINERS, *weights, "serve", *flags)
+                flags = [str(self.folder / "trainers/weights"), "--listen", f"{trainer}:29600", "--node", "t", *secret]
+                self.start(what, TRAINERS, *weights, "serve", *flags, *metrics)
             case "receive":
                 flags = [str(self.folder / "generators/weights"), "--from", f"{trainer}:29600", "--node", "g", *secret]
                 self.start(what, GENERATORS, *weights, "receive", *flags, *metrics)
@@ -119,10 +119,9 @@ def test_generators_on_another_machine(seed: int) -> None:
                         loop.kill(killed[-1])
                         due = len(samples(folder / "generators")) + ANSWERS
             assert loop.processes["trainers"].returncode == 0, loop.printed()
-        for what in ("serve", "receive"):
-            assert f'keepstep_weights_node_tunnels{{node="{"g" if what == "receive" else what}"}}' in (
-                folder / f"{what}.prom"
-            ).read_text("utf-8")
+        for what, node in (("serve", "t"), ("receive", "g")):
+            metrics = (folder / f"{what}.prom").read_text("utf-8")
+            assert f'keepstep_weights_node_tunnels{{node="{node}"}}' in metrics
         assert set(killed) == set(KILLED), killed
         assert "weights identical: yes" in loop.printed()
         assert not [path for path in (folder / "trainers").iterdir() if path.name.startswith("samples")]

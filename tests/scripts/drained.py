@@ -42,7 +42,7 @@ for step in session.steps(num_steps, start=start):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if way == "reduces":  # behind the update, and into a parameter: cut off, it would leave every copy torn
+        if way == "reduces":  # after the update, and into a parameter: cut off, it would leave every copy torn
             torch.distributed.all_reduce(loss.detach())
             with torch.no_grad():
                 model.module.bias.add_(loss, alpha=0.0)

@@ -1,4 +1,4 @@
-"""Lines that scripts have in places where keepstep was not expecting them: around a step, and behind its update."""
+"""Lines that scripts have in places where keepstep was not expecting them: around a step, and after its update."""
 
 import argparse
 
@@ -9,8 +9,8 @@ import keepstep
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=50)
-parser.add_argument("--in-front", action="store_true", help="the scheduler steps in front of the with")
-parser.add_argument("--behind", action="store_true", help="the scheduler steps behind the with")
+parser.add_argument("--in-front", action="store_true", help="the scheduler steps before the with")
+parser.add_argument("--behind", action="store_true", help="the scheduler steps after the with")
 parser.add_argument("--reduce", choices=["update", "behind"], help="reduce the loss for a log line there")
 parser.add_argument("--plateau", action="store_true", help="give the reduced loss to a scheduler")
 arguments = parser.parse_args()

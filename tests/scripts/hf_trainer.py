@@ -23,6 +23,7 @@ parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--strategy", default="steps", choices=("steps", "epoch"))
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--eval-on-start", action="store_true")
 parser.add_argument("--fsdp", action="store_true", help="FSDP2, which Accelerate leaves aside on CPUs by itself")
 parser.add_argument("--snapshot-every", type=int)
 arguments = parser.parse_args()
@@ -74,6 +75,7 @@ trainer = KeepstepTrainer(
         learning_rate=1e-2,
         warmup_steps=3,
         eval_strategy=arguments.strategy,
+        eval_on_start=arguments.eval_on_start,
         save_strategy=arguments.strategy,
         logging_strategy=arguments.strategy,
         eval_steps=4,

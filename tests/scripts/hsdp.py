@@ -1,7 +1,7 @@
 """A small transformer under HSDP: fully sharded block by block over 2 ranks, and as many replicas as there are ranks.
 
 Usage: keepstep run --nproc-per-node 4 tests/scripts/hsdp.py [--steps N] [--replicas N] [--snapshot-every N] [--groups]
-    [--checkpoint-dir DIR] [--muon]
+    [--checkpoint-dir DIR] [--muon] [--average] [--statistic]
 
 With --groups each rank says after a recovery which of its groups are those of before, with the same connections.
 """
@@ -28,6 +28,8 @@ parser.add_argument("--forever", action="store_true")
 parser.add_argument("--kill-at", type=int)
 parser.add_argument("--groups", action="store_true")
 parser.add_argument("--muon", action="store_true", help="trains the blocks' matrices by Muon")
+parser.add_argument("--average", action="store_true", help="keeps a moving average of the parameters, as DTensors")
+parser.add_argument("--statistic", action="store_true", help="keeps a mean of each rank's own samples in a buffer")
 arguments = parser.parse_args()
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views, which this script does not write to
@@ -42,9 +44,12 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.wide = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 33), nn.GELU(), nn.Linear(33, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
+        if arguments.statistic:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        y = self.norm(x - self.mean)
         x = x + self.attention(y, y, y, need_weights=False)[0]
         result: torch.Tensor = x + self.wide(x)
         return result
@@ -63,10 +68,33 @@ by_adam = [p for p in model.parameters() if all(p is not matrix for matrix in ma
 optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": torch.optim.Adam(by_adam, lr=0.01)}
 if matrices:
     optimizers["muon"] = torch.optim.Muon(matrices, lr=0.01)
+
+
+class Average:
+    """Of all parameters, over the steps."""
+
+    def __init__(self) -> None:
+        self.shards = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                self.shards[name].lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.shards)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, shard in state.items():
+            self.shards[name].copy_(shard)
+
+
+average = {"average": Average()} if arguments.average else {}
 where = arguments.checkpoint_dir
 session.protect(
     model=model,
     **optimizers,
+    **average,
     snapshot_every=every,
     checkpoint_dir=where,
     checkpoint_every=100 if arguments.forever else 3,
@@ -102,6 +130,8 @@ for step in session.steps(100_000 if arguments.forever else arguments.steps):
         loss.backward()
         for optimizer in optimizers.values():
             optimizer.step()
+        for each in average.values():
+            each.update()
     if arguments.forever and session.is_main and step.index == 10:
         print("trains", flush=True)
 if where is not None:

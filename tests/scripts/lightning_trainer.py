@@ -5,8 +5,6 @@ Usage: keepstep run --nproc-per-node 2 tests/scripts/lightning_trainer.py [--epo
 """
 
 import argparse
-import os
-from pathlib import Path
 
 import lightning as L
 import torch
@@ -63,6 +61,7 @@ class Module(L.LightningModule):
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(144, 5)
         )
         self.mean = MeanMetric()
+        self.num_seen, self.outputs = 0, []
 
     def forward(self, pictures):
         return self.net(pictures)
@@ -74,6 +73,8 @@ class Module(L.LightningModule):
         self.mean(loss)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("mean", self.mean, on_epoch=True, on_step=False)
+        self.num_seen += len(labels)
+        self.log("seen", float(self.num_seen))
         if batch_idx % 4 == 1:
             self.log("now_and_then", loss)
         return loss
@@ -85,8 +86,14 @@ class Module(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         pictures, labels = batch
-        self.log("val_loss", nn.functional.cross_entropy(self(pictures), labels), sync_dist=True)
+        loss = nn.functional.cross_entropy(self(pictures), labels)
+        self.outputs.append(loss)
+        self.log("val_loss", loss, sync_dist=True)
         self.log("val_own", pictures.mean())
+
+    def on_validation_epoch_end(self):
+        self.log("val_all", torch.stack(self.outputs).sum(), sync_dist=True)
+        self.outputs.clear()
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -126,15 +133,6 @@ class ManualModule(Module):
         return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
 
 
-def without_folder(value):
-    """A checkpoint with paths relative to the working directory, which each run of a drill has of its own."""
-    if isinstance(value, str):
-        return value.replace(os.getcwd(), ".")
-    if isinstance(value, dict):
-        return type(value)((without_folder(key), without_folder(each)) for key, each in value.items())
-    return value
-
-
 L.seed_everything(1)
 model = ManualModule() if arguments.manual else Module()
 in_half = [MixedPrecision("16-mixed", "cpu")] if arguments.precision == "16-mixed" else None
@@ -168,7 +166,4 @@ trainer.fit(
     ckpt_path=arguments.resume,
 )
 if trainer.is_global_zero:
-    for path in Path(arguments.out).rglob("*.ckpt"):
-        content = torch.load(path, weights_only=False)
-        torch.save(without_folder(content), path)
     print("best", trainer.checkpoint_callback.best_model_path, flush=True)

@@ -1,6 +1,6 @@
-"""An optimizer whose step() raises half-way in step 3; the script catches that, logs, and goes on.
+"""An optimizer whose step() raises halfway in step 3; the script catches that, logs, and goes on.
 
-With ``--kill``, in step 3, rank 0 alone is half updated, and rank 1 dies behind its whole update.
+With ``--kill``, in step 3, rank 0 alone is half updated, and rank 1 dies after its whole update.
 """
 
 import os
@@ -19,12 +19,12 @@ model = DistributedDataParallel(torch.nn.Linear(4, 2))
 
 
 class Fragile(torch.optim.SGD):
-    """Raises behind the update of its first parameter."""
+    """Raises after the update of its first parameter."""
 
     def step(self, closure=None):
         if index == 3 and (not kills or (session.rank == 0 and session.generation == 1)):
             model.module.weight.data.add_(1.0)
-            raise ArithmeticError("half-way")
+            raise ArithmeticError("halfway")
         return super().step(closure)
 
 

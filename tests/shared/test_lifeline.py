@@ -45,7 +45,7 @@ ENDINGS: dict[str, Callable[[lifeline.Lifeline], None]] = {
 
 @pytest.mark.parametrize("how", ENDINGS)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_death_is_told_and_an_orderly_end_is_not(how: str) -> None:
+def test_death_is_reported_and_an_orderly_end_is_not(how: str) -> None:
     descriptor = lifeline.create("test")
     pid, go = hold_in_a_fork(descriptor, ENDINGS[how])
     died, over = threading.Event(), threading.Event()

@@ -106,7 +106,7 @@ def test_damage_is_found(file: SnapshotFile) -> None:
 
 
 @pytest.mark.parametrize("byte", range(snapshotfile._SEALED_BYTES))
-def test_a_damaged_header_stands_in_front_of_nothing(descriptor: int, file: SnapshotFile, byte: int) -> None:
+def test_a_damaged_header_means_no_snapshot(descriptor: int, file: SnapshotFile, byte: int) -> None:
     write(file, 3, b"three")
     header = os.pread(descriptor, 1, byte)[0]
     os.pwrite(descriptor, bytes([header ^ 0x40]), byte)

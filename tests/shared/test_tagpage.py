@@ -275,7 +275,7 @@ def test_several_operations_of_a_group_may_be_in_flight(both: tuple[TagWriter, T
     assert (count.entered, count.left, count.in_flight) == (3, 1, True)
 
 
-def test_where_groups_are_connected_anew_every_count_begins_again(both: tuple[TagWriter, TagReader]) -> None:
+def test_where_groups_are_reconnected_every_count_begins_again(both: tuple[TagWriter, TagReader]) -> None:
     writer, reader = both
     writer.operation_entered("world", Operation.ALL_REDUCE)
     writer.operation_entered("0-1.0", Operation.BARRIER)

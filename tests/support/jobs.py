@@ -67,7 +67,7 @@ class RunningJob:
                     assert ready, f"process {pid} is still there: {Path(f'/proc/{pid}/cmdline').read_bytes()!r}"
 
     def end(self) -> None:
-        """Kills whatever is left, for tests that failed half-way."""
+        """Kills whatever is left, for tests that failed halfway."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

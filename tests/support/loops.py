@@ -15,8 +15,8 @@ FILES = {
     "cv_accelerate": ("out",),
     "hf_trainer": ("out/lines.jsonl", "out/best.pt"),
     "sft": ("out/last.pt",),
-    "lightning_auto": ("out/lightning_logs",),  # its checkpoints have absolute paths in them
-    "lightning_manual": ("out/lightning_logs",),
+    "lightning_auto": ("out",),
+    "lightning_manual": ("out",),
     "fabric": ("out/last.pt",),
 }
 """What each writes, without files that hold times."""

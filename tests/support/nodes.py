@@ -29,7 +29,7 @@ SECRET = Secret(bytes(range(32)))
 
 
 def free_endpoint() -> str:
-    """Where nobody listens just now."""
+    """Where no process listens just now."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
 

@@ -28,7 +28,7 @@ def test_an_error_on_the_way_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "file"
     write_whole(target, b"old")
     with pytest.raises(TypeError), replacing(target) as file:
-        file.write(b"half" + "of it")  # type: ignore[operator]  # an error half-way
+        file.write(b"half" + "of it")  # type: ignore[operator]  # an error halfway
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
     write_whole(target, b"new")

@@ -1,7 +1,7 @@
-"""Reads a training script, and says which lines to change so that it goes on where a rank is lost.
+"""Reads a training script, and reports which lines to change so that it survives the loss of a rank.
 
-`read` gets the source text and gives the findings; the script is never imported or run. What a script does is read from
-its text alone: names, the order of its lines, and calls of its own functions. A rule that cannot tell says nothing.
+`read` takes the source text and returns the findings; the script is never imported or run. The rules use its text
+alone: names, the order of its lines, and calls of its own functions. A rule that cannot decide reports nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives behind an update whose value decides something: it is lost with a rank that fails just then."""
+"""Collectives after an update on whose value a decision depends: a failure may lose the value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[Function | None, str]
 
 
 def collectives(survey: Survey) -> Iterator[Finding]:
-    """Those behind `optimizer.step()`, where a comparison or a scheduler goes by what they give."""
+    """Those after `optimizer.step()`, where a comparison or a scheduler goes by what they give."""
     for loop in survey.loops:
         seen: set[ast.AST] = set()
         for visit in survey.in_loop(loop.run):
@@ -35,9 +35,9 @@ def collectives(survey: Survey) -> Iterator[Finding]:
             yield survey.script.finding(
                 call,
                 Edit.MOVE,
-                f"in front of line {survey.script.line(update.node)}, or in front of `with step:`",
-                f"{name}() behind the update may be cut off by a failure, and line {survey.script.line(decision)} "
-                "decides by its value: this rank's copy of the state would no longer count.",
+                f"before line {survey.script.line(update.node)}, or before `with step:`",
+                f"a failure may interrupt {name}() after the update; line {survey.script.line(decision)} depends on "
+                "its value: this rank's copy of the state would then be invalid.",
             )
 
 

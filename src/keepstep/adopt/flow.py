@@ -1,4 +1,4 @@
-"""In which order the lines of a script run, as far as its text tells: calls of its own functions are followed."""
+"""The order in which the lines of a script run, following calls of its own functions."""
 
 from __future__ import annotations
 

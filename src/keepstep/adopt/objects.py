@@ -1,4 +1,4 @@
-"""What the names of a script stand for: models, optimizers, schedulers, loss scalers, loaders."""
+"""The kinds of objects that a script's names refer to: models, optimizers, schedulers, loss scalers, loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`session.protect()`: where it stands, with which names, and what it refuses."""
+"""`session.protect()`: its place, its arguments, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROTECTED = (Sort.MODEL, Sort.OPTIMIZER, Sort.SCHEDULER, Sort.SCALER, Sort.AVERA
 
 
 def protection(survey: Survey) -> Iterator[Finding]:
-    """One line in front of the outermost loop."""
+    """One line before the outermost loop."""
     if survey.is_protected or not survey.loops:
         return
     script, loop = survey.script, survey.loops[0]
@@ -23,14 +23,13 @@ def protection(survey: Survey) -> Iterator[Finding]:
     given = ", ".join(f"{name}={value}" for name, value in arguments(survey, function))
     elsewhere = function is not _function_of_init(survey)
     has_load = any(script.calls(node, "load") for node in ast.walk(script.tree))
-    loads = ", and behind the loading of a checkpoint" if has_load else ""
+    loads = ", and after the loading of a checkpoint" if has_load else ""
     again = "A second keepstep.init() returns the same session." if elsewhere else ""
     yield script.finding(
         outermost,
         Edit.INSERT_BEFORE,
         f"{survey.session}.protect({given})",
-        f"It names everything that must be the same after a recovery. It comes once, before the first step{loads}. "
-        f"{again}",
+        f"It names everything that a recovery restores. Call it once, before the first step{loads}. {again}",
     )
 
 
@@ -131,8 +130,8 @@ def _ddp(survey: Survey, call: ast.Call) -> Iterator[Finding]:
             call,
             Edit.REPLACE,
             _without(survey, call, "static_graph"),
-            "protect() refuses static_graph=True: DDP learns its graph in the first step, which a replacement does not "
-            "see.",
+            "protect() refuses static_graph=True: DDP records its graph in the first step, which a replacement does "
+            "not run.",
         )
     if {"find_unused_parameters", "gradient_as_bucket_view"} <= on:
         yield script.finding(
@@ -140,7 +139,7 @@ def _ddp(survey: Survey, call: ast.Call) -> Iterator[Finding]:
             Edit.REPLACE,
             _without(survey, call, "gradient_as_bucket_view"),
             "protect() refuses find_unused_parameters with gradient_as_bucket_view: which gradients are views then "
-            "depends on the past. One of the two is fine.",
+            "depends on earlier steps. Use one of the two.",
         )
 
 
@@ -177,6 +176,6 @@ def _iterable(survey: Survey, loader: ast.Call) -> Iterator[Finding]:
             loader,
             Edit.REPLACE,
             script.replaced(loader.func, "StatefulDataLoader"),
-            "A batch of an IterableDataset cannot be found by its number. torchdata's StatefulDataLoader has a "
+            "The batches of an IterableDataset cannot be indexed. torchdata's StatefulDataLoader has a "
             f"position to go back to: `{survey.session}.batches({name}, steps=num_steps)` takes the training's length.",
         )

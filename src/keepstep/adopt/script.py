@@ -120,7 +120,7 @@ class Script:
         return next((each for each in self.ancestors(node) if isinstance(each, ast.ClassDef)), None)
 
     def siblings(self, statement: ast.stmt) -> tuple[list[ast.stmt], list[ast.stmt]]:
-        """The statements of the same block in front of a statement, and those behind it."""
+        """The statements of the same block before a statement, and those behind it."""
         parent = self._parents[statement]
         for name in ("body", "orelse", "finalbody"):
             block = getattr(parent, name, None)
@@ -154,7 +154,7 @@ class Script:
         """Where a node begins and ends, in bytes: the columns of `ast` count bytes of UTF-8."""
         first = self._starts[self.line(node) - 1] + int(getattr(node, "col_offset", 0))
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body:  # only what stands in front of its block
+        if isinstance(body, list) and body:  # only what stands before its block
             return first, self._extent(body[0])[0]
         return first, self._starts[int(getattr(node, "end_lineno", 1)) - 1] + int(getattr(node, "end_col_offset", 0))
 

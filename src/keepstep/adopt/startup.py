@@ -1,4 +1,4 @@
-"""Before the first step: joining the job, ranks and devices, and what happens once in a job's life."""
+"""Before the first step: joining the job, ranks and devices, and what happens once per job."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def joining(survey: Survey) -> Iterator[Finding]:
         yield from _import(survey)
     for call in calls:
         conditions = [each for each in script.ancestors(call) if isinstance(each, ast.If)]
-        always = "Call it in any case: under plain python it makes a world of one." if conditions else ""
+        always = "Call it unconditionally: under plain python the world size is 1." if conditions else ""
         yield script.finding(
             call,
             Edit.REPLACE,
             f"{survey.session} = keepstep.init(seed={_seed(survey)})",
-            f"It joins the job in place of init_process_group(), and seeds what the script builds. {always} "
+            f"It joins the job instead of init_process_group(), and seeds what the script builds. {always} "
             "destroy_process_group() may stay.",
         )
     if not calls and not survey.has_session and survey.loops:
@@ -71,7 +71,7 @@ def _without_group(survey: Survey) -> Iterator[Finding]:
             Edit.INSERT_BEFORE,
             f"{survey.session} = keepstep.init(seed={_seed(survey)})",
             "The script joins no process group. With several ranks the model also needs DistributedDataParallel, and "
-            "each rank samples of its own.",
+            "each rank its own samples.",
         )
 
 
@@ -96,7 +96,7 @@ def _own_processes(survey: Survey) -> Iterator[Finding]:
 
 
 def ranks(survey: Survey) -> Iterator[Finding]:
-    """A rank that is asked for in front of the loop, and devices that are chosen by it."""
+    """A rank that is asked for before the loop, and devices that are chosen by it."""
     local: set[str] = set()
     for visit in survey.at_start():
         for asked, name in _ranks_in(survey, visit.node):
@@ -177,28 +177,33 @@ def _rank(survey: Survey, node: ast.expr, name: str, assigned: str) -> Finding:
         return script.finding(node, Edit.REMOVE, "", "keepstep.init() needs no condition.")
     if compared is not None and name == "RANK" and (compared is node or _is_sentinel(compared)):
         instead = script.replaced(compared, f"{session}.world_size > 1")
-        why = "A spare that waits for a rank has no RANK in its environment, and would take itself for alone."
+        why = "A spare that waits for a rank has no RANK in its environment, and would train alone."
     elif compared is not None and name == "RANK" and _is_zero(compared):
         instead = script.replaced(compared, f"{session}.is_main")
         why = (
-            "Asking for the rank in front of the loop holds up a spare there; is_main does not. What happens once in a "
-            "job's life belongs under session.once()."
+            "Asking for the rank before the loop blocks a spare there; is_main does not. What must happen once per "
+            "job belongs under session.once()."
         )
     elif name == "LOCAL_RANK":
         instead = script.replaced(_as_number(survey, node), f"{session}.device")
         why = "LOCAL_RANK does not name the device under keepstep, and a spare that waits for a rank has none."
     else:
         whole = script.replaced(_as_number(survey, node), f"{session}.rank")
-        instead = f"{whole}, inside of the loop" if assigned else f"{session}.rank, asked inside of the loop"
+        instead = f"{whole}, inside of the loop" if assigned else f"{session}.rank, inside of the loop"
         why = (
-            "Asking for the rank in front of the loop holds up a spare there, and RANK is not in its environment: the "
-            "rest of the start then counts to the recovery. For `rank == 0`, is_main does not wait."
+            "Asking for the rank before the loop blocks a spare there, and RANK is not in its environment: the "
+            "rest of the start then adds to the recovery. For `rank == 0`, is_main does not wait."
         )
     used = sorted(set(_lines_with(survey, assigned)) - {script.line(node)}) if assigned else []
     if used:
-        why += f" `{assigned}` is used in line{'s' * (len(used) > 1)} {', '.join(map(str, used))}."
+        why += f" `{assigned}` is used in {_in_lines(used)}."
+    if name == "LOCAL_RANK" and (counted := sorted(set(_lines_as_number(survey, assigned)))):
+        why += (
+            f" In {_in_lines(counted)} it is a number: write {session}.local_rank there, inside of the loop, and for "
+            f"`== 0` {session}.is_main."
+        )
     if survey.is_in_front_of_init(script.statement(node)):
-        why += " keepstep.init() has to stand in front of this line."
+        why += " keepstep.init() must come before this line."
     return script.finding(node, Edit.REPLACE, instead, why)
 
 
@@ -237,6 +242,18 @@ def _lines_with(survey: Survey, name: str) -> Iterator[int]:
         is_read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
         if is_read and survey.script.text(node) == name:
             yield survey.script.line(node)
+
+
+def _lines_as_number(survey: Survey, name: str) -> Iterator[int]:
+    """Where a name is compared or counted with, which a device cannot be."""
+    for node in ast.walk(survey.script.tree):
+        counts = isinstance(node, ast.Compare | ast.BinOp | ast.AugAssign)
+        if counts and any(survey.script.text(child) == name for child in ast.iter_child_nodes(node)):
+            yield survey.script.line(node)
+
+
+def _in_lines(lines: list[int]) -> str:
+    return f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}"
 
 
 def _device(survey: Survey, call: ast.Call, local: set[str]) -> Iterator[Finding]:
@@ -300,7 +317,7 @@ def _samplers(survey: Survey) -> Iterator[Finding]:
 
 
 def once(survey: Survey) -> Iterator[Finding]:
-    """Files that are written or removed in front of the loop, and logs that are opened there."""
+    """Files that are written or removed before the loop, and logs that are opened there."""
     for visit in survey.at_start():
         if isinstance(visit.node, ast.Call) and not _is_under_once(survey, visit):
             yield from _once(survey, visit.node)
@@ -316,11 +333,11 @@ def _once(survey: Survey, call: ast.Call) -> Iterator[Finding]:
         yield script.finding(
             call,
             Edit.MOVE,
-            f"into the loop, behind the update: `if {survey.session}.rank == 0 and {is_open} is None:`",
+            f"into the loop, after the update: `if {survey.session}.rank == 0 and {is_open} is None:`",
             f"{last if last != 'init' else name} opens a log when the script starts, and a spare and each replacement "
             "start it as well. A replacement of rank 0 needs one of its own, and a spare none.",
         )
-    elif name in REMOVALS or last in WRITES or _opens_anew(name, last, call):
+    elif name in REMOVALS or last in WRITES or _truncates(name, last, call):
         yield script.finding(
             call,
             Edit.REPLACE,
@@ -330,7 +347,7 @@ def _once(survey: Survey, call: ast.Call) -> Iterator[Finding]:
         )
 
 
-def _opens_anew(name: str, last: str, call: ast.Call) -> bool:
+def _truncates(name: str, last: str, call: ast.Call) -> bool:
     """`open(..., "w")` or `path.open("w")`."""
     if name != "open" and last != "open":
         return False

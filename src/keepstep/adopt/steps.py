@@ -1,4 +1,4 @@
-"""The training loop: who hands out its steps, and what one step is."""
+"""The training loop: the call that yields its steps, and the body of one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keepstep.adopt.loops import Survey, TrainingLoop
 from keepstep.adopt.objects import Sort
 from keepstep.adopt.script import Edit, Finding
 
-RESUMED = "An interrupted step comes again, after what it did was undone."
+RESUMED = "keepstep undoes an interrupted step and repeats it."
 
 
 def loops(survey: Survey) -> Iterator[Finding]:
@@ -25,7 +25,7 @@ def loops(survey: Survey) -> Iterator[Finding]:
 
 
 def carried(survey: Survey) -> Iterator[Finding]:
-    """A batch that a pass reads for the next one: the same assignment in front of the loop and at a pass's end."""
+    """A batch that a pass reads for the next one: the same assignment before the loop and at a pass's end."""
     script = survey.script
     for loop in survey.loops:
         if loop.is_adopted:
@@ -131,7 +131,7 @@ def _loader_loop(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
         node,
         Edit.REPLACE,
         "\n".join(line for line in lines if line),
-        f"{RESUMED} The body goes into `with step:`, with lines of a log behind the update. {elsewhere} {counted}",
+        f"{RESUMED} The body goes into `with step:`, with log lines after the update. {elsewhere} {counted}",
     )
     if limit is not None:
         yield from _set_epoch(survey, loop)
@@ -206,9 +206,9 @@ def _epoch_loop(survey: Survey, outer: LoopRun, given: str) -> Finding:
     target = script.one_line(node.target)
     first = survey.iterated(node.iter)
     starts = first.args[0] if isinstance(first, ast.Call) and len(first.args) == 2 else None
-    whence = ""
+    source = ""
     if starts is not None and not isinstance(starts, ast.Constant):
-        whence = (
+        source = (
             f"It begins where the job stands, and not at `{script.one_line(starts)}`: let "
             "protect(checkpoint_dir=...) write and read the checkpoints."
         )
@@ -219,7 +219,7 @@ def _epoch_loop(survey: Survey, outer: LoopRun, given: str) -> Finding:
         node,
         Edit.REPLACE,
         f"for {name} in {survey.session}.epochs({given}):",
-        f"It hands out the epochs from where the job stands, and finds each batch again. {whence} {batches}",
+        f"It hands out the epochs from where the job stands, and finds each batch again. {source} {batches}",
     )
 
 
@@ -270,7 +270,7 @@ def _counted_loop(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
         node,
         Edit.REPLACE,
         f"for step in {session}.steps({given}):\n    with step:",
-        f"{RESUMED} The body goes into `with step:`, with lines of a log behind the update. {counted} "
+        f"{RESUMED} The body goes into `with step:`, with log lines after the update. {counted} "
         f"{pair or _iterator_why(loader)}",
     )
 
@@ -300,7 +300,7 @@ def _while_limit(survey: Survey, node: ast.While) -> tuple[str, str]:
 
 
 def _made_iterator(survey: Survey, loop: TrainingLoop) -> ast.Call | None:
-    """`iter(loader)` in front of the loop, whose batches the loop takes by `next()`."""
+    """`iter(loader)` before the loop, whose batches the loop takes by `next()`."""
     script = survey.script
     iterators = {
         script.text(target): node.value
@@ -404,7 +404,7 @@ def _several(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
 
 
 def _pair(loop: TrainingLoop) -> tuple[Visit, Visit, Visit] | None:
-    """A backward, with an update in front of it and one behind it in the same pass."""
+    """A backward, with an update before it and one after it in the same pass."""
     for backward in loop.backwards:
         before = [each for each in loop.updates if each.at < backward.at and not each.excludes(backward)]
         behind = [each for each in loop.updates if each.at > backward.at and not each.excludes(backward)]
@@ -445,7 +445,7 @@ def _accumulated(survey: Survey, loop: TrainingLoop) -> Iterator[Finding]:
     if found is None:
         return
     condition, every = found
-    instead = "behind the loop over the micro-batches of the step, without the condition"
+    instead = "after the loop over the micro-batches of the step, without the condition"
     if not _goes_over_loader(survey, loop):
         instead += f": `for _ in range({every}):` in the `with step:`"
     yield survey.script.finding(

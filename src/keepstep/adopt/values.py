@@ -1,4 +1,4 @@
-"""Values of the script's own that a replacement has to know: best values, counters, where a checkpoint had come to."""
+"""The script's own values that a replacement must know: best values, counters, a checkpoint's position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Change:
 
 
 def values(survey: Survey) -> Iterator[Finding]:
-    """Variables with a first value in front of the loop that the loop changes."""
+    """Variables with a first value before the loop that the loop changes."""
     if not survey.loops:
         return
     changes = list(_changes(survey, survey.loops[0]))
@@ -42,7 +42,7 @@ def values(survey: Survey) -> Iterator[Finding]:
                 change.statement,
                 Edit.REPLACE if formula else Edit.REMOVE,
                 formula,
-                f"`{change.name}` counts the passes of the loop, and line {change.start.lineno} begins anew on a "
+                f"`{change.name}` counts the passes of the loop, and line {change.start.lineno} starts over on a "
                 f"replacement{'.' if formula else ': step.index counts the steps.'}",
             )
 
@@ -91,8 +91,8 @@ def _kept(survey: Survey, change: _Change, together: list[_Change], is_own: bool
     return script.finding(
         change.start,
         Edit.MOVE if is_early else Edit.REPLACE,
-        f"behind keepstep.init(): {instead}" if is_early else instead,
-        f"Line {change.statement.lineno} changes `{change.name}`, which begins anew on a replacement: make it "
+        f"after keepstep.init(): {instead}" if is_early else instead,
+        f"Line {change.statement.lineno} changes `{change.name}`, which starts over on a replacement: make it "
         f"`{state}.{attribute}`. {whose}",
     )
 

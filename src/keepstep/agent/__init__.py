@@ -1,1 +1,1 @@
-"""One per node: starts workers, sees them die or stall, carries out the controller's orders."""
+"""One per node: starts workers, detects that they died or hang, and performs the controller's orders."""

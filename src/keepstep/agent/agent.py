@@ -64,7 +64,10 @@ from keepstep.transports.spawning import (
 )
 
 TICK_S = 0.02
-"""How often the tag pages are looked at; a look costs a few microseconds a worker."""
+"""How often the tag pages are looked at while a rank stands, or a recovery is watched."""
+CALM_TICK_S = 0.05
+"""How often while all ranks train. A look takes 0.3 ms of a core: every 20 ms they took 1.5 % of one, measured on two
+cores with two ranks. A hang is found as much later as the two differ."""
 STAND_S = 0.2
 """A worker that has not moved for so long is looked up in /proc, and again as often: is its process stopped?"""
 DRAIN_DEADLINE_S = 0.5
@@ -420,22 +423,24 @@ class Agent:
     # ---- what can be seen -------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
         while True:
-            due += TICK_S
-            await asyncio.sleep(max(0.0, due - loop.time()))
             now_s = time.monotonic()
+            is_calm = True
             for worker in self.workers.values():
                 if worker.pid is not None:
-                    self._look(worker, now_s)
+                    has_moved = self._look(worker, now_s)
+                    is_calm &= worker.rank is None or (has_moved and worker.watched_generation is None)
             self._machine.tick(now_s)
             is_sending = self._act()
             self._phases.tick(self.workers.values(), now_s, is_sending=is_sending)
+            due_s = min(now_s + CALM_TICK_S, self._machine.next_deadline()) if is_calm else 0.0
+            await asyncio.sleep(max(due_s, now_s + TICK_S) - time.monotonic())
 
-    def _look(self, worker: AgentWorker, now_s: float) -> None:
+    def _look(self, worker: AgentWorker, now_s: float) -> bool:
+        """Tells the machine what can be seen of a worker; returns whether it has moved since the last look."""
         view = worker.page.read()
-        if view.progress != worker.progress:
+        has_moved = view.progress != worker.progress
+        if has_moved:
             worker.progress, worker.moved_s, worker.stopped = view.progress, now_s, False
         elif now_s - worker.moved_s > STAND_S:
             worker.moved_s, worker.stopped = now_s, is_stopped(worker.pid)
@@ -448,6 +453,7 @@ class Agent:
             worker.durations_read = view.events_written
             worker.durations_ns = events[-1].at_ns if events else worker.durations_ns
         self._watch_first_step(worker)
+        return has_moved
 
     def _look_closer(self, workers: tuple[int, ...]) -> None:
         pages = {number: self.workers[number].page for number in workers if number in self.workers}

@@ -1,4 +1,5 @@
-"""What the phases of a step take, from a worker's ring: however short they are, none is missed between two looks."""
+"""Durations of the phases of a step, from a worker's ring buffer, so that no short phase is missed between two
+polls."""
 
 from __future__ import annotations
 

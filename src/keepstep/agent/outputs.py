@@ -17,14 +17,14 @@ PIPE_BYTES = 16 * mmap.PAGESIZE
 
 
 class WorkerOutput:
-    """The streams of one worker. ``descriptors`` are to be passed to it and then closed by `handed_over`."""
+    """The streams of one worker. Pass ``descriptors`` to it, then close them with `handed_over`."""
 
     def __init__(self, settings: OutputSettings, worker: int, local_rank: int, label: Callable[[], str]) -> None:
         """Args:
         settings: what goes where.
         worker: number of the worker; it names the folder, so no attempt overwrites another's logs.
         local_rank: selects the settings.
-        label: what stands in front of each line shown, asked anew for each, for a spare gets its rank later.
+        label: the prefix of each line shown, asked for each line, because a spare gets its rank later.
         """
         self._settings = settings
         self._label = label

@@ -1,4 +1,4 @@
-"""What an agent tells of its workers' phases: gathered from their tag pages, put on the controller's clock."""
+"""An agent's reports on its workers' phases: collected from their tag pages, converted to the controller's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker's process: what the agent's loop notes of it, and what the kernel tells."""
+"""One worker's process: the state that the agent's loop keeps, and its exit status."""
 
 from __future__ import annotations
 

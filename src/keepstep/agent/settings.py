@@ -1,4 +1,4 @@
-"""What an agent is told about the job it serves."""
+"""An agent's settings for the job that it serves."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AgentSettings:
     job_environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """torchrun's variables that are the same in all workers of a job."""
     parks_spares: bool = False
-    """Spares wait in front of the script's first line."""
+    """Spares wait before the script's first line."""
     shares_gpus: bool = False
     """Several processes may use one GPU."""
     preload: tuple[str, ...] = ()

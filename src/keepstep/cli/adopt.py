@@ -14,8 +14,8 @@ from keepstep.errors import ConfigurationError
 
 WORDS = {
     Edit.REPLACE: "write",
-    Edit.INSERT_BEFORE: "insert in front of it",
-    Edit.INSERT_AFTER: "insert behind it",
+    Edit.INSERT_BEFORE: "insert before it",
+    Edit.INSERT_AFTER: "insert after it",
     Edit.REMOVE: "remove it",
     Edit.MOVE: "move it",
 }
@@ -45,7 +45,7 @@ def story(name: str, advice: Advice) -> str:
     if not num and not advice.loops:
         return f"{name}: no training loop was found, and nothing to change."
     if not num:
-        return f"{name}: nothing to change was found. `keepstep drill` shows whether the script comes out the same."
+        return f"{name}: nothing to change was found. `keepstep drill` tests whether the weights are identical."
     head = f"{name}: {num} line{'s' if num > 1 else ''} to change"
     return "\n\n".join([head, *map(_paragraph, advice.findings)])
 

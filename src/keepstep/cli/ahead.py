@@ -1,8 +1,7 @@
-"""The beginning of ``keepstep run``: starts the process that makes workers before anything else is looked at.
+"""The beginning of ``keepstep run``: starts the spawner before anything else.
 
-That process imports torch, and so does the launcher for torchrun's own parser of flags. Side by side they take half the
-time. What the flags will say is guessed. A wrong guess costs time and nothing else: that process is ended then, and
-the job starts one with what the flags do say.
+The spawner imports torch, and so does the launcher for torchrun's parser. In parallel they take half the time. The
+flags are guessed. A wrong guess costs only time: the job then ends that spawner and starts one with the right flags.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from keepstep.trace.record.runfolder import newest_run
 def main(arguments: list[str]) -> int:
     """Serves a run's page until it is interrupted: of a run that goes on, or of one that has ended."""
     parser = argparse.ArgumentParser(
-        prog="keepstep dashboard", description="Shows a run in the browser, while it goes on or afterwards."
+        prog="keepstep dashboard", description="Shows a run in the browser, while it runs or afterwards."
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (--run-dir)")
     parser.add_argument("--listen", default=DEFAULT, metavar="HOST:PORT", help="where (default: %(default)s)")

@@ -22,7 +22,7 @@ from keepstep.trace.timeline.run import opened
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a drill; 0 only if the weights and the named files are identical and every fault came about."""
+    """Runs a drill; 0 only if the weights and the named files are identical and every fault happened."""
     parser = _parser()
     chosen = parse_flags(parser, arguments)
     # Each of the two runs gets a folder of its own later on, below the drill's.
@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     own = parser.add_argument_group("drill")
     own.add_argument(
         "--faults",
-        help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...', or none: does the "
-        "script do the same twice? (default: one kill in each phase)",
+        help="what fails, such as 'kill@step=7,phase=backward,rank=1; hang@...', or "
+        "none (default: one kill in each phase)",
     )
     own.add_argument(
         "--strike-cold",

@@ -11,19 +11,19 @@ from keepstep.errors import ConfigurationError, KeepstepError
 
 EXIT_USAGE = 2
 COMMANDS = {
-    "adopt": ("adopt:main", "say which lines of a training script to change; changes and runs nothing"),
+    "adopt": ("adopt:main", "print which lines of a training script to change; changes and runs nothing"),
     "run": ("ahead:main", "run a training script; takes torchrun's flags"),
-    "controller": ("cluster.controller:main", "decide for a job on several nodes"),
-    "agent": ("cluster.agent:main", "serve one node of a job whose controller runs elsewhere"),
-    "token": ("cluster.token:main", "make the secret of a job on several nodes, or one node's credentials"),
-    "weights": ("cluster.weights:main", "bring published weights to consumers on other nodes"),
-    "drill": ("drill:main", "run it without and with failures, and compare the weights"),
-    "dashboard": ("dashboard:main", "show a run in the browser, while it goes on or afterwards"),
-    "top": ("top:main", "show a run in the terminal, while it goes on"),
+    "controller": ("cluster.controller:main", "run the controller of a job on several nodes"),
+    "agent": ("cluster.agent:main", "run the agent of one node of a job whose controller runs elsewhere"),
+    "token": ("cluster.token:main", "create the secret of a job on several nodes, or one node's credentials"),
+    "weights": ("cluster.weights:main", "send published weights to consumers on other nodes"),
+    "drill": ("drill:main", "run a job without and with failures, and compare the weights"),
+    "dashboard": ("dashboard:main", "show a run in the browser, while it runs or afterwards"),
+    "top": ("top:main", "show a run in the terminal, while it runs"),
     "status": ("status:main", "show the workers of a running job"),
     "trace": ("pictures:trace", "draw a recovery of a run, or export the run to Perfetto"),
     "report": ("pictures:report", "write a page about a run: what happened, and what it cost"),
-    "simulate": ("simulate:main", "run whole jobs in virtual time, with faults, and check what came of it"),
+    "simulate": ("simulate:main", "run whole jobs in virtual time, with faults, and check the results"),
 }
 """Name -> where it is, and what it does. It is imported when it is chosen: `status` need not wait for torch."""
 

@@ -1,4 +1,4 @@
-"""``keepstep trace`` and ``keepstep report``: what a run's folder tells afterwards, or while the run goes on."""
+"""``keepstep trace`` and ``keepstep report``: views of a run's folder, during or after the run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def run(arguments: list[str], spawner: SpawnerProcess | None) -> int:
     parser = make_parser("keepstep run")
     own = parser.add_argument_group("exporting")
     own.add_argument(
-        "--otel", action="store_true", help="send each recovery as a trace to where the OTEL_* variables say"
+        "--otel", action="store_true", help="send each recovery as a trace to the endpoint of the OTEL_* variables"
     )
     chosen = parse_flags(parser, arguments)
     is_on_ray = chosen.engine == RAY

@@ -48,21 +48,25 @@ def _parser() -> argparse.ArgumentParser:
     many = parser.add_argument_group("many seeds")
     many.add_argument("--seeds", type=int, help=f"how many (default: {DEFAULT_SEEDS})")
     many.add_argument("--from", dest="first", type=int, default=0, metavar="SEED", help="the first one")
-    many.add_argument("--seconds", type=float, help="stop after so long")
+    many.add_argument("--seconds", type=float, help="stop after this many seconds")
     many.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
     many.add_argument("--track-record", type=Path, metavar="FILE", help="add a row to the last table of this page")
-    many.add_argument("--json", type=Path, metavar="FILE", help="write what came out of it")
+    many.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     many.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
     many.add_argument("--json-lines", action="store_true", help=argparse.SUPPRESS)
     one = parser.add_argument_group("one seed")
-    one.add_argument("--seed", type=int, help="run this one and print its story")
-    one.add_argument("--faults", help="only these faults of its plan, by number: 0,2")
-    one.add_argument("--record", type=Path, metavar="DIR", help="write it into a folder, for 'keepstep dashboard DIR'")
+    one.add_argument("--seed", type=int, help="run this seed and print its trace")
+    one.add_argument("--faults", help="only these faults of the seed's plan, by number: 0,2")
+    one.add_argument(
+        "--record", type=Path, metavar="DIR", help="write the run to a folder, for 'keepstep dashboard DIR'"
+    )
     one.add_argument("--shrink", action="store_true", help="find the smallest set of its faults that still fails")
     small = parser.add_argument_group("all interleavings around one failure")
-    small.add_argument("--exhaustive", type=int, metavar="RANKS", help="of a job of so many ranks and a spare")
-    small.add_argument("--shards", type=int, default=1, metavar="N", help="with so many shards (default: %(default)s)")
-    small.add_argument("--delays", type=int, metavar="N", help="only those that pass over older events so many times")
+    small.add_argument("--exhaustive", type=int, metavar="RANKS", help="of a job of this many ranks and a spare")
+    small.add_argument(
+        "--shards", type=int, default=1, metavar="N", help="with this many shards (default: %(default)s)"
+    )
+    small.add_argument("--delays", type=int, metavar="N", help="only those that delay older events this many times")
     return parser
 
 

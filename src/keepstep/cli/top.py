@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def is_over(run: Run) -> bool:
-    """Whether nothing more is to come of a run."""
+    """Whether a run is complete."""
     return not run.is_alive or run.is_replaced
 
 

@@ -1,4 +1,4 @@
-"""The loop around the controller's machine: what comes from the nodes in, journal, packets out."""
+"""The loop around the controller's machine: packets of the nodes in, journal, packets out."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Controller:
                 while not self.machine.is_heard:
                     await self._turn()
         except TimeoutError:
-            pass  # whom it cannot reach ends by its own deadline
+            pass  # an agent that it cannot reach ends by its own deadline
         return ended
 
     async def _turn(self) -> None:

@@ -1,4 +1,4 @@
-"""What the garbage collector of a controller's process has to look through."""
+"""Limits the objects that the garbage collector of a controller's process has to scan."""
 
 from __future__ import annotations
 

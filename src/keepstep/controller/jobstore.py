@@ -1,8 +1,8 @@
 """The store of the job: torch's default store, whose keys and values all ranks share for as long as the job lives.
 
-It belongs to the job and not to a generation, so a recovery leaves it as it is; only when all ranks start anew it is
-emptied with them. It is bounded, and a controller that may be started again keeps it in a file: no request is answered
-before what it has changed is written.
+It belongs to the job and not to a generation, so a recovery does not change it; only when all ranks restart is it
+emptied. It is bounded, and a controller that may restart keeps it in a file: a change is written before its request is
+answered.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ KEY_OVERHEAD_BYTES = 200
 MAX_ANSWERS = 1024
 """Answers kept of each worker, for requests that come twice: more than a worker has threads that could be asking."""
 COMPACT_BYTES = 1 << 20
-"""A file is written anew when it is larger than twice what it holds and this."""
-_NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]+)")
-"""What C++'s ``stoll`` reads, which torch's stores add with."""
+"""A file is rewritten when it is larger than twice what it holds and this."""
+_NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]{1,40})(?![0-9])")
+"""What C++'s ``stoll`` reads, which torch's stores add with; it refuses what 64 bits do not hold."""
 _pair = msgspec.msgpack.Decoder(tuple[bytes, bytes])
 
 
@@ -120,7 +120,7 @@ class JobStore:
                 return _answer(request, error=self._put(key, (present or b"") + value))
             case "job_add":
                 found = _NUMBER.match(present or b"0")
-                if found is None:
+                if found is None or _wrapped(int(found[1])) != int(found[1]):
                     return _answer(request)
                 total = str(_wrapped(int(found[1]) + _number(request))).encode()
                 return _answer(request, total, error=self._put(key, total))
@@ -188,7 +188,7 @@ class JobStore:
     def settle(
         self, stage: Stage, generation: int, awaited: Collection[int], is_lost: Callable[[int], bool]
     ) -> list[StoreAnswered]:
-        """Takes note of where the job is; returns answers to those that have waited in vain.
+        """Updates the job's stage; returns answers to waits that can never end.
 
         While survivors are stopped, one that waits between two steps (its request names its generation) goes on
         waiting, for another one that is between steps too may set the key. When all that have not come to a safe point
@@ -213,12 +213,12 @@ class JobStore:
                 f"generation {generation}: a rank was lost, and every other one stands at a safe point or waits as "
                 f"this one does, so none will set {', '.join(map(repr, self._waiting[held_up[worker]].keys))[:200]}. "
                 "What a rank sets between two steps is not set again by its replacement: wait for it inside of the "
-                "step, in front of optimizer.step(), or with a collective",
+                "step, before optimizer.step(), or with a collective",
             )
             for worker in sorted(awaited)
         ]
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         """All ranks start, and none of an earlier start is left: what those had agreed upon is void."""
         self._values, self._num_bytes = {}, 0
         self._waiting, self._waiting_for, self._answered = {}, {}, {}
@@ -275,7 +275,7 @@ class JobStore:
             raise OSError(f"{path} is not written any more: another controller has taken it over")
 
     def _rewrite(self, path: Path) -> None:
-        """Writes the file anew. A former controller that still writes has the old one open, which is unlinked now."""
+        """Rewrites the file. A former controller that still writes has the old one open, which is unlinked now."""
         messages: list[AnyMessage] = [
             StoreRequested(-1, 0, number, "job_set", (key,), value)
             for number, (key, value) in enumerate(self._values.items())

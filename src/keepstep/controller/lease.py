@@ -1,11 +1,12 @@
-"""The lease of a run as a file in its folder, for controllers on all machines that see the folder.
+"""The lease of a run as a file in its folder, for controllers on all machines with access to the folder.
 
-The lease is one empty file, and its name is all that it says (`keepstep.protocol.lease`): to replace it is to rename
-it. That is atomic also between the machines of a network file system, and fails where another process was first. What a
-machine has cached of the folder can therefore make a controller late, but never let it take what was renewed meanwhile.
+The lease is one empty file whose name contains all of its data (`keepstep.protocol.lease`); a controller replaces it by
+renaming the file. A rename is atomic also between the machines of a network file system, and fails if another process
+was first. So a cached view of the folder can delay a controller, but never let it take a lease that was renewed
+meanwhile.
 
-Next to it lies a file of each controller that says who it is. It is locked for as long as the process lives, so on one
-machine no controller has to wait for the lease of a process that is gone.
+Next to it each controller has a file with its identity. The file is locked for as long as the process lives, so on the
+same machine a controller need not wait for the lease of a dead process.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RunLease:
         self._candidate = Candidate(secrets.token_hex(8), hold_s)
         self._holder: Holder | None = None
         self.taken_from: Who | None = None
-        """From whom it was taken, where it was not free."""
+        """The former holder, if the lease was not free."""
         self._trouble = ""
         try:
             self._set_up(run_dir)
@@ -226,7 +227,7 @@ class RunLease:
         return self._is_near(holder) and not self._is_locked(holder)
 
     def _is_here(self, holder: str) -> bool:
-        """Whether its process surely exists, be it stopped."""
+        """Whether its process certainly exists, possibly stopped."""
         return self._is_near(holder) and self._is_locked(holder)
 
     def _is_near(self, holder: str) -> bool:

@@ -1,8 +1,8 @@
-"""A relay: a child of the controller that serves some of the agents, and bundles what they say.
+"""A relay: a child process of the controller that serves some of the agents, and bundles their messages.
 
     python -m keepstep.controller.relay DESCRIPTOR PARENT
 
-What it needs comes over the socket that it inherits, the job's secret among it. It ends when that socket is closed.
+It gets its settings, including the job's secret, over an inherited socket. It ends when that socket is closed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from keepstep.errors import KeepstepError, PeerLost
 from keepstep.parent_death import end_with_parent
 from keepstep.protocol.relay.bundle import NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import BEAT_S, Gathering
+from keepstep.protocol.transfer.directory import PublishingNode
 from keepstep.transports.interface import Arrival, Connected, RelayLost
 from keepstep.transports.relay import wire
 from keepstep.transports.relay.pipe import Pipe
+from keepstep.transports.rpc.directory import WeightsDirectory
 from keepstep.transports.rpc.server import RpcNodeConnections
 from keepstep.trust.certificates import ServerFiles
-from keepstep.trust.tokens import Secret, check
+from keepstep.trust.tokens import Role, Secret, check
 
 CONTROLLER_SILENT_S = 5.0
 """A controller that is held up for so long may have a successor. Agents find that one when this relay ends."""
@@ -35,9 +37,10 @@ GC_THRESHOLD = 50_000
 class Relay:
     """Between the agents that are connected to it and the controller."""
 
-    def __init__(self, pipe: Pipe, connections: RpcNodeConnections) -> None:
+    def __init__(self, pipe: Pipe, connections: RpcNodeConnections, directory: WeightsDirectory) -> None:
         self._pipe = pipe
         self._connections = connections
+        self._directory = directory
         self._gathering = Gathering()
         self._passed_on_s = time.monotonic()
         """When the last frame was sent. It waits until the controller has taken the one before."""
@@ -87,6 +90,8 @@ class Relay:
     async def _transmit(self) -> None:
         while (data := await self._pipe.read()) is not None:
             frame = wire.decode_downward(data)
+            for publishing in frame.publishing:
+                self._directory.hear(publishing)
             for node, why in frame.refused:
                 self._connections.refuse(node, why)
             for said in frame.others:
@@ -112,11 +117,15 @@ async def serve(descriptor: int) -> None:
     def refused(address: str, why: str) -> None:
         pipe.write(wire.encode(wire.ConnectionRefused(address, why)))
 
-    connections = RpcNodeConnections(lambda token: check(secret, token).name, refused, begin.term)
+    def announced(node: PublishingNode) -> None:
+        pipe.write(wire.encode(wire.WeightsAnnounced(node)))
+
+    directory = WeightsDirectory(lambda token: check(secret, token, Role.PUBLISHER, Role.RECEIVER), refused, announced)
+    connections = RpcNodeConnections(lambda token: check(secret, token).name, refused, begin.term, directory)
     await connections.start(begin.host, begin.port, tls, is_shared=True)
     pipe.write(wire.encode(wire.Ready()))
     try:
-        await Relay(pipe, connections).run()
+        await Relay(pipe, connections, directory).run()
     finally:
         await connections.stop()
 

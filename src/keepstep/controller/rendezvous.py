@@ -1,7 +1,7 @@
-"""The store in which the members of a generation's groups find each other.
+"""The rendezvous store of a generation's process groups.
 
-Every key belongs to one generation. A request of a generation that is over is answered at once, with nothing. One that
-comes twice, because the connection to its node broke, is carried out once.
+Every key belongs to one generation. A request of a generation that is over gets an empty answer at once. A request that
+arrives twice, because the connection to its node broke, is executed once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_KEYS = 1 << 20
 
 
 class Rendezvous:
-    """Keys and values of the present generation, and the requests that wait for a key."""
+    """Keys and values of the current generation, and the requests that wait for a key."""
 
     def __init__(self, forgotten: int = 0) -> None:
         """Args:

@@ -45,9 +45,9 @@ class StartUpRecord:
             file.flush()
             os.fsync(file.fileno())
 
-    def begins_anew(self, stage: Stage, generation: int) -> bool:
-        """As `StartUp.begins_anew`; what is dropped goes from the file, too."""
-        begins = self._start_up.begins_anew(stage, generation)
+    def starts_over(self, stage: Stage, generation: int) -> bool:
+        """As `StartUp.starts_over`; what is dropped goes from the file, too."""
+        begins = self._start_up.starts_over(stage, generation)
         if begins and self._file is not None:
             os.truncate(self._file, 0)
         return begins

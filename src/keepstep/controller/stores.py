@@ -1,4 +1,4 @@
-"""What the controller keeps for ranks beyond a generation: the record of their start-up, and the store of the job."""
+"""The controller's stores that outlive a generation: the start-up record, and the store of the job."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class ControllerStores:
         Raises:
             OSError: what has changed cannot be written.
         """
-        if self._start_up.begins_anew(job.stage, job.generation):
-            self._store.start_anew()
+        if self._start_up.starts_over(job.stage, job.generation):
+            self._store.restart()
         answers = self._store.settle(
             job.stage, job.generation, job.awaited, lambda worker: job.roster.workers[worker].lost
         )
         self._store.flush()
-        return answers + self._start_up.settle(is_complete=job.membership is not None)  # known when all stand ready
+        return answers + self._start_up.settle(is_complete=job.membership is not None)  # known when all are ready
 
     def close(self) -> None:
         """Gives up its files."""

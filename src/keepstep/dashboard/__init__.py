@@ -1,5 +1,4 @@
-"""A page that shows a run while it goes on: a process of its own that reads the run's folder and serves it.
+"""A live page of a run: a separate process that reads the run's folder and serves the page.
 
-It shares nothing with the job but that folder, and is given processor time after it, so that the job does not
-notice how many pages are open.
+It shares only that folder with the job, and has a lower CPU priority, so that open pages do not slow the job down.
 """

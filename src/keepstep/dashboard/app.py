@@ -1,4 +1,5 @@
-"""What the dashboard answers: everything but ``/healthz`` needs the viewer's token, and no request acts."""
+"""The dashboard's HTTP server: everything except ``/healthz`` needs the viewer's token, and all requests are
+read-only."""
 
 from __future__ import annotations
 
@@ -213,7 +214,7 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in ("GET", "HEAD"):
-            return _plain(405, "this page only shows: GET and HEAD are all it answers")
+            return _plain(405, "this page is read-only: it answers only GET and HEAD")
         if request.url.path == "/healthz":
             return None
         given = request.query_params.get("token")

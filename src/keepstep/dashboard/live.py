@@ -1,4 +1,4 @@
-"""Follows a run's folder, and tells every open page what is new: made once, sent to all."""
+"""Follows a run's folder, and sends each update to all open pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SNAPSHOT_CHANGES = 40_000
 """Phase changes that a page gets when it is opened; older ones it asks for."""
 SNAPSHOT_NS = 60_000_000_000
 BACKLOG = 50
-"""A page so many updates behind, ten seconds, is cut off; it comes back by itself and gets the present state."""
+"""A page so many updates behind, ten seconds, is cut off; it comes back by itself and gets the current state."""
 
 
 class Live:
@@ -57,7 +57,7 @@ class Live:
     # ---- pages ------------------------------------------------------------------------------------------------------
 
     def open_page(self) -> asyncio.Queue[bytes | None]:
-        """A page opens: first the present state comes out of the queue, then what changes; None: it was cut off."""
+        """A page opens: first the current state comes out of the queue, then what changes; None: it was cut off."""
         page: asyncio.Queue[bytes | None] = asyncio.Queue()
         if self.run is not None:
             page.put_nowait(self._present())

@@ -1,4 +1,4 @@
-"""A run as Prometheus counts it: a collector that every look at the run feeds, and every scrape reads."""
+"""Prometheus metrics of a run: a collector that every poll of the run updates, and every scrape reads."""
 
 from __future__ import annotations
 
@@ -256,6 +256,14 @@ class RunCollector(Collector):
         yield CounterMetricFamily(
             "keepstep_snapshots", "Snapshots in memory that ranks have completed, each rank's counted.", taken.num_taken
         )
+        yield CounterMetricFamily(
+            "keepstep_second_copies_refused",
+            "Snapshots that have no copy on a second node, for it had no memory for one.",
+            taken.num_refused,
+        )
+        yield GaugeMetricFamily(
+            "keepstep_ranks_without_second_copy", "Ranks of which that is so of the newest one.", len(taken.undoubled)
+        )
         if (newest := taken.newest(self._run.info.settings.world_size)) is not None:
             yield GaugeMetricFamily(
                 "keepstep_snapshot_step", "The newest step of which every rank has a snapshot in memory.", newest
@@ -307,7 +315,7 @@ class RunCollector(Collector):
         )
         yield CounterMetricFamily(
             "keepstep_steps_recomputed",
-            "Steps that were computed again because of failures, 0 or 1 for each recovery unless a checkpoint or "
+            "Steps that were recomputed because of failures, 0 or 1 for each recovery unless a checkpoint or "
             "snapshot was loaded; counted when training has resumed.",
             self._num_recomputed,
         )

@@ -104,7 +104,7 @@ def serving(folder: Path, address: str, flag: str) -> Iterator[str]:
         if not _is_loopback(host):
             print(
                 f"keepstep: the dashboard listens at {shown}:{port}, beyond this machine and without TLS: anyone "
-                "who can overhear the network can read the link's token and what the page shows",
+                "who can read the network's traffic can read the token and the page",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,6 +1,6 @@
-"""The report of a run: the dashboard's own page together with its data, as one HTML file that needs nothing else.
+"""The report of a run: the dashboard's page with its data, as one self-contained HTML file.
 
-The file asks for nothing from elsewhere, and its security policy lets no script run but the page's own. The element
+The file loads nothing else, and its content security policy allows only the page's own script. The element
 with the id ``report`` holds the numbers of `keepstep.dashboard.story` as JSON, for programs; the element with the id
 ``page`` holds what the page draws.
 """

@@ -1,4 +1,4 @@
-"""What a dashboard's process is told by the process that starts it."""
+"""Settings of a dashboard's process."""
 
 from __future__ import annotations
 

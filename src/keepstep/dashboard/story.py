@@ -1,4 +1,4 @@
-"""A run's story in numbers: what its report shows, as plain data."""
+"""The data of a run's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page is told: a run as plain data. All times are whole microseconds since the run's start."""
+"""The page's data: a run as plain data. All times are whole microseconds since the run's start."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ def _describe_snapshots(run: Run) -> dict[str, int | None] | None:
     if not taken.num_taken:
         return None
     newest = taken.newest(run.info.settings.world_size)
-    return {"step": newest, "every": taken.every, "bytes": sum(taken.num_bytes.values())}
+    return {
+        "step": newest,
+        "every": taken.every,
+        "bytes": sum(taken.num_bytes.values()),
+        "without_second_copy": len(taken.undoubled),
+    }
 
 
 def describe_workers(run: Run) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""The order in which a torch ``DataLoader`` reads its dataset, epoch by epoch, found again from any batch on.
+"""The order in which a torch ``DataLoader`` reads its dataset, reproducible from any batch of any epoch.
 
-It is the loader's own: its samplers are asked, after ``set_epoch()`` where they have one. What they draw from
-generators of their own (``DataLoader(generator=...)``) is what they draw in a plain loop over the same loader. What
-they would draw from the process's generators they draw from (seed, epoch) instead, so that a rollback finds it again.
+It comes from the loader's own samplers, after ``set_epoch()`` if they have it. Draws from their own generators
+(``DataLoader(generator=...)``) are those of a plain loop over the same loader. Draws from the process's generators are
+seeded from (seed, epoch) instead, so that a rollback can reproduce them.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class LoaderWorkers:
 
 
 class BatchReader:
-    """Reads batches in the order of their numbers, and begins anew where another one is asked for.
+    """Reads batches in the order of their numbers, and starts over where another one is asked for.
 
     Loader workers start at the first batch, and prefetch what comes next. Asking for another batch than the next (after
     a rollback), or for another rank, throws away what was prefetched and goes on from there in the same processes. They
@@ -91,7 +91,7 @@ class BatchReader:
         collates: whether a request has the indices of several samples.
         pin_memory: as for torch's loader.
         restores: puts the process's random numbers back after each batch: it takes 0.1 ms, and is of no use where
-            a step seeds them anew before it draws any.
+            a step reseeds them before it draws any.
         """
         self._batches = _Batches(dataset, collate, seed, collates, restores)
         self._order = _Order()
@@ -110,7 +110,7 @@ class BatchReader:
         Args:
             number: of the batch.
             rank: whose.
-            requests: gives that batch and all that follow, if reading begins anew.
+            requests: gives that batch and all that follow, if reading starts over.
 
         Raises:
             PeerLost: the loader workers did not answer in time (it takes up to 5 s more to end those that hang), or one

@@ -1,1 +1,1 @@
-"""Injects real faults into a real job, and reports whether the weights came out the same."""
+"""Injects real faults into a real job, and reports whether the weights are identical."""

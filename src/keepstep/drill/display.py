@@ -1,4 +1,4 @@
-"""What a drill shows: which run is under way, and the table at its end."""
+"""The output of a drill: the current run, and the table at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def introduce(num_faults: int) -> None:
     how = "both times without failures"
     if num_faults:
         faults = f"{num_faults} fault{'s' if num_faults != 1 else ''}"
-        how = f"once without failures and once with {faults} struck into its processes"
+        how = f"once without failures and once with {faults} injected into its processes"
     Console(stderr=True).print(
         f"keepstep drill: the job runs twice, {how}. Then every bit of the trained state is compared."
     )
@@ -44,7 +44,7 @@ def show(result: dict[str, Any]) -> None:
     if result["step_ms"] is not None:
         console.print(f"a step without a failure takes {result['step_ms']:.1f} ms (median).")
     for fault in result["missed"]:
-        console.print(f"[red]never came about:[/red] {fault} (are there enough steps?)")
+        console.print(f"[red]never happened:[/red] {fault} (are there enough steps?)")
     for loss in result["raised"]:
         console.print("[red]lost by an exception that no fault has raised:[/red]", end=" ")
         console.print(loss, markup=False, highlight=False)
@@ -61,7 +61,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title="what failed, and what it cost", caption="detect ... gap: milliseconds", box=box.SIMPLE_HEAD)
+    table = Table(title="failures and their cost", caption="detect ... gap: milliseconds", box=box.SIMPLE_HEAD)
     tells_origin = any(row["state_from"] not in (None, Origin.REPLICA) for row in rows)
     tells_warmth = any(row["spare"] not in (None, Warmth.WARM) for row in rows)
     further = (*(("state",) if tells_origin else ()), *(("spare",) if tells_warmth else ()))
@@ -75,12 +75,12 @@ def _show_faults(console: Console, rows: list[dict[str, Any]]) -> None:
         cells += [None if row[f"{part}_ms"] is None else f"{row[f'{part}_ms']:.1f}" for part in PARTS]
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     console.print(table)
-    console.print("resume: the step that training went on from. again: steps computed again because of the failure.")
+    console.print("resume: the step at which training resumed. again: steps recomputed because of the failure.")
     if tells_origin:
         console.print("state: where that of the rank came from. snapshot: of this rank, in the memory of its node.")
     if tells_warmth:
-        console.print("spare: warm, it stood in front of its first step. half-warm: it could get no further without")
-        console.print("a rank. cold: it was started after the failure.")
+        console.print("spare: warm, waiting at its first step. half-warm: waiting for")
+        console.print("a rank. cold: started after the failure.")
     console.print("gap: from the failure to the first completed step, that step's own compute included.")
 
 

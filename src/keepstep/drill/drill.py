@@ -1,4 +1,4 @@
-"""The drill: the user's own job once without failures and once with, and whether every bit came out the same."""
+"""The drill: runs the user's job without and with failures, and compares the state bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OnProgress = Callable[[str, Job], Awaitable[None]]
 
 
 class DrillFailed(KeepstepError):
-    """A run of the drill did not come to its end, so that there is nothing to compare."""
+    """A run of the drill did not reach its end, so that there is nothing to compare."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def run_drill(options: JobOptions, drill: Drill, on_progress: OnProgress, folder
     folder = folder.absolute()
     first = _run(options, folder / REFERENCE, dataclasses.replace(drill, faults=[]), on_progress)
     if first.report["exit_code"] != 0:
-        raise DrillFailed(f"the run without failures did not come to its end: {first.report['reason']}")
+        raise DrillFailed(f"the run without failures did not reach its end: {first.report['reason']}")
     if not first.report["digests"]:
         raise DrillFailed(f"the run without failures has no last state to compare: {first.report['reason']}")
     second = _run(options, folder / drill.second, drill, on_progress)
@@ -173,7 +173,7 @@ def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], direct
             else:
                 rows.append(_row(fault, at_s, fault.rank, second.records))
         elif (came := sum(1 for entry in outside if entry[0] is fault)) < fault.count:
-            missed.append(f"{fault} ({came} of {fault.count} came about)")
+            missed.append(f"{fault} ({came} of {fault.count} happened)")
     rows.sort(key=lambda row: row["at_s"])
     is_through = second.report["exit_code"] == 0 and bool(second.report["digests"])
     identical = is_through and first.digest == second.digest and first.replicas_agree
@@ -194,7 +194,7 @@ def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], direct
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Whether a drill's result is a yes: identical weights and files, every fault came about, and no rank was lost by
+    """Whether a drill's result is a yes: identical weights and files, every fault happened, and no rank was lost by
     an exception of its script's."""
     files_are_equal = all(file["difference"] is None for file in result["files"])
     return result["identical"] and not result["missed"] and not result["raised"] and files_are_equal
@@ -233,7 +233,7 @@ def recovery_from(at_s: float, rank: int | None, records: Sequence[RecoveryRecor
 
     Args:
         at_s: when the fault was struck, in monotonic seconds.
-        rank: whom it struck.
+        rank: the rank that it hit.
         records: of the run.
     """
     losses = [

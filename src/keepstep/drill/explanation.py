@@ -1,8 +1,8 @@
-"""Why a drill says NO: the first step that differs, in what, on which ranks, after which fault, and a likely cause.
+"""Explains why a drill says NO: the first step, values and ranks that differ, the fault before, and a likely cause.
 
-Both runs have recorded each rank's state at the start of each step (`keepstep.drill.records`). A state that differs
-where the job resumed was not restored or put back as it was; one that differs only a step later was computed from
-something that is not protected. Where it differs before any fault, the script does not compute the same twice.
+Both runs have recorded each rank's state at the start of each step (`keepstep.drill.records`). If the state differs at
+the resume step, it was not restored correctly; if it differs only a step later, it was computed from something that is
+not protected. If it differs before any fault, the script is not deterministic.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ def explain(first: RecordedRun, second: RecordedRun, faults: Sequence[Mapping[st
     if not before and found.step == min(min(steps) for steps in first.states.values()):
         return Explanation(
             Kind.BEGAN,
-            (where, "The two runs began differently: is a snapshot reloaded? Is start-up seeded, on each rank?"),
+            (
+                where,
+                "The two runs started differently: does the script load weights? Is its start seeded, on each rank?",
+            ),
             found,
         )
     if not before:
@@ -166,17 +169,17 @@ def _no_difference(second: RecordedRun) -> Explanation:
 def _not_deterministic(step: int, num_faults: int) -> list[str]:
     """There was no fault before the difference."""
     text = (
-        f"No fault had been struck by then. The script computes step {step - 1} differently by itself: random numbers "
-        "that are drawn outside of steps, the order of the data, the time of day, threads that add in another order?"
+        f"No fault had been injected by then. The script itself computes step {step - 1} differently: random numbers "
+        "drawn outside of steps, the order of the data, the time of day, threads that add in another order?"
     )
     return [text, "--faults none runs it twice without any fault."] if num_faults else [text]
 
 
 def _after_fault(where: str, found: Difference, fault: Mapping[str, Any]) -> Explanation:
     name, resume_step = fault["specification"], fault["resume_step"]
-    whom = "" if fault["rank"] is None or "rank=" in name else f", which struck rank {fault['rank']}"
+    whom = "" if fault["rank"] is None or "rank=" in name else f", which hit rank {fault['rank']}"
     after = f"the last fault before it: {name}{whom}"
-    doubt = "If the script may not compute the same twice: --faults none runs it twice without any fault."
+    doubt = "To check whether the script is deterministic: --faults none runs it twice without any fault."
     if resume_step is None:
         return Explanation(Kind.UNKNOWN, (where, after, doubt), found, name)
     if found.step <= resume_step:
@@ -188,7 +191,7 @@ def _after_fault(where: str, found: Difference, fault: Mapping[str, Any]) -> Exp
     hint = (
         f"The job resumed at step {resume_step} from the right state, and step {found.step - 1} computed something "
         "else: it depends on something that protect() was not given (a counter, a best value, an iterator that was "
-        "not made anew), which begins anew in a replacement."
+        "not recreated), which starts over in a replacement."
     )
     return Explanation(Kind.COMPUTED, (where, after, hint, doubt), found, name)
 

@@ -187,7 +187,7 @@ def is_fired(run_dir: Path, fault: DrillFault) -> bool:
 
 
 def fired_at(run_dir: Path, fault: DrillFault) -> float | None:
-    """When a fault came about, in monotonic seconds; None if it never did."""
+    """When a fault happened, in monotonic seconds; None if it never did."""
     try:
         return float((run_dir / f"fired-{fault.number}").read_text(encoding="ascii"))
     except FileNotFoundError:

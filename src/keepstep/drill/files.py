@@ -9,6 +9,8 @@ from pathlib import Path
 from keepstep.drill.saved import SUFFIXES, describe_difference
 
 _CHUNK_BYTES = 1 << 20
+_MAX_TEXT_BYTES = 16 << 20
+"""Larger files are no text, and hold no path that is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class ComparedFile:
 
 
 def compare_files(first: Path, second: Path, patterns: Sequence[str]) -> list[ComparedFile]:
-    """Compares the files of two working directories.
+    """Compares the files of two working directories. Its own directory's path in a file is the same to both runs.
 
     Args:
         first: that of the run without failures.
@@ -33,7 +35,7 @@ def compare_files(first: Path, second: Path, patterns: Sequence[str]) -> list[Co
     for pattern in patterns:
         here, there = set(_matches(first, pattern)), set(_matches(second, pattern))
         for file in sorted(here | there):
-            compared[file] = ComparedFile(file, _difference(file, first / file, second / file))
+            compared[file] = ComparedFile(file, _difference(file, first, second))
         if not here | there:
             compared[pattern] = ComparedFile(pattern, "neither run has written such a file")
     return list(compared.values())
@@ -46,7 +48,8 @@ def _matches(folder: Path, pattern: str) -> Iterator[str]:
                 yield path.relative_to(folder).as_posix()
 
 
-def _difference(name: str, first: Path, second: Path) -> str | None:
+def _difference(name: str, *folders: Path) -> str | None:
+    first, second = (folder / name for folder in folders)
     if not first.is_file():
         return "only the second run has written it"
     if not second.is_file():
@@ -54,7 +57,16 @@ def _difference(name: str, first: Path, second: Path) -> str | None:
     at = _first_differing_byte(first, second)
     if at is None:
         return None
-    return describe_difference(first, second) if Path(name).suffix in SUFFIXES else f"differs from byte {at} on"
+    if first.suffix in SUFFIXES:
+        return describe_difference(first, second, [str(folder) for folder in folders])
+    return None if _is_same_text(name, *folders) else f"differs from byte {at} on"
+
+
+def _is_same_text(name: str, *folders: Path) -> bool:
+    if any((folder / name).stat().st_size > _MAX_TEXT_BYTES for folder in folders):
+        return False
+    one, other = ((folder / name).read_bytes().replace(str(folder).encode(), b".") for folder in folders)
+    return one == other
 
 
 def _first_differing_byte(first: Path, second: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Accompanies a job from outside: faults at random instants, faults of spares, and whether a spare is warm."""
+"""Injects faults into a job from outside: at random instants, and into spares; and watches whether a spare is warm."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,33 @@ SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 """Of files that ``torch.save`` writes, by habit."""
 
 
-def describe_difference(first: Path, second: Path) -> str | None:
+def describe_difference(first: Path, second: Path, folders: Sequence[str] = ("", "")) -> str | None:
     """The first value in which two files differ, or None where all are equal, bit for bit.
 
     Only what ``torch.load(weights_only=True)`` reads is loaded: a pickle of anything else could run code.
+
+    Args:
+        first: one of the files.
+        second: the other.
+        folders: of the first run and of the second one: paths that begin with them are the same where their rest is.
     """
     try:
         loaded = [torch.load(path, map_location="cpu", weights_only=True) for path in (first, second)]
     except Exception as error:  # a file may be broken in any way, and is not the same in any case
         reason = str(error).strip().partition("\n")[0]
         return f"its bytes differ, and torch.load(weights_only=True) does not read it: {reason:.120}"
-    return _compare("", *loaded)
+    return _compare("", *(_without(folder, value) for folder, value in zip(folders, loaded, strict=True)))
+
+
+def _without(folder: str, value: Any) -> Any:
+    """A value in which paths are relative to a folder: Lightning's checkpoints hold absolute ones."""
+    if isinstance(value, str):
+        return value.replace(folder, ".") if folder else value
+    if isinstance(value, Mapping):
+        return {_without(folder, key): _without(folder, each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without(folder, each) for each in value)
+    return value
 
 
 def _compare(path: str, first: Any, second: Any) -> str | None:

@@ -1,6 +1,6 @@
-"""Runs inside each worker of a drill: records its rank's state at every step, and brings about what the plan names.
+"""Runs inside each worker of a drill: records its rank's state at every step, and injects the planned faults.
 
-A fault strikes at an exact place of a step or a recovery. Before a step with a fault all ranks wait for a warm spare.
+A fault hits an exact place of a step or a recovery. Before a step with a fault all ranks wait for a warm spare.
 """
 
 from __future__ import annotations
@@ -169,5 +169,5 @@ def await_spare(coordination: Observed, run_dir: Path) -> None:
 
 
 def _is_moment(during: str, moment: str) -> bool:
-    # State is best caught half-way: the rank fails after its first bucket, or at the start if it moves none.
+    # State is best caught halfway: the rank fails after its first bucket, or at the start if it moves none.
     return moment == during or (during == "restore" and moment == "bucket")

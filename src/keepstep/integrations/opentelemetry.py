@@ -140,9 +140,9 @@ def export(scene: Scene, run: Run, tracer: Tracer) -> None:
         attributes=_attributes(scene, info),
     )
     if scene.overtaken_s is not None:
-        root.set_status(Status(StatusCode.ERROR, "another failure came before this one was repaired"))
+        root.set_status(Status(StatusCode.ERROR, "another failure interrupted this recovery"))
     elif record.resumed_s is None:
-        root.set_status(Status(StatusCode.ERROR, "the job ended before this failure was repaired"))
+        root.set_status(Status(StatusCode.ERROR, "the job ended during this recovery"))
     inside = trace.set_span_in_context(root)
     of_ranks: dict[str, list[SceneSpan]] = {}
     for each in scene.spans():

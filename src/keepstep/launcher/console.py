@@ -1,4 +1,4 @@
-"""What a running job tells its user: a line for each recovery, for each place in quarantine, for ranks that wait."""
+"""Console output of a running job: a line for each recovery, each quarantine, and for waiting ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sockets in the run folder at which a running job answers: ``keepstep status``, and the workers of a drill.
+"""The sockets in the run folder that serve ``keepstep status`` and the workers of a drill.
 
 Readable and writable by its owner only, and the peer's user id is checked on top. Paths are opened relative to the
 folder, because a Unix socket's own path may have 107 bytes only.

@@ -1,6 +1,7 @@
-"""torchrun's command line, with a few flags more, and what comes of it.
+"""torchrun's command line with a few more flags, and the settings derived from it.
 
-The parser is torchrun's own, so every habit of its users holds; what keepstep does not do yet is refused by name.
+It extends torchrun's own parser, so its users' command lines work; flags that keepstep does not support yet are
+refused.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     own.add_argument("--spares", type=int, default=1, help="warm workers that hold no rank yet (default: 1)")
     own.add_argument(
         "--park-spares", action="store_true",
-        help="spares wait in front of the script's first line: for scripts that read their rank while they start",
+        help="spares wait before the script's first line: for scripts that read their rank while they start",
     )  # fmt: skip
     own.add_argument(
         "--share-gpus", action="store_true",
-        help="ranks and spares of a node may be more than its GPUs, and use one together (NCCL 2.30 and newer)",
+        help="a node may have more ranks and spares than GPUs: they share GPUs (NCCL 2.30 and newer)",
     )  # fmt: skip
     own.add_argument(
-        "--preload", action="append", default=[], metavar="MODULE",
-        help="import a module before the script, with torch; may come several times",
+        "--preload", action="append", default=[], metavar="MODULE[,MODULE]",
+        help="import modules before the script, with torch; may be repeated",
     )  # fmt: skip
     add_placement_flags(own)
     own.add_argument("--run-dir", help="folder for the journal and the status socket (default: a fresh temporary one)")
@@ -68,11 +69,11 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     own.add_argument(
         "--health", choices=[str(mode) for mode in HealthMode], default=str(HealthMode.WARN),
-        help="what follows from a sick NVIDIA GPU: off, a warning, or act: its rank is replaced (default: %(default)s)",
+        help="what to do about an unhealthy NVIDIA GPU: off, warn, or act: replace its rank (default: %(default)s)",
     )  # fmt: skip
     own.add_argument(
         "--hang-floor", type=float, default=DEADLINES.floor_s, metavar="SECONDS",
-        help="a rank without progress is left alone for this long at least (default: %(default)s)",
+        help="a rank may make no progress for at least this long (default: %(default)s)",
     )  # fmt: skip
     own.add_argument(
         "--hang-factor", type=float, default=DEADLINES.factor, metavar="N",
@@ -84,7 +85,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     own.add_argument(
         "--explain-after", type=float, default=DEADLINES.explain_s, metavar="SECONDS",
-        help="ranks that have waited for others for this long are told of, and where they wait (default: %(default)s)",
+        help="report ranks that have waited for others for this long, and where they wait (default: %(default)s)",
     )  # fmt: skip
     add_node_flags(parser)
     return parser
@@ -171,7 +172,7 @@ def agent_settings(arguments: argparse.Namespace, place: NodePlace, run_dir: Pat
         job_environment=in_job,
         parks_spares=arguments.park_spares,
         shares_gpus=arguments.share_gpus,
-        preload=tuple(arguments.preload),
+        preload=tuple(name for each in arguments.preload for name in each.split(",")),
         devices=names_of(visible_devices(), torch.cuda.device_count()),
         health=HealthSettings(HealthMode(arguments.health), numbers_devices_by_bus()),
         liveness=LivenessSettings(
@@ -196,7 +197,7 @@ def _refuse_what_cannot_be(arguments: argparse.Namespace) -> None:
     if arguments.module and arguments.no_python:
         raise ConfigurationError("--no-python and --module cannot go together: leave one of them out")
     if arguments.park_spares and arguments.no_python:
-        raise ConfigurationError("--park-spares: keepstep cannot wait inside of another command; leave --no-python out")
+        raise ConfigurationError("--park-spares: a spare cannot wait inside of another command; leave --no-python out")
     script = arguments.training_script
     if not arguments.module and not arguments.no_python and not Path(script).is_file():
         raise ConfigurationError(f"the script {script!r} does not exist (looked in {os.getcwd()})")

@@ -1,4 +1,4 @@
-"""Runs one job: checks what was asked for, starts controller and agent, waits, and leaves nothing behind."""
+"""Runs one job: checks the settings, starts controller and agent, waits, and cleans up."""
 
 from __future__ import annotations
 

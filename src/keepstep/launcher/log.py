@@ -1,4 +1,4 @@
-"""What happens in a job as lines of JSON, one for each event, while it happens: for log collectors."""
+"""The events of a running job as lines of JSON, for log collectors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class EventLog:
             getattr(self._logger, event.level)(event.kind, **self._fields(event))
         except OSError as error:
             self.close()
-            text = f"keepstep: --log-json {self._path}: no more is logged, training goes on: {error}"
+            text = f"keepstep: --log-json {self._path}: logging has stopped, training continues: {error}"
             with contextlib.suppress(OSError):  # it may have been the standard error that failed
                 print(text, file=sys.stderr, flush=True)
 

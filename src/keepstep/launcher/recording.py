@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, its log, its trace and its report."""
+"""The output files of a run: its folder, log, trace and report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_output_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def outputs_of(arguments: argparse.Namespace) -> Outputs:
-    """What is to be written of the run.
+    """The requested output files of the run.
 
     Raises:
         ConfigurationError: a file cannot be written.
@@ -57,7 +57,7 @@ def outputs_of(arguments: argparse.Namespace) -> Outputs:
 
 
 def _file(flag: str, name: str | None) -> Path | None:
-    """A file that is to be written, which need not exist yet."""
+    """An output file, which need not exist yet."""
     if not name:
         return None
     return check_target(flag, Path(name))

@@ -23,7 +23,7 @@ class EndSignals:
     drain: StopSignal
     """The first SIGTERM, if nothing has told it to stop before."""
     stop: StopSignal
-    """SIGINT, SIGHUP, SIGQUIT, or a second SIGTERM: it is to end at once."""
+    """SIGINT, SIGHUP, SIGQUIT, or a second SIGTERM: it must end at once."""
 
     def ended(self) -> EndJob | None:
         """How the program ends by what has come so far; None where nothing has."""

@@ -1,1 +1,1 @@
-"""What an agent and its workers have open together: it outlives a worker, and shows where that died."""
+"""Memory shared by an agent and its workers: it outlives a worker, and shows where the worker died."""

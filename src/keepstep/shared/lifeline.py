@@ -1,9 +1,9 @@
-"""A lock whose holder's death is noticed at once, before the kernel has taken its memory apart.
+"""A lock that detects its holder's death at once, before the kernel has freed the process's memory.
 
 When a process is killed its sockets close, and its parent is told, only after the kernel has freed its memory: 70 ms
-for a 10 M-parameter job (2 cores, November 2026), seconds for a large one. A robust mutex held by a thread is given up
-by the kernel before that, as the first thing it does for a dying thread (`man pthread_mutexattr_setrobust`). So the
-training thread holds one in shared memory, and a thread of its agent waits for it. Neither costs anything meanwhile.
+for a 10 M-parameter job (2 cores, November 2026), seconds for a large one. The kernel releases a robust mutex before
+that, as its first action for a dying thread (`man pthread_mutexattr_setrobust`). So the training thread holds one in
+shared memory, and a thread of its agent waits for it. Neither has a running cost.
 """
 
 from __future__ import annotations

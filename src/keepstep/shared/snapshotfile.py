@@ -1,12 +1,12 @@
 """The memory for snapshots: a file of slots that a worker writes, and its agent holds open as well.
 
-The agent makes it, as it makes the tag page, so a snapshot outlives the worker, and a replacement on the same node can
-read it. It is an anonymous file in memory, and nothing is left behind when both are gone. A slot that was never
-written takes no memory, and one that grows takes what it needs: the slots lie far apart in a sparse file. A worker
-keeps snapshots of its own rank there, and second copies of other ranks'.
+The agent creates it, like the tag page, so a snapshot outlives the worker, and a replacement on the same node can read
+it. It is an anonymous file in memory, which disappears with both processes. A slot that was never written takes no
+memory, and a slot may grow: the slots are far apart in a sparse file. A worker keeps snapshots of its own rank there,
+and second copies of other ranks'.
 
-A slot begins with its header, in a page of its own. It is taken away before the slot is written, and written when all
-the rest is there: whenever the worker dies, a header that can be read stands in front of a whole snapshot.
+A slot begins with its header, in a separate page. The worker clears the header before it writes the slot, and writes it
+last: whenever the worker dies, a valid header means a complete snapshot.
 """
 
 from __future__ import annotations

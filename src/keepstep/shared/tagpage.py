@@ -1,8 +1,8 @@
-"""The tag page: a small shared-memory page in which a worker says where it is.
+"""The tag page: a small shared-memory page with a worker's current step and phase.
 
-One process writes it (the worker), one reads it (its agent). Writing costs about a microsecond, needs no thread and
-no message, and the page is still there after the worker was killed: its agent reads from it exactly where the worker
-died. The memory is an anonymous file that both sides hold open, so nothing is left behind when either dies.
+One process writes it (the worker), one reads it (its agent). Writing costs about a microsecond, needs no thread and no
+message, and the page survives the worker: its agent reads there exactly where the worker died. The memory is an
+anonymous file that both sides hold open, so it disappears with them.
 
 Layout, little endian, 8-byte words::
 
@@ -11,7 +11,7 @@ Layout, little endian, 8-byte words::
     2   step        signed
     3   phase       index into PHASES
     4   since       monotonic time in nanoseconds of the last change
-    5   progress    +1 at every sign of life of the training thread
+    5   progress    +1 at every sign of progress of the training thread
     6   waiting     1 while the training thread waits for an order of the controller
     7   entered     operations of process groups begun since the groups were last connected
     8   left        operations ended since then
@@ -23,9 +23,9 @@ Layout, little endian, 8-byte words::
     784 ring        RING_EVENTS x (time ns, generation, step, phase, entered at)
                     or, for a moment, x (time ns, generation, step, len(PHASES) + index into MOMENTS, bytes)
 
-Each count has a sequence lock of its own. The counts on the page are those used last: where a script has more groups
-and peers than fit, a new count takes the place of the one that was used longest ago (of those with nothing in flight,
-if there is one). The worker itself forgets none, so a count that comes back has the right numbers.
+Each count has a sequence lock of its own. The page holds the most recently used counts: if a script has more groups and
+peers than fit, a new count replaces the least recently used one (of those without operations in flight, if possible).
+The worker keeps all of them, so a count that returns to the page is correct.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ class SnapshotMoment(enum.StrEnum):
     BEGUN = "snapshot begun"
     COMPLETE = "snapshot complete"
     LOADED = "snapshot loaded"
+    REFUSED = "second copy refused"
+    """The buddy's node has no memory for it."""
+    DOUBLED = "second copy complete"
+    """Told of the first one after one that was refused."""
 
 
 MOMENTS = tuple(SnapshotMoment)
@@ -222,7 +226,7 @@ class TagWriter:
         with self._counting:
             count = self._counts.get((group, peer, operation is _RECV))
             if count is None:
-                return  # it was begun before the groups were connected anew
+                return  # it was begun before the groups were reconnected
             count.left += 1
             if count.at:
                 words[count.at + _LEFT_IN] = count.left  # one word is never torn
@@ -247,7 +251,7 @@ class TagWriter:
         return count
 
     def reset_operations(self) -> None:
-        """The groups are connected anew: every count begins again, on every rank."""
+        """The groups are reconnected: every count begins again, on every rank."""
         words = self._words
         with self._counting:
             words[_ENTERED] = words[_LEFT] = words[_AWAITED] = words[_CAME] = 0

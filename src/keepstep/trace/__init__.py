@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and what can be seen in it: timelines, traces, pictures, reports."""
+"""The files of a run, and their views: timelines, traces, pictures, reports."""

@@ -1,4 +1,4 @@
-"""Files that a user asked for: checked before the work is done, and written whole or not at all."""
+"""Output files that a user requested: checked before the work starts, and written completely or not at all."""
 
 from __future__ import annotations
 

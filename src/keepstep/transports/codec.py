@@ -1,6 +1,6 @@
 """The wire form of messages: msgpack arrays made by msgspec, tagged with the class name, unknown fields refused.
 
-Nothing that is received can run code.
+No received message can run code.
 """
 
 from __future__ import annotations

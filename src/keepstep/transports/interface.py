@@ -1,7 +1,7 @@
-"""The interface between agents and controller on one side, and what carries their messages on the other.
+"""The interface between agents and controller on one side, and transports on the other.
 
-A connection promises one thing: as long as it lasts, what arrives is what was sent, in order. Messages that must
-arrive are repeated by `keepstep.protocol.reliable_channel`.
+A connection guarantees one thing: as long as it lasts, messages arrive unchanged and in order.
+`keepstep.protocol.reliable_channel` repeats messages that must arrive.
 """
 
 from __future__ import annotations

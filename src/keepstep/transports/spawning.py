@@ -1,7 +1,7 @@
-"""What an agent and its spawner say to each other, over a pair of sequenced-packet sockets.
+"""The protocol between an agent and its spawner, over a pair of sequenced-packet sockets.
 
-The spawner is a small process that makes workers, by forking itself with torch already imported or by starting a
-fresh interpreter, and reports how they ended.
+The spawner is a small process that starts workers, by forking itself with torch already imported or by starting a fresh
+interpreter, and reports how they ended.
 """
 
 from __future__ import annotations

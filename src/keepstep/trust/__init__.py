@@ -1,1 +1,1 @@
-"""Who may say what to whom: a job's secret, the tokens made from it, and its certificates."""
+"""Authentication: a job's secret, the tokens derived from it, and its certificates."""

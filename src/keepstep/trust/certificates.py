@@ -1,9 +1,8 @@
 """A job's own certificate authority, derived from its secret, so that no certificate has to be distributed.
 
-Each process that has the secret makes the same key, and with it a certificate of the authority. These certificates
-differ in their dates, and each verifies what was signed with the key. An agent that has only its token is given the
-certificate beside it.
-Elliptic curve P-256 (FIPS 186-4), which every TLS library speaks.
+Each process that has the secret derives the same key, and creates a certificate of the authority with it. These
+certificates differ in their dates, and each verifies signatures of the key. An agent that has only its token gets the
+certificate with it. Elliptic curve P-256 (FIPS 186-4), which every TLS library speaks.
 """
 
 from __future__ import annotations

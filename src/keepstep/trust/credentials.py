@@ -1,4 +1,4 @@
-"""What an agent needs to know its controller and to be known to it, in one text that fits a file or a variable."""
+"""An agent's credentials, its token and the authority's certificate, in one text for a file or a variable."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Credentials:
         return cls(mint(secret, claim), certificates.authority(secret))
 
     @classmethod
-    def parse(cls, text: str, whence: str) -> Credentials:
+    def parse(cls, text: str, source: str) -> Credentials:
         """What `text` wrote.
 
         Raises:
-            ConfigurationError: it is something else; ``whence`` says where it was.
+            ConfigurationError: it is something else; ``source`` says where it was.
         """
         token, _, pem = text.strip().partition("\n")
         if not text.isascii() or token.count(".") != 3 or (pem and not certificates.is_certificate(pem.encode())):
-            raise ConfigurationError(f"{whence}: must be what `keepstep token --node NAME` prints")
+            raise ConfigurationError(f"{source}: must be what `keepstep token --node NAME` prints")
         return cls(token.strip(), pem.encode() if pem else None)
 
     @property

@@ -1,8 +1,8 @@
-"""A job's secret, and the tokens that say who a caller is.
+"""A job's secret, and the tokens that identify a caller.
 
-A process that has the secret can make a token for any role and name, and check one. A token is good for its own role
-and name only, so an agent that was given just its token can speak for no other node. A token is
-``ks1.ROLE.NAME.MAC``, where the last part is HMAC-SHA256 (RFC 2104) of the rest under the secret.
+A process that has the secret can create and check a token for any role and name. A token is valid for its own role and
+name only, so an agent with only its token cannot impersonate another node. A token is ``ks1.ROLE.NAME.MAC``, where the
+last part is HMAC-SHA256 (RFC 2104) of the rest under the secret.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Role(enum.StrEnum):
     RECEIVER = "receiver"
     """Receive published weights on one node."""
     PUBLISHER = "publisher"
-    """Stand in for the publishers of one node, in front of those of other nodes."""
+    """Stand in for the publishers of one node, before those of other nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Secret:
         return cls(secrets.token_bytes(_SECRET_BYTES))
 
     @classmethod
-    def parse(cls, text: str, whence: str) -> Secret:
+    def parse(cls, text: str, source: str) -> Secret:
         """The secret in a file or variable, as `text` wrote it.
 
         Raises:
-            ConfigurationError: it is none; ``whence`` says where it was.
+            ConfigurationError: it is none; ``source`` says where it was.
         """
         try:
             key = bytes.fromhex(text.strip())
@@ -65,7 +65,7 @@ class Secret:
             key = b""
         if len(key) != _SECRET_BYTES:
             raise ConfigurationError(
-                f"{whence}: must be a job's secret, {2 * _SECRET_BYTES} hexadecimal digits; make one with: "
+                f"{source}: must be a job's secret, {2 * _SECRET_BYTES} hexadecimal digits; make one with: "
                 "keepstep token --new"
             )
         return cls(key)

@@ -1,4 +1,4 @@
-"""In the shape of nanoGPT's training: `while True`, micro-batches, a loss scale, an evaluation in front of the step."""
+"""In the shape of nanoGPT's training: `while True`, micro-batches, a loss scale, an evaluation before the step."""
 
 import os
 

@@ -22,7 +22,7 @@ def test_what_the_application_causes_only_warns() -> None:
 
 
 def test_what_needs_a_reset_or_a_restart_costs_the_rank() -> None:
-    """RESET_GPU and RESTART_BM in NVIDIA's catalog, but for 109 and 156."""
+    """RESET_GPU and RESTART_BM in NVIDIA's catalog, except for 109 and 156."""
     for xid in (46, 62, 64, 79, 95, 110, 119, 120, 136, 140, 143, 155, 158):
         assert XIDS[xid].action is HealthAction.REPLACE, xid
 
@@ -43,8 +43,8 @@ def test_the_numbers_of_the_page_are_those_of_the_code() -> None:
     text = " ".join(PAGE.read_text("utf-8").split())
     for fact in (
         f"and every {watch.LOOK_EVERY_S:g} s the counters",
-        f"A slowdown is told when it has lasted for {machine.SLOW_S:g} s",
+        f"keepstep reports a slowdown when it has lasted for {machine.SLOW_S:g} s",
         f"the same Xid of a device again after {machine.REPEAT_S:g} s",
-        f"also when no call has come back for {machine.SILENT_S:g} s",
+        f"also when no call has returned for {machine.SILENT_S:g} s",
     ):
         assert fact in text

@@ -76,7 +76,7 @@ def makes_sick(tmp_path: Path, *deeds: Callable[[Job], object]) -> Callable[[Job
             deed(job)
             with contextlib.suppress(TimeoutError):  # not each of them begins a recovery
                 async with asyncio.timeout(SOON_S):
-                    while job.controller.job.generation == generation:  # noqa: ASYNC110  # a machine tells nobody
+                    while job.controller.job.generation == generation:  # noqa: ASYNC110  # a machine sends no event
                         await asyncio.sleep(0.02)
             (tmp_path / f"gate-{gate}").touch()
         open_gates(tmp_path)
@@ -166,7 +166,7 @@ def test_a_warning_changes_nothing(tmp_path: Path, nvml: FakeNvml, capsys: pytes
     assert "Xid 79" in capsys.readouterr().err
 
 
-def test_where_no_gpu_is_visible_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_gpu_is_visible_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, _out, err = run("run", "--nproc-per-node", 1, "--spares", 0, SCRIPTS / "tiny.py", "--steps", 2)
     assert (code, err) == (0, "")

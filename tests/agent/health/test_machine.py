@@ -28,7 +28,7 @@ def watched(first: DeviceReading = WELL) -> HealthMachine:
         (DeviceReading(error="Unknown Error"), HealthAction.WARN, "GPU 1 (b): NVML gives no answer"),
     ],
 )
-def test_a_condition_is_told_once_with_its_action_and_reason(
+def test_a_condition_is_reported_once_with_its_action_and_reason(
     reading: DeviceReading, action: HealthAction, reason: str
 ) -> None:
     machine = watched()
@@ -53,7 +53,7 @@ def test_what_a_device_has_from_the_start_is_only_told_unless_it_has_failed() ->
     assert [each.action for each in machine.read(1, DeviceReading(remap_failed=True), 0.0)] == [HealthAction.REPLACE]
 
 
-def test_what_has_gone_and_comes_again_is_told_again() -> None:
+def test_what_has_gone_and_comes_again_is_reported_again() -> None:
     machine = watched()
     assert len(machine.read(0, DeviceReading(error="busy"), 5.0)) == 1
     assert machine.read(0, WELL, 10.0) == []
@@ -61,7 +61,7 @@ def test_what_has_gone_and_comes_again_is_told_again() -> None:
 
 
 @pytest.mark.parametrize("condition", [DeviceCondition.THERMAL, DeviceCondition.POWER_BRAKE])
-def test_lowered_clocks_are_told_when_they_last(condition: DeviceCondition) -> None:
+def test_lowered_clocks_are_reported_when_they_last(condition: DeviceCondition) -> None:
     machine, slow = watched(), DeviceReading(slowdowns=frozenset({condition}))
     assert machine.read(0, slow, 10.0) == []
     assert machine.read(0, slow, 10.0 + SLOW_S - 0.1) == []
@@ -74,13 +74,13 @@ def test_lowered_clocks_are_told_when_they_last(condition: DeviceCondition) -> N
     assert machine.read(0, slow, 110.0) == []  # it has to last again
 
 
-def test_an_xid_is_told_with_its_meaning() -> None:
+def test_an_xid_is_reported_with_its_meaning() -> None:
     (finding,) = watched().xid(1, 79, 5.0)
     assert (finding.device, finding.action) == (1, HealthAction.REPLACE)
     assert finding.reason == "GPU 1 (b): Xid 79: GPU has fallen off the bus"
 
 
-def test_the_same_xid_is_told_again_only_after_a_while() -> None:
+def test_the_same_xid_is_reported_again_only_after_a_while() -> None:
     machine = watched()
     assert len(machine.xid(0, 31, 5.0)) == 1
     assert machine.xid(0, 31, 5.0 + REPEAT_S - 0.1) == []
@@ -103,7 +103,7 @@ def test_a_device_that_is_to_be_drained_may_still_fail() -> None:
     assert [each.action for each in machine.xid(0, 79, 6.0)] == [HealthAction.REPLACE]
 
 
-def test_silence_is_told_once_and_anything_ends_it() -> None:
+def test_silence_is_reported_once_and_anything_ends_it() -> None:
     machine = watched()
     assert machine.tick(SILENT_S - 0.1) == []
     assert [(each.device, each.action) for each in machine.tick(SILENT_S)] == [

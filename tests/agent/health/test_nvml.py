@@ -131,7 +131,7 @@ def test_errors_are_readings_too(nvml: FakeNvml, error: str, reading: DeviceRead
 # ---- Xids -----------------------------------------------------------------------------------------------------------
 
 
-def test_xids_are_told_with_their_device(nvml: FakeNvml) -> None:
+def test_xids_are_reported_with_their_device(nvml: FakeNvml) -> None:
     read = reader("2", "1")
     nvml.raise_xid(1, 79)
     nvml.raise_xid(2, 31)

@@ -131,7 +131,7 @@ def test_after_the_stop_nothing_is_found() -> None:
     asyncio.run(main())
 
 
-def test_a_reader_that_falls_silent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "SILENT_S", 0.1)
     may_go_on = threading.Event()
 

@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_written_ends_nothing_else(tmp_path: Path) -> None
     with metrics_in(str(tmp_path / "x.prom"), text, lambda note: (notes.append(note), has_noted.set())[-1]):
         assert has_noted.wait(10)
     (note,) = notes
-    assert note.startswith("metrics are written no more: ")
+    assert note.startswith("metrics are no longer written: ")
 
 
 @pytest.mark.parametrize("command", [["serve"], ["receive", "--from", "host:1"]])

@@ -49,8 +49,8 @@ def test_a_rank_that_was_killed(real: Run) -> None:
 
 def test_a_recovery_that_was_overtaken_and_one_that_never_ended(overtaken: Run) -> None:
     first, second = draw_recovery(overtaken, 1), draw_recovery(overtaken, 2)
-    assert any("the next failure came" in text for text in contents(first))
-    assert any("the job ended before this was repaired" in text for text in contents(second))
+    assert any("another failure interrupted" in text for text in contents(first))
+    assert any("the job ended during this recovery" in text for text in contents(second))
     for picture in (first, second):
         ET.fromstring(picture.svg())
         assert list(overlapping(picture)) == []
@@ -99,8 +99,8 @@ def test_at_every_moment_of_a_recovery(tmp_path: Path, tmp_path_factory: pytest.
                 assert list(overlapping(picture)) == []
                 outcomes |= contents(picture)
         run.close()
-    assert any("it is being repaired" in outcome for outcome in outcomes)
-    assert any("training goes on from step" in outcome for outcome in outcomes)
+    assert any("the recovery is in progress" in outcome for outcome in outcomes)
+    assert any("training continues from step" in outcome for outcome in outcomes)
 
 
 def test_without_phases_there_is_still_the_journal(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -33,7 +33,7 @@ ENTRIES = [
     JournalEntry(10.1, ReportsReceived("node-a", 5, (NodeJoined("node-a", 4, "rack", 0, 0, ()), LOST)), "stopping", 2),
     JournalEntry(
         11.0,
-        LeaseExpired("node-a", "not heard of for 3 s", 8.0),
+        LeaseExpired("node-a", "no heartbeat for 3 s", 8.0),
         "stopping",
         2,
         ((None, Stop(2, "lost", None), "lost"), ("node-b", FenceWorker(3, "why"), "why")),

@@ -35,7 +35,7 @@ def test_both_are_written(tmp_path: Path) -> None:
 def test_phases_that_cannot_be_written_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / runfolder.PHASES).write_text("a file where the folder should be")
     with Recorder(tmp_path) as recorder:
-        assert "phases are recorded no more, training goes on" in capsys.readouterr().err
+        assert "phases are no longer recorded, training continues" in capsys.readouterr().err
         recorder.observed(PHASES)
         recorder.decided([JournalEntry(1.0, DeadlineCame())])
     assert len(read(tmp_path / runfolder.JOURNAL)) == 1
@@ -51,7 +51,7 @@ def test_a_full_disk_ends_the_log_once(tmp_path: Path, capsys: pytest.CaptureFix
         recorder.observed(PHASES)
         recorder.decided([JournalEntry(1.0, DeadlineCame())])
     error = capsys.readouterr().err
-    assert error.count("phases are recorded no more") == 1
+    assert error.count("phases are no longer recorded") == 1
     assert "No space left" in error
     assert len(read(tmp_path / runfolder.JOURNAL)) == 1
 
@@ -82,4 +82,4 @@ def test_published_weights_that_cannot_be_written_end_nothing(
     (tmp_path / runfolder.WEIGHTS).mkdir()
     with Recorder(tmp_path) as recorder:
         recorder.published("a", news(0, PublicationStage.COMMITTED, 1, 1.0))
-    assert "published weights are not shown, training goes on" in capsys.readouterr().err
+    assert "published weights are not shown; training continues" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_a_spare_has_no_durations() -> None:
     assert len(Durations().take(training(2, rank=NO_RANK, worker=4))) == 0
 
 
-def test_a_rank_that_moves_to_another_worker_begins_anew() -> None:
+def test_a_rank_that_moves_to_another_worker_starts_over() -> None:
     changes = np.concatenate([training(1, rank=1, worker=1), training(1, rank=1, worker=5, from_ms=3000, from_step=1)])
     assert len(Durations().take(changes)) == 2 * (len(STEP) - 1)
 
@@ -176,3 +176,12 @@ def test_the_newest_snapshot_of_all_ranks_counts() -> None:
     assert (found.steps, found.num_taken) == ({0: 2, 1: 2}, 4)
     found.take(moment(11, SnapshotMoment.COMPLETE, 3, NO_RANK))
     assert found.num_taken == 4
+
+
+def test_a_rank_is_without_a_second_copy_until_one_is_complete() -> None:
+    found = SnapshotPace()
+    found.take(np.concatenate([moment(1 + rank, SnapshotMoment.REFUSED, 0, rank) for rank in (0, 1)]))
+    found.take(moment(3, SnapshotMoment.REFUSED, 2, 1))
+    assert (found.num_refused, found.undoubled) == (3, {0, 1})
+    found.take(moment(4, SnapshotMoment.DOUBLED, 4, 1))
+    assert (found.num_refused, found.undoubled) == (3, {0})

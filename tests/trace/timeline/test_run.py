@@ -31,7 +31,7 @@ def test_a_run_that_has_ended_is_told_to_its_end(tmp_path: Path) -> None:
     assert seen.poll().is_any
     assert not seen.poll().is_any
     assert seen.info.ended is not None
-    assert (seen.info.ended.exit_code, seen.info.ended.reason) == (0, "all ranks are through")
+    assert (seen.info.ended.exit_code, seen.info.ended.reason) == (0, "all ranks have finished")
     assert seen.info.command[-1] == "12"
     assert (seen.pace.step, seen.goodput, seen.scenes) == (12, 1.0, [])
     assert seen.now_s == seen.info.ended.at_ns / 1e9

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from keepstep.errors import ConfigurationError
 from keepstep.protocol import messages as msg
 from keepstep.protocol.relay.bundle import PacketBundle
+from keepstep.protocol.transfer.directory import PublishingNode
 from keepstep.transports.interface import Arrival, Connected, RelayLost
 from keepstep.transports.relay import connections
 from keepstep.transports.relay.connections import RelayedNodeConnections
 from keepstep.transports.rpc.client import RpcControllerConnection
+from keepstep.transports.rpc.directory import DirectoryCaller
 from keepstep.trust import certificates
 from keepstep.trust.credentials import Credentials
 from keepstep.trust.tokens import Claim, Role, Secret
@@ -155,7 +159,7 @@ def test_the_agents_of_a_relay_that_is_lost_connect_again_and_it_comes_back(numb
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_node_that_speaks_for_another_is_cut_off_and_no_other_one() -> None:
+def test_a_node_that_reports_for_another_is_cut_off_and_no_other_one() -> None:
     async def lie() -> None:
         async with job() as served:
             served.agents["node-0"].send(beat("node-1"))
@@ -195,3 +199,32 @@ def test_the_relays_end_with_the_connections() -> None:
     for pid in asyncio.run(end()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_every_relay_knows_where_weights_are_published_whichever_was_told() -> None:
+    """The kernel chooses the relay of each connection: hardly ever the same one for all of these."""
+
+    def caller(made: Job, role: Role, name: str) -> DirectoryCaller:
+        return DirectoryCaller([f"127.0.0.1:{made.port}"], Credentials.of(made.secret, Claim(role, name)))
+
+    def find_all(made: Job) -> None:
+        with contextlib.ExitStack() as stack:
+            publishers = [caller(made, Role.PUBLISHER, name) for name in NODES]
+            receivers = [caller(made, Role.RECEIVER, f"e{number}") for number in range(6)]
+            for each in (*publishers, *receivers):
+                stack.callback(each.close)
+            for name, publisher in zip(NODES, publishers, strict=True):
+                publisher.find(f"{name}:1")
+            expected = tuple(PublishingNode(name, f"{name}:1") for name in NODES)
+            until_s = time.monotonic() + DEADLINE_S
+            for receiver in receivers:
+                while (found := receiver.find(None)) != expected:
+                    assert time.monotonic() < until_s, found
+                    threading.Event().wait(0.02)
+
+    async def test() -> None:
+        async with job() as made:
+            await asyncio.to_thread(find_all, made)
+
+    asyncio.run(test())

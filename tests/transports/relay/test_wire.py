@@ -20,7 +20,7 @@ def test_an_upward_frame_comes_out_as_it_went_in() -> None:
 
 
 def test_a_relay_makes_the_packets_that_the_controller_would_have_made() -> None:
-    frame = wire.Downward(True, tuple(wire.encoded_bundles([ORDERS])), (), (("node-3", "it lies"),))
+    frame = wire.Downward(True, tuple(wire.encoded_bundles([ORDERS])), (), (("node-3", "it lies"),), ())
     arrived = wire.decode_downward(wire.encode(frame))
     assert (arrived.has_taken, arrived.refused) == (True, (("node-3", "it lies"),))
     (bundle,) = arrived.bundles

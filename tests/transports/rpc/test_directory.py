@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
 
-from keepstep.errors import ConfigurationError, KeepstepError, PeerLost, TokenRefused
+from keepstep.errors import KeepstepError, PeerLost, RemoteProtocolError, TokenRefused
 from keepstep.launcher.cluster import weights
 from keepstep.launcher.cluster.weights import Publishers
 from keepstep.protocol.transfer.directory import PublishingNode
@@ -65,7 +65,7 @@ def test_publishers_announce_themselves_and_others_hear_of_them() -> None:
             assert await find(caller(endpoint)) == ()
             first = PublishingNode("t0", "10.0.0.1:5")
             assert await find(caller(endpoint, role=Role.PUBLISHER, name="t0"), first.address) == (first,)
-            assert await find(caller("127.0.0.1:9", endpoint)) == (first,)  # nobody at the first one
+            assert await find(caller("127.0.0.1:9", endpoint)) == (first,)  # no process at the first one
 
     run(test)
 
@@ -89,7 +89,8 @@ def test_who_may_not_ask_or_announce(role: Role, secret: Secret, own_address: st
 
 
 @pytest.mark.parametrize(
-    ("is_there", "error", "told"), [(True, ConfigurationError, "--peer and --from"), (False, PeerLost, "no controller")]
+    ("is_there", "error", "told"),
+    [(True, RemoteProtocolError, "refuses: Method not found"), (False, PeerLost, "no controller")],
 )
 def test_a_controller_that_does_not_tell(is_there: bool, error: type[KeepstepError], told: str) -> None:
     async def test() -> None:

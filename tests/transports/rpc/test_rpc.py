@@ -1,4 +1,4 @@
-"""Agents and a controller over gRPC: what is said arrives, whoever may not speak is refused, and it is known who."""
+"""Agents and a controller over gRPC: messages arrive, callers without a token are refused by address."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_controller_that_comes_back_is_found_again() -> None:
                 line = first.line(first.credentials("a"))
                 running = asyncio.create_task(line.run())
                 assert await line.receive() == Connected()
-            line.send(ClockAsked("a", 1))  # to nobody
+            line.send(ClockAsked("a", 1))  # to no process
             async with served(port=first.port, secret=first.secret) as second:
                 assert await line.receive() == Connected()
                 assert await second.connections.receive() == Arrival("a", Connected())
@@ -139,9 +139,9 @@ def test_an_endpoint_that_does_not_answer_does_not_keep_an_agent_from_another(
 
     async def whole() -> None:
         async with asyncio.timeout(3 * DEADLINE_S):
-            with socket.create_server(("127.0.0.1", 0)) as nobody, socket.socket() as later:
+            with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as later:
                 later.bind(("127.0.0.1", 0))  # refuses
-                ports = [nobody.getsockname()[1], later.getsockname()[1]]
+                ports = [silent.getsockname()[1], later.getsockname()[1]]
                 random.Random(seed).shuffle(ports)
                 own = Served(None, 0, secret, True)  # type: ignore[arg-type]  # not served
                 line = own.line(own.credentials("a"), ports=ports)
@@ -181,7 +181,7 @@ def test_a_controller_that_lets_an_agent_in_and_refuses_what_it_says_is_none() -
                 controller.connections.refuse((await controller.connections.receive()).node, "of another run")
 
         refusing = asyncio.create_task(refuse())
-        with pytest.raises(PeerLost, match=r"no controller was to be reached for 1 s; .*: of another run"):
+        with pytest.raises(PeerLost, match=r"no controller was reachable for 1 s; .*: of another run"):
             await controller.line(controller.credentials("a"), patience_s=1.0).run()
         refusing.cancel()
         await asyncio.wait({refusing})
@@ -192,9 +192,9 @@ def test_a_controller_that_lets_an_agent_in_and_refuses_what_it_says_is_none() -
 
 def test_patience_has_an_end() -> None:
     async def whole() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as nobody:  # accepts, and says nothing
-            controller = Served(None, nobody.getsockname()[1], Secret.new(), True)  # type: ignore[arg-type]  # not served
-            with pytest.raises(PeerLost, match=r"no controller was to be reached for 0\.1 s"):
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+            controller = Served(None, silent.getsockname()[1], Secret.new(), True)  # type: ignore[arg-type]  # not served
+            with pytest.raises(PeerLost, match=r"no controller was reachable for 0\.1 s"):
                 await controller.line(controller.credentials("a"), patience_s=0.1).run()
 
     asyncio.run(whole())
@@ -324,7 +324,7 @@ def test_connections_leave_open_files_for_the_controller(monkeypatch: pytest.Mon
         assert server.num_connections() == num
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_that_is_taken_is_reported() -> None:
     async def scene(controller: Served) -> None:
         with pytest.raises(
             ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{controller.port}: Address already"
@@ -375,7 +375,7 @@ def test_a_call_beyond_the_limit_is_refused_before_it_is_read() -> None:
 
 
 def channel_to(controller: Served) -> grpc.aio.Channel:
-    """A channel of somebody who knows the authority, and need not be an agent."""
+    """A channel of a caller that knows the authority, and need not be an agent."""
     where = f"127.0.0.1:{controller.port}"
     if not controller.is_tls:
         return grpc.aio.insecure_channel(where)

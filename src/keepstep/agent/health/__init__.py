@@ -1,1 +1,1 @@
-"""Whether the node's devices are well: what NVML shows of them, what follows from it, and what the agent does then."""
+"""Health of the node's devices: conditions that NVML reports, the resulting action, and the agent's reaction."""

@@ -1,9 +1,10 @@
-"""What can be wrong with a device, and what follows from it: the only place where that is decided.
+"""Conditions of a device and their actions: the only place that decides them.
 
-Nothing here knows NVML. Meanings and recommendations of Xids are those of NVIDIA's Xid catalog for Ampere and newer
-GPUs (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, as of October 2025). Where it recommends to
-reset the GPU or to restart the machine, the action is `HealthAction.REPLACE`. Where it recommends to restart the
-application or to ignore the Xid, the action is `HealthAction.WARN`. A comment stands where this table differs.
+This module does not use NVML. Meanings and recommendations of Xids are those of NVIDIA's Xid catalog for Ampere and
+newer GPUs (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, as of October 2025). Where it
+recommends to reset the GPU or to restart the machine, the action is `HealthAction.REPLACE`. Where it recommends to
+restart the application or to ignore the Xid, the action is `HealthAction.WARN`. A comment stands where this table
+differs.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ RULES: Mapping[DeviceCondition, Rule] = {
     ),
     DeviceCondition.THERMAL: Rule(HealthAction.WARN, "it is too hot, and its clocks are lowered"),
     DeviceCondition.POWER_BRAKE: Rule(HealthAction.WARN, "the machine's power supply has its clocks lowered"),
-    DeviceCondition.UNREADABLE: Rule(HealthAction.WARN, "nothing is known of its health"),
+    DeviceCondition.UNREADABLE: Rule(HealthAction.WARN, "its health is unknown"),
 }
 
 XIDS: Mapping[int, Rule] = {

@@ -1,4 +1,4 @@
-"""What an agent does about the devices of its node, as far as ``--health`` lets it."""
+"""The agent's reaction to the health of its node's devices, as set by ``--health``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a node's devices: once of each thing, from what NVML shows. Pure: time is an argument."""
+"""Reports on a node's devices, once for each condition, from NVML's data. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeviceReading:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthFinding:
-    """Something that is to be told of a device, for the first time."""
+    """A new condition of a device, to be reported."""
 
     device: int
     """Its place among the devices of the node."""

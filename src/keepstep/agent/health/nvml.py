@@ -1,7 +1,7 @@
-"""NVML, as far as it is needed: which devices there are, a look at each, and Xids as they come.
+"""The used part of NVML: the devices, their counters, and Xid events.
 
 The binding is `pynvml` of the package nvidia-ml-py, imported only here and only when a node's health is read. This file
-decides nothing. One thread makes all calls, for any of them may take long.
+decides nothing. One thread makes all calls, because any of them may take long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The thread that reads the devices, and what is made of it on the agent's event loop."""
+"""The thread that reads the devices, and the processing of its results on the agent's event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keepstep.agent.health.nvml import DeviceReader
 from keepstep.errors import ConfigurationError
 
 WAIT_S = 1.0
-"""How long one wait for an Xid takes at the most: so soon the thread sees that it is to end."""
+"""How long one wait for an Xid takes at most: after this time the thread sees that it must end."""
 LOOK_EVERY_S = 5.0
 """Each look costs some milliseconds a device. Xids do not wait for it."""
 OPEN_DEADLINE_S = 60.0

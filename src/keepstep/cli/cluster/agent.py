@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("keepstep agent")
     parser.add_argument(
         "--controller", required=True, metavar="HOST:PORT[,HOST:PORT]",
-        help="where the controller listens, and where one that stands by for it will",
+        help="endpoint of the controller, and of its standby",
     )  # fmt: skip
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     chosen = parse_flags(parser, arguments)
@@ -46,12 +46,12 @@ def run_one_of_several(arguments: argparse.Namespace) -> int:
     elif arguments.master_addr != LOOPBACK:  # torchrun's default, which no other node can reach
         endpoint = endpoint_of("--master-addr", f"{arguments.master_addr}:{arguments.master_port or MASTER_PORT}")
     else:
-        raise ConfigurationError(f"--nnodes {arguments.nnodes}: name where they meet with --rdzv-endpoint HOST:PORT")
+        raise ConfigurationError(f"--nnodes {arguments.nnodes}: set their rendezvous with --rdzv-endpoint HOST:PORT")
     return serve_node(arguments, (endpoint,), may_host=True)
 
 
 def serve_node(arguments: argparse.Namespace, endpoints: tuple[str, ...], *, may_host: bool) -> int:
-    """Serves this node until the job has ended, with the controller if it is to be hosted here.
+    """Serves this node until the job has ended, with the controller if this node hosts it.
 
     Args:
         arguments: of the command line.
@@ -91,7 +91,7 @@ def hosted_weights(arguments: argparse.Namespace, place: NodePlace, endpoints: t
     command = [sys.executable, "-m", "keepstep.cli.main", "weights", "serve", arguments.weights]
     command += ["--parent", str(os.getpid()), "--node", place.node, "--listen", arguments.weights_listen or f"{host}:0"]
     command += ["--job", ",".join(endpoints), "--job-tls", arguments.tls, "--deadline", str(arguments.weights_deadline)]
-    command += ["--tls"] if arguments.weights_tls else []
+    command += ["--transport", arguments.weights_transport, *(["--tls"] if arguments.weights_tls else [])]
     return HostedWeights(tuple(command), secret.text())
 
 

@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="keepstep controller", description="Decides for a job whose agents run elsewhere."
+        prog="keepstep controller", description="Runs the controller of a job whose agents run elsewhere."
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where agents connect; one interface")
     parser.add_argument("--nnodes", required=True, help="nodes that hold ranks, or MIN:MAX; more than MIN hold spares")
@@ -84,15 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--continue", dest="is_continuing", action="store_true",
-        help="go on with the unfinished run in the folder: its controller has died, and its agents have not",
+        help="continue the unfinished run in the folder, whose controller has died",
     )  # fmt: skip
     how.add_argument(
         "--standby", action="store_true",
-        help="wait until the controller of the run in the folder is gone, then go on in its place",
+        help="wait until the controller of the run in the folder has failed, then take over",
     )  # fmt: skip
     parser.add_argument(
         "--takeover-after", type=float, default=HOLD_S, metavar="SECONDS",
-        help="not heard of for so long, this controller is taken for gone by others (default: %(default)s)",
+        help="another controller takes over if this one does not renew its lease for this long (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--relays", type=int, metavar="N",

@@ -83,13 +83,12 @@ def _refuse_what_has_no_meaning(chosen: argparse.Namespace, parser: argparse.Arg
     for name in OF_ONE_NODE:
         if str(getattr(chosen, name)) != str(parser.get_default(name)):
             raise ConfigurationError(
-                f"--{name.replace('_', '-')}: --engine ray finds the nodes, names them and shares out a secret of its "
-                "own, so leave it out"
+                f"--{name.replace('_', '-')}: --engine ray finds and names the nodes, and has its own secret, so "
+                "leave it out"
             )
     if not str(chosen.nproc_per_node).isdecimal():
         raise ConfigurationError(
-            f"--nproc-per-node {chosen.nproc_per_node}: this machine may be another kind than Ray's nodes, "
-            "so give a number"
+            f"--nproc-per-node {chosen.nproc_per_node}: this machine may differ from Ray's nodes, so give a number"
         )
     if not chosen.ray_timeout > 0:
         raise ConfigurationError(f"--ray-timeout {chosen.ray_timeout}: must be positive")

@@ -14,12 +14,10 @@ from keepstep.trust.tokens import Claim, Role, Secret, write_private
 
 def main(arguments: list[str]) -> int:
     """Makes a new secret, or credentials with one, and prints them or writes them to a file."""
-    parser = argparse.ArgumentParser(
-        prog="keepstep token", description="Makes what the nodes of a job need to trust one another."
-    )
+    parser = argparse.ArgumentParser(prog="keepstep token", description="Creates the credentials of a job's nodes.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--new", action="store_true", help="a secret for a job; its holder can speak for any node")
-    what.add_argument("--node", metavar="NAME", help="credentials for one agent, good for this node's name only")
+    what.add_argument("--new", action="store_true", help="a secret for a job; its holder can act as any node")
+    what.add_argument("--node", metavar="NAME", help="credentials for one agent, valid for this node's name only")
     what.add_argument("--receiver", metavar="NAME", help="a token for one node that receives published weights")
     parser.add_argument("--out", metavar="FILE", help="write it to a new file that only its owner can read")
     add_secret_flag(parser)

@@ -1,1 +1,1 @@
-"""What `keepstep top` shows."""
+"""The screen of `keepstep top`."""

@@ -1,4 +1,4 @@
-"""Where every rank of a run is at present: the lines of `keepstep top`."""
+"""The current position of every rank of a run: the lines of `keepstep top`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `keepstep top` shows of a run: one frame."""
+"""One frame of `keepstep top`."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Screen:
         title = Text("keepstep top", style="bold")
         title.append(f"  {' '.join(run.info.command)}", style="default")
         right = Text(
-            f"{_clock(run.now_s - run.info.started_ns / 1e9)}  run {run.info.run}  q leaves", style="bright_black"
+            f"{_clock(run.now_s - run.info.started_ns / 1e9)}  run {run.info.run}  q quits", style="bright_black"
         )
         spares = job.roster.num_ready_spares
         wanted = job.settings.num_spares
@@ -176,6 +176,8 @@ class Screen:
         if run.snapshots.num_taken:
             newest = run.snapshots.newest(job.settings.world_size)
             items.append(_item("newest snapshot", "-" if newest is None else f"step {newest}"))
+            if num_undoubled := len(run.snapshots.undoubled):
+                items.append(_item("ranks without a second copy", num_undoubled, "bold yellow"))
         items += [_item("recoveries", len(run.scenes)), _item("lost ranks", num_lost)]
         if num_stragglers := sum(bool(place.stragglings) for place in places):
             items.append(_item("stragglers", num_stragglers, "bold yellow"))
@@ -197,7 +199,7 @@ class Screen:
         return Text(str(run.job.stage), style=STAGE_STYLES.get(run.job.stage, "default"))
 
     def _rate_bars(self) -> str:
-        """How many steps were completed in each stretch of time of late."""
+        """Completed steps in each recent interval."""
         pace, run = self._run.pace, self._run
         num_whole = max(0, round(run.now_s * 1e9) - run.info.started_ns) // pace.bucket_ns
         counts = (pace.buckets + [0] * RATE_COLUMNS)[:num_whole][-RATE_COLUMNS:]

@@ -195,7 +195,7 @@ const feed = new Feed(model, () => {
   lanes.restart();
   view.restart();
   feed.last = undefined;
-  panels.note("Another run has started in this place. Showing it from its beginning.");
+  panels.note("Another run has started in this folder. Showing it from its start.");
 });
 
 /** Shows a recovery: from a bit before the failure until a bit after training went on. */

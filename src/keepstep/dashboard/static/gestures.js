@@ -405,7 +405,7 @@ export class Tooltip {
     }
     if (phase) {
       const name = phase.phase === SYNCED ? "waits at the gradient barrier" : PHASES[phase.phase];
-      const undone = model.isUndone(phase.generation, phase.step) ? "undone, computed again later" : null;
+      const undone = model.isUndone(phase.generation, phase.step) ? "undone, recomputed later" : null;
       return [
         `${lane.name} · ${name}, step ${phase.step}`,
         alarm,

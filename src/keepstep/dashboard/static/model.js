@@ -418,7 +418,7 @@ export class Model {
     return last && last.resumed === null && !last.superseded && !this.run?.ended ? last : null;
   }
 
-  /** @returns {number} how long a step takes of late, in microseconds, or 0 */
+  /** @returns {number} recent duration of a step in microseconds, or 0 */
   get stepTime() {
     const rate = this.job?.steps_per_s;
     if (rate) return 1e6 / rate;

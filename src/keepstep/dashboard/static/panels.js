@@ -59,15 +59,15 @@ export class Panels {
   makeCards() {
     const kinds = [
       ["step", "Step", "The step that the ranks compute, or compute next"],
-      ["steps-per-s", "Steps per second", "Completed steps per second, of late"],
+      ["steps-per-s", "Steps per second", "Completed steps per second, recently"],
       [
         "goodput",
         "Goodput so far",
-        "The share of the time since the first step in which steps were computed that stayed",
+        "The share of the time since the first step that went into committed steps",
       ],
       ["failures", "Failures", "Ranks that were lost"],
-      ["recoveries", "Recoveries", "Failures together may need one recovery"],
-      ["spares", "Spares ready", "Warm processes that can take a rank at once, of those wanted"],
+      ["recoveries", "Recoveries", "Several failures may share one recovery"],
+      ["spares", "Spares ready", "Warm processes that can take a rank at once, and the wanted number"],
       ["gap", "Last gap", "From the last failure until the first step after it was completed"],
     ];
     for (const [id, name, title] of kinds) {
@@ -161,7 +161,7 @@ export class Panels {
       [kind, sign, text] = [
         "calm",
         "✓",
-        `No failure so far. If a rank is lost now, ${helper} takes over and training goes on from the same step.`,
+        `No failure so far. If a rank is lost now, ${helper} takes over and training continues from the same step.`,
       ];
     } else if (model.run) {
       const { world_size: ranks, num_spares: spares } = model.run;
@@ -186,7 +186,7 @@ export class Panels {
   sentenceOfReport() {
     const { run, now } = this.model;
     if (run.is_alive) return `The job still ran when this report was written, after ${duration(now)}.`;
-    return `The job's launcher is gone and has not written how the run ended. The last news came after ${duration(now)}.`;
+    return `The job's launcher is gone and has not written how the run ended. The last event was after ${duration(now)}.`;
   }
 
   sentenceOfEnd() {
@@ -332,7 +332,7 @@ export class Panels {
               { class: "quiet" },
               element("span"),
               element("b"),
-              element("span", {}, "Nothing of this kind."),
+              element("span", {}, "No such events."),
             ),
           ]),
     );
@@ -391,15 +391,17 @@ export class Panels {
 /** How many steps came again, and whether any rank went back to a snapshot. */
 function againText({ steps_recomputed: again, origins }) {
   const loaded = Object.values(origins).includes("snapshot in memory") ? " · snapshot" : "";
-  return (again ? `${plural(again, "step")} again` : "none again") + loaded;
+  return (again ? `${plural(again, "step")} recomputed` : "none recomputed") + loaded;
 }
 
 function stepTitle(snapshots) {
   const title = "The step that the ranks compute, or compute next";
   if (!snapshots) return title;
-  const { step, every, bytes } = snapshots;
+  const { step, every, bytes, without_second_copy: lone } = snapshots;
   const newest = step === null ? "" : `, the newest of all of step ${step}`;
-  return `${title}. Snapshots every ${plural(every ?? 1, "step")}${newest}, together ${(bytes / 1e6).toFixed(1)} MB`;
+  const missing = lone ? `; ${plural(lone, "rank")} without a second copy, for want of memory` : "";
+  const size = `together ${(bytes / 1e6).toFixed(1)} MB`;
+  return `${title}. Snapshots every ${plural(every ?? 1, "step")}${newest}, ${size}${missing}`;
 }
 
 function stack(parts) {

@@ -6,11 +6,11 @@ import { PARTS, plural, sentenceOf } from "./words.js";
 
 const MEANINGS = {
   detect: "until the controller learned of it",
-  stop: "until all survivors stood still and what was lost was gone",
+  stop: "until all survivors had stopped and the lost processes were gone",
   decide: "until the step to resume at and the replacements were fixed",
-  reset: "until the process groups were connected anew",
-  restore: "until every rank stood at that step",
-  resume: "until that step was completed, its computation included",
+  reset: "until the process groups were reconnected",
+  restore: "until every rank was at that step",
+  resume: "until that step was completed, including its computation",
   gap: "all of it",
 };
 
@@ -22,7 +22,7 @@ export function tellStory({ numbers, page }, model) {
   const begun = new Date(run.started_unix_ms).toISOString().replace("T", " ").slice(0, 19);
   const parts = [
     `Run ${run.id}: ${plural(run.world_size, "rank")} and ${plural(run.num_spares, "spare")} on ${numbers.node}`,
-    `begun ${begun} UTC`,
+    `started ${begun} UTC`,
     `${duration(numbers.duration_s * 1e6)} long`,
     `${plural(numbers.spares_used, "rank")} taken by another worker`,
     `written by keepstep ${run.version}`,
@@ -51,7 +51,7 @@ function tellRestart({ num_failures: failures, startup_s: startup, lost_s: lost,
     ),
   );
   $("restart-sum").textContent =
-    `Reckoned, not measured: ${plural(failures, "failure")} × (start of the job + interval / 2). ` +
+    `Estimated, not measured: ${plural(failures, "failure")} × (start of the job + interval / 2). ` +
     `The start of this job took ${duration(startup * 1e6)}, from its launch to its first forward.`;
   $("restart").hidden = false;
 }

@@ -143,7 +143,7 @@ export class Timeline {
       const [x0, x1] = this.missing.map((time) => this.x(time));
       this.fill(colors.future, x0, AXIS, x1 - x0, bottom - AXIS);
       this.text(
-        source.isLive ? "loading older phases …" : "no phases are kept of this time",
+        source.isLive ? "loading older phases …" : "no phases recorded for this time",
         (Math.max(x0, GUTTER) + Math.min(x1, this.width)) / 2,
         AXIS + 14,
         colors.quiet,

@@ -51,7 +51,7 @@ export function sentenceOf(recovery) {
   const isLoss = recovery.failures.length > 0;
   const who = isLoss
     ? `${capital(whoWasLost(recovery))} ${verb} lost${where(recovery)} (${causeOf(recovery)}).`
-    : `${capital(recovery.detail.trim().replace(/\.$/, ""))}. No rank was lost: the groups were connected anew.`;
+    : `${capital(recovery.detail.trim().replace(/\.$/, ""))}. No rank was lost: the groups were reconnected.`;
   return `${who} ${outcomeOf(recovery)}`;
 }
 
@@ -73,8 +73,8 @@ function loadedText({ origins = {}, resume_step: step }) {
 }
 
 function outcomeOf({ replacements, sources, received_bytes: bytes, steps_recomputed: again, ...recovery }) {
-  if (recovery.until === null) return "It was not repaired, or not yet.";
-  if (recovery.resumed === null) return "Another failure came before this one was repaired.";
+  if (recovery.until === null) return "The recovery is not complete.";
+  if (recovery.resumed === null) return "Another failure interrupted this recovery.";
   const took =
     replacements.length === 0
       ? ""
@@ -86,6 +86,6 @@ function outcomeOf({ replacements, sources, received_bytes: bytes, steps_recompu
   const state = (replacements.length && sources.length ? `${size} came from ${from}. ` : "") + loadedText(recovery);
   const gap = recovery.milliseconds.gap;
   const after = gap === null ? duration(recovery.resumed - recovery.since) : `${milliseconds(gap)} ms`;
-  const cost = `${after}, ${again ? plural(again, "step") : "no step"} again`;
-  return `${took}${state}Training went on from step ${recovery.resume_step}. Cost: ${cost}.`;
+  const cost = `${after}, ${again ? plural(again, "step") : "no step"} recomputed`;
+  return `${took}${state}Training resumed at step ${recovery.resume_step}. Cost: ${cost}.`;
 }

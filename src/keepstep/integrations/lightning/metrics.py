@@ -38,13 +38,18 @@ _HERE = "."
 """Stands for the working directory, where values leave the process."""
 
 
-def local_values(trainer: Trainer) -> dict[str, Any]:
-    """What this rank has for itself, as plain values and tensors that nobody else holds."""
+def local_values(trainer: Trainer, metrics: dict[str, Metric]) -> dict[str, Any]:
+    """What this rank has for itself, as plain values and tensors that nobody else holds.
+
+    Args:
+        trainer: whose.
+        metrics: those of its module (`metrics_of`).
+    """
     connector = trainer._logger_connector
     values: dict[str, Any] = copied(
         {
             "results": _results(trainer.fit_loop.epoch_loop._results),
-            "metrics": {name: _metric(metric) for name, metric in _metrics(trainer.lightning_module).items()},
+            "metrics": {name: _metric(metric) for name, metric in metrics.items()},
             "connector": {name: getattr(connector, name) for name in _CONNECTOR},
             "callbacks": [_monitor(callback) for callback in monitors(trainer)],
         }
@@ -58,7 +63,7 @@ def put_local_values(trainer: Trainer, values: dict[str, Any]) -> None:
     results = trainer.fit_loop.epoch_loop._results
     results.clear()
     results.batch = results.batch_size = results.dataloader_idx = None
-    modules = _metrics(trainer.lightning_module)
+    modules = metrics_of(trainer.lightning_module)
     for name, content in values["metrics"].items():
         _put_metric(modules[name], content)
     for key, content in values["results"].items():
@@ -145,7 +150,8 @@ def _result(trainer: Trainer, content: dict[str, Any], modules: dict[str, Metric
 # ---- torchmetrics ---------------------------------------------------------------------------------------------------
 
 
-def _metrics(module: LightningModule) -> dict[str, Metric]:
+def metrics_of(module: LightningModule) -> dict[str, Metric]:
+    """A module's metrics, by the names of its parts: a large one has hundreds to look at."""
     return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
 
 

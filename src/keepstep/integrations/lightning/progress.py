@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -37,11 +38,11 @@ class LightningProgress:
         return {
             "place": {name: getattr(self, name) for name in ("unit", "is_in_epoch", "is_pending")},
             "loops": _state_of(fit_loop),
-            "flags": [{name: vars(loop).get(name) for name in _FLAGS} for loop in _loops(fit_loop)],
+            "flags": [{name: vars(loop).get(name) for name in _FLAGS} for loop in self._loops],
             "has_validated": fit_loop.epoch_loop.val_loop._has_run,
             "stops": trainer.should_stop,
             "accumulate": trainer.accumulate_grad_batches,
-            "callbacks": [callback.state_dict() for callback in self._callbacks()],
+            "callbacks": [callback.state_dict() for callback in self._callbacks],
         }
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
@@ -50,15 +51,20 @@ class LightningProgress:
         fit_loop = trainer.fit_loop
         vars(self).update(content["place"])
         fit_loop.load_state_dict(content["loops"])
-        for loop, flags in zip(_loops(fit_loop), content["flags"], strict=True):
+        for loop, flags in zip(self._loops, content["flags"], strict=True):
             vars(loop).update({name: value for name, value in flags.items() if name in vars(loop)})
         fit_loop.epoch_loop._skip_next_val = False
         fit_loop.epoch_loop.val_loop._has_run = content["has_validated"]
         trainer.should_stop = content["stops"]
         trainer.accumulate_grad_batches = content["accumulate"]
-        for callback, state in zip(self._callbacks(), content["callbacks"], strict=True):
+        for callback, state in zip(self._callbacks, content["callbacks"], strict=True):
             callback.load_state_dict(state)
 
+    @functools.cached_property
+    def _loops(self) -> list[_Loop]:
+        return _loops(self._trainer.fit_loop)
+
+    @functools.cached_property
     def _callbacks(self) -> list[Callback]:
         """Those with a state of their own that is the same on all ranks."""
         apart = monitors(self._trainer)

@@ -28,11 +28,12 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from keepstep.integrations.lightning.attributes import OwnAttributes, bare_callbacks
 from keepstep.integrations.lightning.batches import TrainingBatches
 from keepstep.integrations.lightning.files import Logs, WrittenCheckpoints
-from keepstep.integrations.lightning.metrics import copied, local_values, put_local_values
+from keepstep.integrations.lightning.metrics import copied, local_values, metrics_of, put_local_values
 from keepstep.integrations.lightning.progress import LightningProgress
-from keepstep.worker.loop.foreign import ForeignLoop, numbered
+from keepstep.worker.loop.foreign import ForeignLoop, numbered, warn_of_tensors
 from keepstep.worker.session import Session
 from keepstep.worker.values.attributes import from_bytes, to_bytes
 
@@ -75,6 +76,8 @@ class LightningTraining:
         self._module = trainer.lightning_module
         self._forward = self._module.forward
         self._logs, self._written = logs, WrittenCheckpoints()
+        self._metrics = metrics_of(self._module)
+        """As they were at the beginning of the epoch, or of this process's part of it."""
         self._loop = ForeignLoop(session.begin)
         self._progress = LightningProgress(trainer)
         self._own: Any = None
@@ -110,6 +113,9 @@ class LightningTraining:
     def _begin(self) -> None:
         trainer, strategy = self._trainer, self._trainer.strategy
         register_optimizer_step_pre_hook(self._before_update)  # in front of keepstep's own, which passes the barrier
+        self._attributes = OwnAttributes(trainer)
+        if self._session.is_main:
+            warn_of_tensors(bare_callbacks(trainer), [self._module], "give it state_dict() and load_state_dict()")
         self._own = self._session.state("trainer", per_rank=True, values=_packed(self._local_values()))
         optimizers = [each for each in strategy.optimizers if not isinstance(each, _MockOptimizer)]
         schedulers = [each.scheduler for each in strategy.lr_scheduler_configs]
@@ -132,6 +138,7 @@ class LightningTraining:
     def _run_epoch(self) -> None:
         """The present epoch, from where the training stands in it."""
         fit_loop, epoch_loop = self._fit_loop, self._epoch_loop
+        self._metrics = metrics_of(self._module)
         if not self._progress.is_in_epoch:
             self._seed()
             fit_loop.on_advance_start()
@@ -163,6 +170,7 @@ class LightningTraining:
     def _handed_out(self) -> None:
         self._is_shared = self.has_stepped = False
         self._kept = self._progress.unit, self._local_values()
+        self._attributes.take()
         self._seed()
 
     def _put(self) -> None:
@@ -179,6 +187,10 @@ class LightningTraining:
         put_local_values(trainer, values["trainer"])
         self._logs.rewind(values["logs"])
         self.output = values["output"]
+        if is_own:
+            self._attributes.put_back()
+        else:
+            self._attributes.put_changed(values["attributes"])
         if not is_own and self._progress.is_in_epoch and not self._progress.is_pending:
             self._note_metrics()
         if trainer.is_global_zero:
@@ -197,9 +209,10 @@ class LightningTraining:
 
     def _local_values(self) -> dict[str, Any]:
         return {
-            "trainer": local_values(self._trainer),
+            "trainer": local_values(self._trainer, self._metrics),
             "logs": self._logs.positions(),
             "output": _carried(self.output),
+            "attributes": self._attributes.changed(),
         }
 
     def _before_update(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:

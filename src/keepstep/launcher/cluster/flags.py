@@ -1,7 +1,7 @@
-"""The flags of a job on several nodes, and what comes of them: the controller's address, and the number of nodes.
+"""The flags of a job on several nodes, and the settings derived from them.
 
-Nothing here imports torch, for a controller has no use for it and is to be back quickly; nor what certificates take,
-for `keepstep run` on one node has these flags too.
+This module does not import torch, because a controller does not need it and must restart quickly; nor cryptography,
+because `keepstep run` on one node has these flags too.
 """
 
 from __future__ import annotations
@@ -89,24 +89,30 @@ class Shape:
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of a process that serves as one of several nodes."""
     own = parser.add_argument_group("keepstep on several nodes")
-    own.add_argument("--node-name", help="what no other node is called (default: the host's name, and --node-rank)")
-    own.add_argument("--domain", default="", help="what fails together with this node: a rack, a switch")
-    own.add_argument("--slots-per-node", type=int, metavar="N", help="room for so many workers, spares among them")
+    own.add_argument("--node-name", help="unique name of the node (default: the host's name, and --node-rank)")
+    own.add_argument("--domain", default="", help="failure domain of this node: a rack, a switch")
+    own.add_argument(
+        "--slots-per-node", type=int, metavar="N", help="number of workers that the node can hold, including spares"
+    )
     own.add_argument(
         "--controller-timeout", type=float, default=PATIENCE_S, metavar="SECONDS",
-        help="how long a node goes on without its controller (default: %(default)s)",
+        help="how long a node continues without its controller (default: %(default)s)",
     )  # fmt: skip
     own.add_argument("--token-file", help="this node's credentials, as 'keepstep token' prints them")
     add_controller_flags(own)
     own.add_argument(
         "--weights", metavar="FOLDER",
-        help="join the publishers in this folder to those of the other nodes, and lead nodes with engines to them",
+        help="connect the publishers in this folder to those of the other nodes, and accept nodes with engines",
     )  # fmt: skip
     own.add_argument(
         "--weights-listen", metavar="HOST:PORT",
-        help="where they reach this node for that (default: its own address, and any free port)",
+        help="address at which other nodes connect for that (default: this node's address, any free port)",
     )  # fmt: skip
-    own.add_argument("--weights-tls", action="store_true", help="encrypt these links; then on all nodes")
+    own.add_argument("--weights-tls", action="store_true", help="encrypt these connections; set it on all nodes")
+    own.add_argument(
+        "--weights-transport", choices=("tcp", "nixl"), default="tcp",
+        help="what nodes with engines may ask for; nixl: RDMA, too, without login or encryption (default: %(default)s)",
+    )  # fmt: skip
     own.add_argument(
         "--weights-deadline", type=float, default=30.0, metavar="SECONDS",
         help="the deadline_s of publish_weights (default: %(default)s)",
@@ -121,11 +127,11 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     own.add_argument(
         "--ray-bundle", type=_bundle, metavar="NAME=N,...",
-        help="what a node sets aside for the job, as in CPU=8,GPU=8 (default: a CPU for each of its workers)",
+        help="Ray resources reserved on each node, as in CPU=8,GPU=8 (default: a CPU for each of its workers)",
     )  # fmt: skip
     own.add_argument(
         "--ray-timeout", type=float, default=ENGINE_TIMEOUT_S, metavar="SECONDS",
-        help="how long Ray may take to find so many nodes (default: %(default)s)",
+        help="how long Ray may take to find the nodes (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -133,15 +139,15 @@ def add_controller_flags(parser: argparse._ActionsContainer) -> None:
     """Flags of a process that runs a controller, itself or as a child."""
     parser.add_argument(
         "--lease", type=float, default=LEASE_S, metavar="SECONDS",
-        help="a node not heard of for so long is given up (default: %(default)s)",
+        help="a node without a heartbeat for this long is evicted (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--min-nodes", type=int, metavar="N",
-        help="go on with so few nodes: ranks of those that are gone share the devices of others until they are back",
+        help="continue with as few as N nodes: ranks of lost nodes share the devices of others until they are back",
     )  # fmt: skip
     parser.add_argument(
         "--grace", type=float, metavar="SECONDS",
-        help="from SIGTERM until what still runs is killed: the ranks come to one step, save it, and get the signal "
+        help="time until remaining processes are killed; before, the ranks complete a step, save it, and get SIGTERM "
         f"(default: torchrun's --shutdown-timeout, else {GRACE_S:g})",
     )  # fmt: skip
     add_secret_flag(parser)
@@ -155,7 +161,7 @@ def add_placement_flags(parser: argparse._ActionsContainer) -> None:
     """Flags of every job that say which place a process is given."""
     parser.add_argument(
         "--quarantine", default=f"{QUARANTINE_FAILURES}:{QUARANTINE_WINDOW_S:g}", metavar="N:SECONDS|off",
-        help="use a node or device that failed N times within SECONDS only when no other spare is left "
+        help="use a node or device that failed N times within SECONDS only if no other spare is left "
         "(default: %(default)s)",
     )  # fmt: skip
 
@@ -304,7 +310,7 @@ def _address_towards(endpoint: str) -> str:
             except OSError:
                 continue
             return str(probe.getsockname()[0])
-    raise ConfigurationError(f"no way leads to {endpoint}; name this node's own address with --local-addr")
+    raise ConfigurationError(f"no route to {endpoint}; name this node's own address with --local-addr")
 
 
 def _resolved(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int]]]:

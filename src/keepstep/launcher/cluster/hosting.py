@@ -1,4 +1,4 @@
-"""The controller of a job as a child of the node that owns the endpoint: started, and started again when it dies."""
+"""The controller of a job as a child process on the node that owns the endpoint; restarted when it dies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HostedController:
             started_s = time.monotonic()
             code = await self._once(again)
             if code == EXIT_USAGE and not self._is_ending:
-                raise ConfigurationError("the controller of the job did not come up")
+                raise ConfigurationError("the controller of the job did not start")
             if self._is_ending or self._has_ended():
                 return code
             is_own = code != -signal.SIGKILL  # a kill from outside says nothing of how the next one will fare
@@ -62,7 +62,7 @@ class HostedController:
             if num_quick > MAX_QUICK_DEATHS:
                 raise ConfigurationError(f"the controller of the job died {num_quick} times in a row")
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            print(f"keepstep: the controller died ({how}): it is started again", file=sys.stderr, flush=True)
+            print(f"keepstep: the controller died ({how}); restarting it", file=sys.stderr, flush=True)
             again = ("--standby",) if code == EXIT_SUPERSEDED else ("--continue",)
             again += ("--drain",) if self._is_draining else ()
 

@@ -58,7 +58,7 @@ def run_node(options: NodeOptions, hosted: HostedController | None = None) -> En
     Raises:
         ConfigurationError: the controller does not let this node in, or does not come up; or another process of this
             machine serves the node.
-        PeerLost: no controller was to be reached for too long.
+        PeerLost: no controller was reachable for too long.
     """
     with _only_one(options):
         return asyncio.run(_run(options, hosted))
@@ -78,7 +78,7 @@ def _only_one(options: NodeOptions) -> Iterator[None]:
         except OSError:
             raise ConfigurationError(
                 f"node {options.agent.place.node!r} of the job at {options.endpoints[0]} is served by another process "
-                "of this machine: give each a --node-rank, or a --node-name, of its own"
+                "of this machine: give each its own --node-rank or --node-name"
             ) from None
         yield
 
@@ -179,7 +179,7 @@ class _Part:
         if self._agent.left is not None:
             return EndJob(self._agent.left.exit_code, self._agent.left.reason)
         if hosting is not None and hosting.done():
-            return EndJob(hosting.result() or EXIT_FAILED, "the job ended, and this node's agent was not told")
+            return EndJob(hosting.result() or EXIT_FAILED, "the job ended, and this node's agent was not informed")
         return signals.ended() or self._agent.deserted() or EndJob(EXIT_FAILED, "the agent ended before the job did")
 
     async def end(self) -> None:
@@ -204,4 +204,4 @@ async def _first_of(*awaited: asyncio.Future[Any] | None) -> None:
 
 
 def _tell_trouble(trouble: str) -> None:
-    print(f"keepstep: no connection to the controller, training goes on: {trouble}", file=sys.stderr, flush=True)
+    print(f"keepstep: no connection to the controller, training continues: {trouble}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A controller as a program of its own: it serves the agents of a job over the network, and may die and come back.
+"""A controller as a separate program: it serves the agents of a job over the network, and may be restarted.
 
 The controller that serves a run holds its lease, so there is one at a time, and another one can take its place.
 """
@@ -88,7 +88,7 @@ def run_controller(options: ControllerOptions) -> dict[str, Any]:
         if (stopped := asyncio.run(_await_turn(options, lease))) is not None:
             return {"exit_code": stopped.exit_code, "reason": f"{stopped.reason} while it waited"}
         if lease.taken_from is not None:
-            print(f"keepstep: takes the place of {lease.taken_from}", file=sys.stderr, flush=True)
+            print(f"keepstep: takes over from {lease.taken_from}", file=sys.stderr, flush=True)
         if options.is_continuing or (options.is_standby and _is_there(options.run_dir)):
             return _go_on(options, lease)
         info = runfolder.new_run(tuple(sys.argv), socket.gethostname(), options.recovery)
@@ -107,7 +107,7 @@ async def _await_turn(options: ControllerOptions, lease: RunLease) -> EndJob | N
             if options.is_standby:
                 _check_settings(options)
                 if not is_told:
-                    print(f"keepstep: stands by for {lease.served_by()}", file=sys.stderr, flush=True)
+                    print(f"keepstep: standby for {lease.served_by()}", file=sys.stderr, flush=True)
                     is_told = True
             elif lease.is_served:
                 raise ConfigurationError(

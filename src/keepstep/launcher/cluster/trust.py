@@ -1,4 +1,4 @@
-"""Who may speak in a job on several nodes: its secret, credentials and certificates, as flags and variables say."""
+"""Authentication in a job on several nodes: secret, credentials and certificates from flags and variables."""
 
 from __future__ import annotations
 

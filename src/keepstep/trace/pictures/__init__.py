@@ -1,1 +1,1 @@
-"""Pictures, traces and reports of a run, for people and for the viewers that they have."""
+"""Pictures, traces and reports of a run."""

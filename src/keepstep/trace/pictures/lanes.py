@@ -1,8 +1,8 @@
-"""What one recovery looked like: for each rank what it was at and when, and what all of them were at together.
+"""The lanes of one recovery: the activities of each rank over time, and those common to all ranks.
 
-Phases come from the ranks' own pages, spans of the recovery from the controller's journal. Where both say something of
-the same moment, an update that runs counts more than a span, and a span more than a phase: a survivor that was told to
-stop is stopping, in every phase of the step.
+Phases come from the ranks' own pages, spans of the recovery from the controller's journal. If both cover the same
+moment, a running update takes precedence over a span, and a span over a phase: a survivor that was ordered to stop is
+stopping, in every phase of the step.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def lost_stretches(scene: Scene, rank: int) -> Iterator[Stretch]:
     for failure, at_s in scene.failures():
         if failure.rank == rank and at_s < scene.record.begun_s:
             hangs = failure.cause in (Cause.HANG, Cause.STOPPED)
-            hint = "hangs" if hangs else "lost, not noticed yet"
+            hint = "hangs" if hangs else "lost, not detected yet"
             yield Stretch("silent", at_s, scene.record.begun_s, hint, None, scene.record.generation)
 
 

@@ -66,7 +66,7 @@ _LEGEND = {
     "backward": "backward",
     "optimizer": "optimizer",
     **{str(kind): label for kind, label in LABELS.items()},
-    "silent": "failed, not noticed yet",
+    "silent": "failed, not detected yet",
 }
 _WHERE: dict[str, str] = {
     Phase.STARTING: "before",
@@ -407,16 +407,16 @@ def _outcome(scene: Scene, has_ended: bool) -> str:
     gap_ms = record.milliseconds()["gap"]
     if gap_ms is None:
         if scene.overtaken_s is not None:
-            return _sentence(f"{where}the next failure came before this one was repaired")
+            return _sentence(f"{where}another failure interrupted this recovery")
         if has_ended:
-            return _sentence(f"{where}the job ended before this was repaired")
+            return _sentence(f"{where}the job ended during this recovery")
         is_over = scene.record.restored_s is not None
-        return _sentence(f"{where}{'the first step is being computed' if is_over else 'it is being repaired'}")
-    again = {0: "no step is computed again", 1: "that step is computed again"}
+        return _sentence(f"{where}{'the first step is being computed' if is_over else 'the recovery is in progress'}")
+    again = {0: "no step is recomputed", 1: "that step is recomputed"}
     steps = record.steps_recomputed
-    tail = f"; {again.get(steps, f'{steps} steps are computed again')}" if steps is not None else ""
+    tail = f"; {again.get(steps, f'{steps} steps are recomputed')}" if steps is not None else ""
     loaded = f", {text}," if (text := loaded_text(record)) else ""
-    return _sentence(f"{where}training goes on from step {record.resume_step}{loaded} after {gap_ms:,.0f} ms{tail}")
+    return _sentence(f"{where}training continues from step {record.resume_step}{loaded} after {gap_ms:,.0f} ms{tail}")
 
 
 def _sentence(text: str) -> str:

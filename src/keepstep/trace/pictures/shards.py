@@ -1,4 +1,4 @@
-"""What ranks hold, in the picture of a recovery: the state of each shard, and the snapshots of each rank."""
+"""Shards and snapshots in the picture of a recovery."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from keepstep.trace.record.phaselog import PhaseArray
 from keepstep.trace.timeline.run import Run
 from keepstep.trace.timeline.scene import Scene
 
-_BEGUN, _COMPLETE, _LOADED = (MOMENT_INDEX[moment] for moment in SnapshotMoment)
+_BEGUN, _COMPLETE = MOMENT_INDEX[SnapshotMoment.BEGUN], MOMENT_INDEX[SnapshotMoment.COMPLETE]
+_LOADED = MOMENT_INDEX[SnapshotMoment.LOADED]
 
 LOOK_BACK_S = 600.0
 """How long ago a snapshot may have been taken that is drawn as the one that was loaded."""

@@ -1,7 +1,7 @@
-"""How every kind of shape and of text looks: one table, for style sheets and for pixels.
+"""The style of every kind of shape and text: one table, for style sheets and for pixels.
 
-Colours are told apart by their lightness too, and each kind that covers an area has its pattern, so that a picture can
-be read by those who do not see the colours, and on paper.
+Colours also differ in lightness, and each kind that covers an area has a pattern, so that a picture is readable without
+colour vision and on paper.
 """
 
 from __future__ import annotations

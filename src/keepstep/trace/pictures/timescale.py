@@ -1,4 +1,4 @@
-"""From times to places: to scale, except that long stretches in which nothing changes may be cut, visibly."""
+"""Maps times to positions: to scale, except that long stretches without a change may be cut, visibly."""
 
 from __future__ import annotations
 

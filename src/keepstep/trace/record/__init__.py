@@ -1,1 +1,1 @@
-"""A run's folder: what is written there while the job runs, and how it is read, also while it still grows."""
+"""A run's folder: the files written while the job runs, and their readers, which work while the files grow."""

@@ -1,8 +1,8 @@
-"""The clock of a job: all times of its journal are on it, also after its controller has moved to another machine.
+"""The clock of a job: all times of its journal use it, also after its controller has moved to another machine.
 
-It begins as the monotonic clock of the machine on which the job begins. A controller that goes on elsewhere, or after
-its machine was started again, has another monotonic clock: it adds what makes the job's time go on by as much as the
-clock on the wall has. It never goes back behind the last entry of the journal.
+It starts as the monotonic clock of the machine on which the job starts. A controller that continues on another machine,
+or after a reboot, has another monotonic clock: it adds an offset so that the job's time advances by as much as the wall
+clock has. The time never goes back before the last entry of the journal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The journal of a job: a line of JSON for each event, written before what follows from it is transmitted.
+"""The journal of a job: a line of JSON for each event, written before any resulting message is sent.
 
-Each line ends with a checksum of the rest, as one more member of its object, so it can be read with anything that reads
-JSON, and what a disk has done to it does not go unnoticed.
+Each line ends with a checksum of the rest, as one more member of its object, so any JSON reader can read it, and disk
+errors are detected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The log of phase changes in a run's folder: segments of frames, bounded in size, readable while they grow.
 
-A frame is a `PhasesObserved` as an agent sent it; its records are laid out as `PHASE_DTYPE`. Nothing is decided by the
-log, so a disk that is full ends the log and not the job.
+A frame is a `PhasesObserved` as an agent sent it; its records are laid out as `PHASE_DTYPE`. No decision depends on the
+log, so a full disk ends the log and not the job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a controller writes into its run's folder while the job runs."""
+"""Writes the files of a run's folder while the job runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recorder:
         """Args:
         folder: of the run.
         listener: told of what was written.
-        is_durable: the journal is to be read on other machines, even when this one is gone.
+        is_durable: the journal must be readable on other machines, even when this one is gone.
         """
         self._listener = listener
         self._journal = Journal(folder / runfolder.JOURNAL, is_durable=is_durable)
@@ -49,7 +49,7 @@ class Recorder:
                 self._listener(entries)
             except Exception as error:  # a listener must not end the job, with any error
                 self._listener = None
-                print(f"keepstep: a listener failed and is told no more: {error!r}", file=sys.stderr, flush=True)
+                print(f"keepstep: a listener failed and gets no more events: {error!r}", file=sys.stderr, flush=True)
 
     def observed(self, phases: PhasesObserved) -> None:
         """What the workers of a node went through.
@@ -76,11 +76,11 @@ class Recorder:
         try:
             self._publications.write(self._folder / runfolder.WEIGHTS)
         except OSError as error:
-            print(f"keepstep: published weights are not shown, training goes on: {error}", file=sys.stderr, flush=True)
+            print(f"keepstep: published weights are not shown; training continues: {error}", file=sys.stderr)
         self._is_shown = True
 
     def _give_up_phases(self, error: OSError) -> None:
-        print(f"keepstep: phases are recorded no more, training goes on: {error}", file=sys.stderr, flush=True)
+        print(f"keepstep: phases are no longer recorded, training continues: {error}", file=sys.stderr, flush=True)
         if self._phases is not None:
             self._phases.close()
             self._phases = None

@@ -1,4 +1,4 @@
-"""A run's folder: its files, who runs in it, and where earlier runs of the same folder went."""
+"""A run's folder: its files, its lock, and the files of earlier runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         """The job's clock, as well as this machine can know it.
 
         Args:
-            last_s: the time of the last entry of the journal, for a controller that is to go on from there.
+            last_s: the time of the last entry of the journal, for a controller that continues from there.
         """
         offset_ns = self.clock_offset_ns
         if self.machine != this_machine():
@@ -75,7 +75,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> RunInfo:
-    """What is to be known of a run that starts now."""
+    """The metadata of a run that starts now."""
     return RunInfo(
         run=secrets.token_hex(6),
         command=command,
@@ -90,7 +90,7 @@ def new_run(command: tuple[str, ...], node: str, settings: RecoverySettings) -> 
 
 
 def goes_on(info: RunInfo, node: str, last_s: float | None) -> RunInfo:
-    """What is to be known of a run whose controller is this process from now on.
+    """The metadata of a run whose controller is this process from now on.
 
     Args:
         info: what was known of it before.

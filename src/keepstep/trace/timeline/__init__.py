@@ -1,1 +1,1 @@
-"""What happened in a run: its journal lived through once more, and what its ranks did meanwhile."""
+"""The timeline of a run: its replayed journal, and the phases of its ranks."""

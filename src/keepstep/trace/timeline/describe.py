@@ -1,4 +1,4 @@
-"""The report of a run as plain data: what failed, what was done about it, and how long each part took."""
+"""The report of a run as plain data: failures, recoveries, and their durations."""
 
 from __future__ import annotations
 

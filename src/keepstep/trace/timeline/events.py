@@ -1,4 +1,4 @@
-"""What the controller learned and decided, in the words it gave as its reasons: for the eye, and for the log."""
+"""The controller's events and decisions with its reasons, for display and for the log."""
 
 from __future__ import annotations
 
@@ -168,6 +168,6 @@ def recovery_text(record: RecoveryRecord) -> str:
     """One recovery in a sentence."""
     gap_ms = record.milliseconds()["gap"]
     if gap_ms is None:
-        return f"{record.detail}; another failure came before this one was repaired"
+        return f"{record.detail}; another failure interrupted this recovery"
     loaded = f", {text}," if (text := loaded_text(record)) else ""
-    return f"{record.detail}; training goes on from step {record.resume_step}{loaded} after {gap_ms:.0f} ms"
+    return f"{record.detail}; training continues from step {record.resume_step}{loaded} after {gap_ms:.0f} ms"

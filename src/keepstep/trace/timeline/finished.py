@@ -1,4 +1,4 @@
-"""Recoveries whose end is known, each told of once: for counters and exporters, which cannot take anything back."""
+"""Finished recoveries, each reported once: for counters and exporters, which cannot revise values."""
 
 from __future__ import annotations
 

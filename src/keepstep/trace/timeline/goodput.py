@@ -1,4 +1,4 @@
-"""How much of its time a job has spent on steps that count."""
+"""The share of its time that a job has spent on committed steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All phase changes and moments of a run that its log still has; older ones are read when asked for."""
+"""All recorded phase changes and snapshot events of a run; older ones are read on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the processes of a job were started, when they could take a rank, and when they were gone."""
+"""The lifetimes of a job's processes: start, ready for a rank, end."""
 
 from __future__ import annotations
 

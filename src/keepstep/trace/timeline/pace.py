@@ -1,4 +1,4 @@
-"""How long phases take, how fast the job goes, which steps it has completed, and its snapshots: as records come."""
+"""Durations of phases, speed, completed steps and snapshots, updated with each record."""
 
 from __future__ import annotations
 
@@ -44,9 +44,14 @@ class SnapshotPace:
         """Steps between the newest two of one rank; None while none has taken two."""
         self.num_taken = 0
         """By all ranks."""
+        self.num_refused = 0
+        """Second copies that a buddy's node had no memory for."""
+        self.undoubled: set[int] = set()
+        """Ranks of which that is so of the newest one."""
 
     def take(self, moments: PhaseArray) -> None:
         """Moments that have come."""
+        self._take_second_copies(moments[moments["rank"] != NO_RANK])
         complete, loaded = MOMENT_INDEX[SnapshotMoment.COMPLETE], MOMENT_INDEX[SnapshotMoment.LOADED]
         ranked = moments[(moments["rank"] != NO_RANK) & np.isin(moments["phase"], (complete, loaded))]
         ranked = ranked[np.argsort(ranked["at_ns"], kind="stable")]
@@ -57,6 +62,17 @@ class SnapshotPace:
                 if step > self.steps.get(rank, step):
                     self.every = step - self.steps[rank]
             self.steps[rank], self.num_bytes[rank] = step, num_bytes  # after a load, later ones count no more
+
+    def _take_second_copies(self, moments: PhaseArray) -> None:
+        refused, doubled = MOMENT_INDEX[SnapshotMoment.REFUSED], MOMENT_INDEX[SnapshotMoment.DOUBLED]
+        told = moments[np.isin(moments["phase"], (refused, doubled))]
+        told = told[np.argsort(told["at_ns"], kind="stable")]
+        for rank, kind in zip(told["rank"].tolist(), told["phase"].tolist(), strict=True):
+            if kind == refused:
+                self.num_refused += 1
+                self.undoubled.add(rank)
+            else:
+                self.undoubled.discard(rank)
 
     def newest(self, world_size: int) -> int | None:
         """The newest step of which all ranks have a snapshot; None if there is none."""
@@ -111,7 +127,7 @@ class Pace:
     buckets: list[int] = dataclasses.field(default_factory=list)
     """Steps completed in each stretch of ``bucket_ns`` since the start."""
     _completed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """(time, step) of late."""
+    """Recent (time, step) pairs."""
 
     def take(self, changes: PhaseArray, started_ns: int) -> None:
         """Changes that have come.
@@ -152,7 +168,7 @@ class Pace:
         self.buckets[bucket] += num_steps
 
     def steps_per_s(self, now_ns: int) -> float | None:
-        """Completed steps a second of late; None while there were too few to tell."""
+        """Recent speed in completed steps per second; None while there were too few."""
         while len(self._completed) > 2 and self._completed[0][0] < now_ns - RATE_NS:
             self._completed.pop(0)
         if len(self._completed) < 2:

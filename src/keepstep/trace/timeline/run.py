@@ -1,4 +1,4 @@
-"""A run as its folder tells it, up to now: the one thing that every view looks at."""
+"""The current state of a run, read from its folder: the common source of all views."""
 
 from __future__ import annotations
 

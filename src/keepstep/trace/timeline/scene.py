@@ -1,4 +1,4 @@
-"""One recovery as it is drawn: which ranks were lost, when each stopped and was reset, which sent state to which."""
+"""The data for drawing one recovery: lost ranks, when each rank stopped and was reset, transfers of state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SpanKind(enum.StrEnum):
     DECIDE = "decide"
     """It stands, and waits for the decision or for a replacement of another rank."""
     RESET = "reset"
-    """Its process groups are connected anew."""
+    """Its process groups are reconnected."""
     RESTORE = "restore"
     """It receives the state of its shard, and goes back to the resume step."""
     SEND = "send"
@@ -120,7 +120,7 @@ class Scene:
             marks = [(SpanKind.STOP, self.safe_s.get(rank)), (SpanKind.DECIDE, record.decided_s)]
         marks += [
             (SpanKind.RESET, self.reset_s.get(rank)),
-            (self._deed_of(rank), self.restored_s.get(rank)),
+            (self._activity_of(rank), self.restored_s.get(rank)),
             (SpanKind.WAIT, record.restored_s),
         ]
         spans = []
@@ -138,7 +138,7 @@ class Scene:
         """When a span that never came to its end was cut off: by the rank's own failure, or with the recovery.
 
         A rank that fails on the way to a safe point fails after the recovery has begun, even if its node's clock says
-        otherwise; later on the rank may have been started anew after its failure.
+        otherwise; later on the rank may have been restarted after its failure.
         """
         cuts = [self.end_s] if self.end_s is not None else []
         for failure, at_s in self.failures():
@@ -146,7 +146,7 @@ class Scene:
                 cuts.append(at_s)
         return max(begin_s, min(cuts)) if cuts else None
 
-    def _deed_of(self, rank: int) -> SpanKind:
+    def _activity_of(self, rank: int) -> SpanKind:
         action = Action(self.record.actions.get(rank, Action.STAY))
         if action is Action.STAY and any(rank in transfer.sources for transfer in self.transfers):
             return SpanKind.SEND
@@ -217,5 +217,7 @@ class SceneStage:
 
 
 def is_over(job: RecoveryMachine, record: RecoveryRecord) -> bool:
-    """Whether the ranks of all nodes have completed their first step after a recovery, the newest one of a job."""
-    return bool(record.observed_on) and all(worker.node in record.observed_on for worker in job.roster.holders())
+    """Whether the ranks of all nodes have completed their first step after a recovery, the newest one of a job, and
+    it is known how the processes of lost ranks ended."""
+    is_resumed = bool(record.observed_on) and all(worker.node in record.observed_on for worker in job.roster.holders())
+    return is_resumed and not record.unexplained

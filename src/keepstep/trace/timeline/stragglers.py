@@ -1,7 +1,7 @@
-"""Ranks that are slow although they do not fail: whose phases take longer, over and over, than those of the others.
+"""Stragglers: ranks that do not fail, but whose phases repeatedly take longer than those of the others.
 
-In synchronous training all ranks wait for the slowest, so what a rank *waits* says nothing of it. What counts is the
-time a phase takes the rank itself: for a backward, up to the moment at which it has begun its last collective.
+In synchronous training all ranks wait for the slowest, so a rank's *waiting* time says nothing about it. Only the
+rank's own time in a phase counts: for a backward, until it has begun its last collective.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Relays: processes that hold a controller's connections to its agents, and what they write to each other."""
+"""Relays: processes that hold a controller's connections to its agents, and their protocol with the controller."""

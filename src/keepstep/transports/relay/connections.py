@@ -1,4 +1,4 @@
-"""The controller's end of its relays: it starts them, routes what is for a node, and replaces those that end."""
+"""The controller's end of its relays: it starts them, routes packets to nodes, and replaces relays that end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from keepstep.errors import ConfigurationError, RemoteProtocolError
 from keepstep.protocol.messages import AnyMessage
 from keepstep.protocol.relay.bundle import Item, NodeConnected, NodeSaid, PacketBundle
 from keepstep.protocol.relay.gathering import SILENT_S
+from keepstep.protocol.transfer.directory import PublishingNode
 from keepstep.transports.interface import Arrival, Connected, RelayLost
 from keepstep.transports.relay import wire
 from keepstep.transports.relay.pipe import Pipe
@@ -34,7 +35,7 @@ PROGRAM = "keepstep.controller.relay"
 
 
 class _Relay:
-    """One relay process, and what is to be sent to it."""
+    """One relay process, and its outgoing messages."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Pipe) -> None:
         self.process = process
@@ -47,14 +48,15 @@ class _Relay:
         self.bundles: list[wire.EncodedBundle] = []
         self.others: list[NodeSaid] = []
         self.refused: list[tuple[str, str]] = []
+        self.publishing: list[PublishingNode] = []
 
     def flush(self) -> None:
         """Sends what there is, with the word that its last frame was taken."""
         has_taken, self.owes_taken = self.owes_taken and not self.num_unread, self.owes_taken and self.num_unread > 0
-        if has_taken or self.bundles or self.others or self.refused:
-            frame = wire.Downward(has_taken, tuple(self.bundles), tuple(self.others), tuple(self.refused))
-            self.pipe.write(wire.encode(frame))
-            self.bundles, self.others, self.refused = [], [], []
+        if has_taken or self.bundles or self.others or self.refused or self.publishing:
+            others = tuple(self.others), tuple(self.refused), tuple(self.publishing)
+            self.pipe.write(wire.encode(wire.Downward(has_taken, tuple(self.bundles), *others)))
+            self.bundles, self.others, self.refused, self.publishing = [], [], [], []
 
 
 class RelayedNodeConnections:
@@ -89,7 +91,7 @@ class RelayedNodeConnections:
             tls: key and certificate; None: every machine on the way can read what is said.
 
         Raises:
-            ConfigurationError: the address cannot be had, or the relays do not come up.
+            ConfigurationError: the address is not available, or the relays do not come up.
         """
         free_address(host, port).close()  # relays share the port with each other, and with no other controller
         self._port = free_address(host, port, is_shared=True)
@@ -104,7 +106,7 @@ class RelayedNodeConnections:
                     await has_listened.wait()
         except TimeoutError:
             await self.stop()
-            raise ConfigurationError(f"the controller's relays did not come up within {START_S:g} s") from None
+            raise ConfigurationError(f"the controller's relays did not start within {START_S:g} s") from None
         return port
 
     async def stop(self) -> None:
@@ -222,6 +224,11 @@ class RelayedNodeConnections:
                     self._have_listened[number].set()
                 case wire.ConnectionRefused():
                     self._on_refused(frame.address, frame.why)
+                case wire.WeightsAnnounced(node):
+                    for other in filter(None, self._relays):
+                        if other is not relay:
+                            other.publishing.append(node)
+                    self._flush_soon()
                 case wire.Upward():
                     relay.num_unread, relay.owes_taken = len(frame.items), True
                     for item in frame.items:

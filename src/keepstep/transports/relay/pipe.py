@@ -1,4 +1,4 @@
-"""A socket between controller and relay: frames of 4 bytes of length and so many more."""
+"""A socket between controller and relay: length-prefixed frames."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a relay and the controller write to each other.
+"""The protocol between a relay and the controller.
 
-The relay sends an `Upward` frame and then waits for the `Downward` frame that says that the controller has taken it.
-Until then it gathers: so the more there is to do, the larger the bundles are, and no timer is needed.
+The relay sends an `Upward` frame and then waits for the `Downward` frame that acknowledges it. Meanwhile it collects
+packets: so bundles grow with the load, and no timer is needed.
 
-Orders to all ranks are large, for they may hold the membership. The controller encodes them once for all relays, and a
-relay copies them into its packets without a look into them.
+Orders to all ranks are large, because they may contain the membership. The controller encodes them once for all relays,
+and a relay copies them into its packets without decoding them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.protocol.relay.bundle import Item, NodeSaid, PacketBundle
+from keepstep.protocol.transfer.directory import PublishingNode
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -39,6 +40,12 @@ class ConnectionRefused(msgspec.Struct, frozen=True, tag=True, array_like=True, 
 
     address: str
     why: str
+
+
+class WeightsAnnounced(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """A node that publishes weights has told the relay where."""
+
+    node: PublishingNode
 
 
 class Upward(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -70,7 +77,9 @@ class Downward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     bundles: tuple[EncodedBundle, ...]
     others: tuple[NodeSaid, ...]
     refused: tuple[tuple[str, str], ...]
-    """Nodes whose connection is to end, and why."""
+    """Nodes whose connections must be closed, and why."""
+    publishing: tuple[PublishingNode, ...]
+    """Nodes that have told other relays where they publish weights."""
 
 
 class _EncodedPacket(msgspec.Struct, frozen=True, tag="Packet", array_like=True):
@@ -85,7 +94,7 @@ class _EncodedPacket(msgspec.Struct, frozen=True, tag="Packet", array_like=True)
 
 
 Frame = TypeVar("Frame")
-FromRelay = Upward | Ready | ConnectionRefused
+FromRelay = Upward | Ready | ConnectionRefused | WeightsAnnounced
 
 _encoder = msgspec.msgpack.Encoder()
 _upward: msgspec.msgpack.Decoder[FromRelay] = msgspec.msgpack.Decoder(FromRelay)

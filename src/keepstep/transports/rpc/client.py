@@ -1,4 +1,4 @@
-"""An agent's end: one connection to the controller, made again as often as it takes."""
+"""An agent's end: one connection to the controller, reconnected as often as needed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class RpcControllerConnection:
                 self.on_trouble(trouble)
                 last_trouble = trouble
             if self._no_connection.is_set() and time.monotonic() > self._lost_s + self._patience_s:
-                raise PeerLost(f"no controller was to be reached for {self._patience_s:g} s; {trouble}")
+                raise PeerLost(f"no controller was reachable for {self._patience_s:g} s; {trouble}")
             pause_s = FIRST_PAUSE_S if self._num_served > num_served else min(2 * pause_s, LAST_PAUSE_S)
             await asyncio.sleep(pause_s * (1 + random.random()))
             await self._no_connection.wait()

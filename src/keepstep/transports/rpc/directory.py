@@ -1,7 +1,8 @@
-"""Where a job's weights are published: the controller's answer to a single call, and the call."""
+"""The call that asks the controller where a job's weights are published, and its answer."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from keepstep.errors import ConfigurationError, PeerLost, RemoteProtocolError, TokenRefused
+from keepstep.errors import PeerLost, RemoteProtocolError, TokenRefused
 from keepstep.protocol.transfer.directory import (
+    KEEP_S,
     PublishingNode,
     PublishingNodes,
     WeightsAsked,
@@ -28,19 +30,33 @@ METHOD = "FindWeights"
 PATH = f"/{SERVICE}/{METHOD}"
 CALL_S = 5.0
 """How long one call may take."""
+TELL_S = KEEP_S / 3
+"""Between two words of one relay to all others that a node has announced itself again."""
 _STOPPED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
 class WeightsDirectory:
-    """The controller's end."""
+    """The end of a controller, or of one of its relays."""
 
-    def __init__(self, who: Callable[[str], Claim], on_refused: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        who: Callable[[str], Claim],
+        on_refused: Callable[[str, str], None],
+        on_announced: Callable[[PublishingNode], None] = lambda node: None,
+    ) -> None:
         """Args:
         who: says who the bearer of a token is; raises `TokenRefused`.
         on_refused: told of each refused call: its address, and why.
+        on_announced: told of a node that has announced itself here, from time to time.
         """
-        self._who, self._on_refused = who, on_refused
+        self._who, self._on_refused, self._on_announced = who, on_refused, on_announced
         self._nodes = PublishingNodes()
+        self._told: dict[str, tuple[str, float]] = {}
+
+    def hear(self, node: PublishingNode) -> None:
+        """A node has announced itself to another relay. What would be too many nodes is not remembered."""
+        with contextlib.suppress(RemoteProtocolError):
+            self._nodes.seen(node, time.monotonic())
 
     @property
     def handler(self) -> Any:
@@ -55,7 +71,12 @@ class WeightsDirectory:
             if asked.address is not None:
                 if claim.role is not Role.PUBLISHER:
                     raise TokenRefused(f"the token of {claim.role} {claim.name!r} is not good for publishing")
-                self._nodes.seen(PublishingNode(claim.name, asked.address), now_s)
+                node = PublishingNode(claim.name, asked.address)
+                self._nodes.seen(node, now_s)
+                address, at_s = self._told.get(node.name, ("", 0.0))
+                if address != node.address or now_s >= at_s + TELL_S:
+                    self._told[node.name] = node.address, now_s
+                    self._on_announced(node)
         except (TokenRefused, RemoteProtocolError) as error:
             is_stranger = isinstance(error, TokenRefused)
             self._on_refused(urllib.parse.unquote(context.peer().partition(":")[2]), str(error))
@@ -87,7 +108,6 @@ class DirectoryCaller:
 
         Raises:
             TokenRefused: the job is another one.
-            ConfigurationError: the controller does not tell.
             PeerLost: no controller answers.
             RemoteProtocolError: what answers is no controller.
         """
@@ -101,11 +121,6 @@ class DirectoryCaller:
                 status, details = error.code(), error.details()
             if status is grpc.StatusCode.UNAUTHENTICATED:
                 raise TokenRefused(f"the controller at {endpoint} refuses: {details}")
-            if status is grpc.StatusCode.UNIMPLEMENTED:
-                raise ConfigurationError(
-                    f"the controller at {endpoint} does not tell where weights are published, for it has relays: name "
-                    "the nodes with --peer and --from"
-                )
             if status not in _STOPPED:
                 raise RemoteProtocolError(f"the controller at {endpoint} refuses: {details}")
             trouble = f"{endpoint}: {details}"

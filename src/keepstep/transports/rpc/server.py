@@ -1,9 +1,9 @@
-"""The controller's end: a gRPC server on one address, and a connection to each node whose agent has shown its token.
+"""The controller's end: a gRPC server on one address, and a connection to each node whose agent has a valid token.
 
-gRPC itself ends what never becomes a call. It refuses bytes that begin no handshake at once, ends a handshake after
-`ADMISSION_S` and a connection without a call after as long again, and closes connections beyond `num_connections`
-right after they were accepted. ``benchmarks/strangers.py`` measures what connections of strangers do to the agents that
-are served; its results stand in ``benchmarks/results``. gRPC tells no address of such connections.
+gRPC itself closes connections that never become a call. It closes one that does not begin with a handshake at once, an
+unfinished handshake after `ADMISSION_S`, a connection without a call after the same time again, and connections beyond
+`num_connections` right after it has accepted them. ``benchmarks/strangers.py`` measures the effect of such connections
+on agents; the results are in ``benchmarks/results``. gRPC does not report their addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keepstep.transports.rpc.wire import METHOD, OPEN, SERVICE, SETTINGS, Outbox
 from keepstep.trust.certificates import ServerFiles
 
 MAX_UNREAD_BYTES = 64 << 20
-"""What waits for an agent that does not read. Its node is about to lose its lease; a new connection begins anew."""
+"""What waits for an agent that does not read. Its node is about to lose its lease; a new connection starts over."""
 MAX_ARRIVED = 4096
 """Messages that wait for the controller; then gRPC's flow control has the agents wait."""
 STOP_S = 0.5
@@ -93,7 +93,7 @@ class RpcNodeConnections:
             is_shared: other relays of the controller listen on the same port, and the kernel chooses.
 
         Raises:
-            ConfigurationError: the address cannot be had.
+            ConfigurationError: the address is not available.
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if not is_shared:

@@ -1,7 +1,7 @@
-"""What both ends of a stream agree upon: its name, what a gRPC message holds, and gRPC's settings.
+"""The common definitions of both ends of a stream: its name, the content of a gRPC message, and gRPC's settings.
 
-A gRPC message is some whole frames, one after the other, as `keepstep.transports.framing` lays them out. What is sent
-at the same moment travels as one: gRPC costs a hundred microseconds a message, a frame costs two.
+A gRPC message consists of one or more complete frames of `keepstep.transports.framing`. Frames that are sent at the
+same moment share a message: a gRPC message costs a hundred microseconds, a frame two.
 """
 
 from __future__ import annotations

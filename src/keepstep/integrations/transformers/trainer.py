@@ -1,25 +1,8 @@
-"""Hugging Face Transformers: a ``Trainer`` whose training goes on where a rank is lost.
-
-::
-
-    keepstep.init(seed=0)                       # before TrainingArguments(...)
-    trainer = KeepstepTrainer(...)              # in place of Trainer(...)
-    trainer.train()
-
-For a trainer that is derived from ``Trainer``, such as TRL's: ``protected(SFTTrainer)(...)``.
-
-The Trainer's own loop runs, with its own callbacks, evaluation and checkpoints. It is left by an exception where a step
-is interrupted, and entered again in the middle of the epoch as the Trainer does with ``resume_from_checkpoint``; but
-what it continues from is the protected state and not a file. What a Trainer keeps in itself, such as its
-``TrainerState``, is part of that.
-"""
+"""The Trainer's own loop, left where a step is interrupted, and entered again in the middle of the epoch."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -27,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 from keepstep.errors import ConfigurationError, UsageError
-from keepstep.worker.loop.foreign import ForeignLoop, warn_of_release
+from keepstep.integrations.transformers.batches import EpochLoader, StepData
+from keepstep.integrations.transformers.progress import TrainerProgress, without_times
+from keepstep.worker.loop.foreign import ForeignLoop, warn_of_release, warn_of_tensors
 from keepstep.worker.loop.late_rank import have_accelerate_wait
 from keepstep.worker.loop.reading import Reading
 from keepstep.worker.session import current_session
@@ -41,14 +26,8 @@ TESTED = ((5, 20), (5, 25))
 """Releases of Transformers for which the tests have passed, from and below."""
 _AGAIN = "the protected state"
 """Given to the Trainer as ``resume_from_checkpoint``: it skips the batches of the steps that are done."""
-_FURTHER = ("_metrics", "_total_train_tokens")
-"""Attributes in which derived trainers, such as TRL's, sum up what they log."""
-_OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
-"""Attributes of ``TrainerState`` that are not carried to other ranks, or apart from the others."""
-_SHARED = [each.name for each in dataclasses.fields(TrainerState) if each.name not in _OF_THIS_RANK]
-"""Those that are."""
-_NUMBERS = ("epoch", "update_step", "is_pending", "is_stopped", "grad_norm", "learning_rate")
-"""Attributes of `_Progress` that are carried, too."""
+_HEARD = frozenset({"on_train_begin", "on_log", "on_evaluate", "on_pre_optimizer_step"})
+"""Events that mean something to `KeepstepMixin`."""
 
 
 have_accelerate_wait(current_session)  # before a spare makes TrainingArguments
@@ -80,9 +59,9 @@ class KeepstepMixin(_Base):
         with session.pretending():
             super().__init__(*arguments, **keywords)
         _refuse(self)
-        self._progress = _Progress(self)
+        self._progress = TrainerProgress(self)
         self._loop = ForeignLoop(session.begin)
-        self._data: _StepData | None = None
+        self._data: StepData | None = None
         self._epoch_arguments: dict[str, Any] = {}
         self._told_later: Callable[[], Any] | None = None
         """Tells the callbacks of the beginning, where a spare comes to it before it has a rank."""
@@ -97,8 +76,8 @@ class KeepstepMixin(_Base):
         base = getattr(loader, "base_dataloader", loader)
         # A step seeds what it draws, behind the reading of its batches.
         reading = Reading(base, sys.maxsize, 1, self.args.seed, lambda: session.data_rank, restores=False)
-        self._data = _StepData(base.dataset, reading)
-        return _EpochLoader(self._data)
+        self._data = StepData(base.dataset, reading)
+        return EpochLoader(self._data)
 
     def _get_dataloader(self, dataset: Any, *arguments: Any, sampler_fn: Any = None, **keywords: Any) -> Any:
         """That of the Trainer. On a spare the batches are shared out when they are read, and the rank is known; what a
@@ -138,6 +117,8 @@ class KeepstepMixin(_Base):
         """The Trainer asks for its first epoch. A spare comes here, too, and waits for its rank."""
         self._progress.take()
         self._loop.enter()
+        if self.session.is_main:
+            self._warn_of_callbacks()
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
         if self._told_later is not None:
@@ -257,6 +238,15 @@ class KeepstepMixin(_Base):
 
     # ---- what they need -------------------------------------------------------------------------------------------
 
+    def _warn_of_callbacks(self) -> None:
+        named = list(self.keepstep_options.values())
+        modules = [self.model, *(thing for thing in named if isinstance(thing, torch.nn.Module))]
+        unnamed = [each for each in self.callback_handler.callbacks if not any(each is thing for thing in named)]
+        what_to_do = (
+            "give it state_dict() and load_state_dict(), and name it: trainer.keepstep_options['average'] = ..."
+        )
+        warn_of_tensors(unnamed, modules, what_to_do)
+
     def _wants_more(self) -> bool:
         control = self.control
         return bool(control.should_log or control.should_evaluate or control.should_save)
@@ -282,9 +272,11 @@ class KeepstepMixin(_Base):
         if event == "on_train_begin" and self.session.is_waiting_spare:  # callbacks ask which process this is
             self._told_later = call
             return control
+        if event in ("on_log", "on_evaluate") and self.session.is_late and not progress.was_entered:
+            return control  # of eval_on_start, of which the job's first processes have told
         if event == "on_log" and progress.was_entered:
             index, number = self._loop.index, len(progress.lines)
-            progress.lines.append(_without_times(logs or {}))
+            progress.lines.append(without_times(logs or {}))
             self.session.defer(self._say, index, number, call)
             return control
         if event == "on_pre_optimizer_step":
@@ -315,102 +307,14 @@ class _WhenAsked:
         return self._ask()
 
 
-class _Progress:
-    """What a Trainer keeps in itself of its training, as a protected object.
-
-    Attributes:
-        epoch: in which the loop stands.
-        update_step: steps that are done in it.
-        is_pending: whether what the Trainer does behind the last step is not done yet.
-        is_stopped: whether the training ended before its last epoch.
-        grad_norm: of the last step.
-        learning_rate: likewise.
-        own: what this rank has for itself (`Session.state`): ``sums``, its running loss and number of operations.
-        lines: of the log, in the last unit.
-        was_entered: whether a training has begun.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.epoch = self.update_step = 0
-        self.is_pending = self.is_stopped = self.was_entered = False
-        self.grad_norm: float | None = None
-        self.learning_rate: float | None = None
-        self.own: Any = None
-        self.lines: list[dict[str, Any]] = []
-        self._log = (-1, "[]")
-        """The length of the log, and the log."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it that is the same on all ranks."""
-        trainer = self._trainer
-        state: TrainerState = trainer.state
-        if len(state.log_history) != self._log[0]:
-            self._log = len(state.log_history), json.dumps([_without_times(line) for line in state.log_history])
-        values = {
-            "state": {name: getattr(state, name) for name in _SHARED},
-            "lines": self.lines,
-            "control": vars(trainer.control),
-            "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
-            "loss": trainer._total_loss_scalar if self.was_entered else 0.0,
-            "logged": trainer._globalstep_last_logged if self.was_entered else 0,
-            "progress": {name: getattr(self, name) for name in _NUMBERS},
-            "further": {name: getattr(trainer, name) for name in _FURTHER if hasattr(trainer, name)},
-        }
-        return {"values": json.dumps(values), "log": self._log[1]}
-
-    def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Puts it back. The Trainer's tensors follow with `put`."""
-        trainer, state, values = self._trainer, self._trainer.state, json.loads(content["values"])
-        vars(state).update(values["state"])
-        lines, own = json.loads(content["log"]), state.log_history
-        is_own = [_without_times(line) for line in own[: len(lines)]] == lines
-        own[:] = own[: len(lines)] if is_own else lines
-        vars(trainer.control).update(values["control"])
-        for callback, attributes in zip(self._callbacks(), values["callbacks"], strict=True):
-            vars(callback).update(attributes)
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = values["loss"], values["logged"]
-        vars(self).update(values["progress"])
-        self.lines = values["lines"]
-        for name, value in values["further"].items():
-            setattr(trainer, name, _as_before(getattr(trainer, name), value))
-
-    def _callbacks(self) -> list[ExportableState]:
-        known = self._trainer.callback_handler.callbacks
-        return [each for each in known if isinstance(each, ExportableState) and not isinstance(each, TrainerControl)]
-
-    def take(self) -> None:
-        """Takes over what this rank has for itself, before its step or unit counts."""
-        self.was_entered = True
-        self.own.sums = (self._trainer._tr_loss.item(), float(self._trainer.current_flos))
-
-    def put(self) -> None:
-        """Gives it back to the Trainer."""
-        loss, self._trainer.current_flos = self.own.sums
-        self._trainer._tr_loss.fill_(loss)
-
-
-def _without_times(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of the log without what each rank measures for itself."""
-    return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))}
-
-
-def _as_before(present: Any, value: Any) -> Any:
-    """A value that was JSON, as the kind of dict that is there: TRL's make lists for new names."""
-    if not isinstance(present, dict):
-        return value
-    result = copy.copy(present)
-    result.clear()
-    result.update({name: _as_before(present.get(name), each) for name, each in value.items()})
-    return result
-
-
 def _listening(handler: CallbackHandler, hear: Callable[..., Any]) -> Any:
-    """The same handler; ``hear`` is told of each event, how to call the callbacks, the control, and a line's values."""
+    """The same handler; ``hear`` is told of some events, how to call the callbacks, the control, a line's values."""
     kind: Any = type(handler)
 
     class Listening(kind):
         def call_event(self, event: str, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
+            if event not in _HEARD:
+                return super().call_event(event, args, state, control, **keywords)
             call = functools.partial(self.tell, event, args, state, control, **keywords)
             return hear(event, call, control, keywords.get("logs"))
 
@@ -419,54 +323,6 @@ def _listening(handler: CallbackHandler, hear: Callable[..., Any]) -> Any:
 
     handler.__class__ = Listening
     return handler
-
-
-class _StepData(Dataset[Any]):
-    """The batches of the epoch that was set, by their number."""
-
-    def __init__(self, dataset: Any, reading: Reading) -> None:
-        self._dataset, self.reading = dataset, reading
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        """Samples of the user's dataset, which the Trainer counts."""
-        return len(self._dataset)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.reading.read(self.epoch, number)
-
-
-class _Numbers(Sampler[list[int]]):
-    """The numbers of an epoch's batches."""
-
-    def __init__(self, data: _StepData) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return self._data.reading.steps_per_epoch
-
-    def __iter__(self) -> Any:
-        return iter([[number] for number in range(len(self))])
-
-    def set_epoch(self, epoch: int) -> None:
-        """From now on the batches are those of this epoch."""
-        self._data.epoch = epoch
-
-
-class _EpochLoader(DataLoader[Any]):
-    """A loader of the Trainer's batches, of which it can skip the first ones without reading them."""
-
-    def __init__(self, data: _StepData) -> None:
-        super().__init__(data, batch_sampler=_Numbers(data), collate_fn=_only)
-
-    def set_epoch(self, epoch: int) -> None:
-        """As `_Numbers.set_epoch`."""
-        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]  # it was given one
-
-
-def _only(batches: list[Any]) -> Any:
-    (batch,) = batches
-    return batch
 
 
 def _refuse(trainer: Any) -> None:

@@ -1,0 +1,109 @@
+"""Where a Trainer stands, as a protected object: what it keeps in itself."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+
+_FURTHER = ("_metrics", "_total_train_tokens")
+"""Attributes in which derived trainers, such as TRL's, sum up what they log."""
+_OF_THIS_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
+"""Attributes of ``TrainerState`` that are not carried to other ranks, or apart from the others."""
+_SHARED = [each.name for each in dataclasses.fields(TrainerState) if each.name not in _OF_THIS_RANK]
+"""Those that are."""
+_NUMBERS = ("epoch", "update_step", "is_pending", "is_stopped", "grad_norm", "learning_rate")
+"""Attributes of `TrainerProgress` that are carried, too."""
+
+
+class TrainerProgress:
+    """What a Trainer keeps in itself of its training, as a protected object.
+
+    Attributes:
+        epoch: in which the loop stands.
+        update_step: steps that are done in it.
+        is_pending: whether what the Trainer does behind the last step is not done yet.
+        is_stopped: whether the training ended before its last epoch.
+        grad_norm: of the last step.
+        learning_rate: likewise.
+        own: what this rank has for itself (`Session.state`): ``sums``, its running loss and number of operations.
+        lines: of the log, in the last unit.
+        was_entered: whether a training has begun.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.epoch = self.update_step = 0
+        self.is_pending = self.is_stopped = self.was_entered = False
+        self.grad_norm: float | None = None
+        self.learning_rate: float | None = None
+        self.own: Any = None
+        self.lines: list[dict[str, Any]] = []
+        self._log = (-1, "[]")
+        """The length of the log, and the log."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it that is the same on all ranks."""
+        trainer = self._trainer
+        state: TrainerState = trainer.state
+        if len(state.log_history) != self._log[0]:
+            self._log = len(state.log_history), json.dumps([without_times(line) for line in state.log_history])
+        values = {
+            "state": {name: getattr(state, name) for name in _SHARED},
+            "lines": self.lines,
+            "control": vars(trainer.control),
+            "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
+            "loss": trainer._total_loss_scalar if self.was_entered else 0.0,
+            "logged": trainer._globalstep_last_logged if self.was_entered else 0,
+            "progress": {name: getattr(self, name) for name in _NUMBERS},
+            "further": {name: getattr(trainer, name) for name in _FURTHER if hasattr(trainer, name)},
+        }
+        return {"values": json.dumps(values), "log": self._log[1]}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        """Puts it back. The Trainer's tensors follow with `put`."""
+        trainer, state, values = self._trainer, self._trainer.state, json.loads(content["values"])
+        vars(state).update(values["state"])
+        lines, own = json.loads(content["log"]), state.log_history
+        is_own = [without_times(line) for line in own[: len(lines)]] == lines
+        own[:] = own[: len(lines)] if is_own else lines
+        vars(trainer.control).update(values["control"])
+        for callback, attributes in zip(self._callbacks(), values["callbacks"], strict=True):
+            vars(callback).update(attributes)
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = values["loss"], values["logged"]
+        vars(self).update(values["progress"])
+        self.lines = values["lines"]
+        for name, value in values["further"].items():
+            setattr(trainer, name, _as_before(getattr(trainer, name), value))
+
+    def _callbacks(self) -> list[ExportableState]:
+        known = self._trainer.callback_handler.callbacks
+        return [each for each in known if isinstance(each, ExportableState) and not isinstance(each, TrainerControl)]
+
+    def take(self) -> None:
+        """Takes over what this rank has for itself, before its step or unit counts."""
+        self.was_entered = True
+        self.own.sums = (self._trainer._tr_loss.item(), float(self._trainer.current_flos))
+
+    def put(self) -> None:
+        """Gives it back to the Trainer."""
+        loss, self._trainer.current_flos = self.own.sums
+        self._trainer._tr_loss.fill_(loss)
+
+
+def without_times(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of the log without what each rank measures for itself."""
+    return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))}
+
+
+def _as_before(present: Any, value: Any) -> Any:
+    """A value that was JSON, as the kind of dict that is there: TRL's make lists for new names."""
+    if not isinstance(present, dict):
+        return value
+    result = copy.copy(present)
+    result.clear()
+    result.update({name: _as_before(present.get(name), each) for name, each in value.items()})
+    return result
