@@ -132,7 +132,7 @@ def test_a_refusal_takes_the_server_back_to_the_former_version(
 
 
 def test_a_slow_server_holds_up_no_training(tmp_path: Path, server: StandIn, weights: dict[str, torch.Tensor]) -> None:
-    """Versions arrive while it loads one; the newest of them is next."""
+    """Versions arrive while it loads one; those that a newer one overtakes are left out."""
     server.wait.clear()
     with (
         Publisher(tmp_path / "w", weights, deadline_s=DEADLINE_S) as publisher,
@@ -148,7 +148,8 @@ def test_a_slow_server_holds_up_no_training(tmp_path: Path, server: StandIn, wei
         loading.join(DEADLINE_S)
         while updates.version != 4:
             updates.update(DEADLINE_S)
-    assert len(server.loaded) <= 2, "those that were overtaken are left out"
+    # At most the first, the newest, and the one before: the newest may be an instant from being handed out.
+    assert len(server.loaded) <= 3, [version for version, _loaded in server.loaded]
 
 
 def test_what_cannot_be_is_an_error_in_time(tmp_path: Path, server: StandIn, weights: dict[str, torch.Tensor]) -> None:

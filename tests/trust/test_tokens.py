@@ -32,18 +32,15 @@ def test_a_token_of_another_job_is_refused() -> None:
         check(SECRET, mint(Secret.new(), CLAIM))
 
 
-@given(st.data())
-def test_a_token_that_was_changed_is_refused(data: st.DataObject) -> None:
+def test_a_token_of_which_one_character_was_changed_is_refused() -> None:
+    """Also where base64 would read the same in it: in its other alphabet, or in bits that mean nothing."""
     token = mint(SECRET, CLAIM)
-    at = data.draw(st.integers(0, len(token) - 1))
-    other = data.draw(st.characters(codec="ascii").filter(lambda c: c != token[at]))
-    changed = token[:at] + other + token[at + 1 :]
-    # The last characters of base64 carry bits that mean nothing; a token that still says the same is no forgery.
-    try:
-        assert check(SECRET, changed) == CLAIM
-    except TokenRefused:
-        return
-    assert at in (len(token) - 1, token.rindex(".") - 1)
+    assert check(SECRET, token) == CLAIM
+    assert "_" in token
+    for at, own in enumerate(token):
+        for other in set(map(chr, range(128))) - {own}:
+            with pytest.raises(TokenRefused):
+                check(SECRET, token[:at] + other + token[at + 1 :])
 
 
 @given(st.text(max_size=2000))

@@ -130,7 +130,15 @@ def _armour(data: bytes) -> str:
 
 
 def _bare(text: str) -> bytes:
-    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    """The opposite of `_armour`, of what that has made: base64 can be written in several ways.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    if _armour(data) != text:
+        raise ValueError("not base64 as it is written here")
+    return data
 
 
 def read_private(path: Path, what: str) -> str:

@@ -71,6 +71,15 @@ def test_a_real_run(real: Run) -> None:
     assert told == {event.text for event in real.events}
 
 
+def test_a_rank_that_sends_for_no_time_has_its_arrow(real: Run) -> None:
+    """As the journal has it where one look of the controller finds the rank reset, and its part restored."""
+    (scene,) = real.scenes
+    scene.restored_s[2] = scene.reset_s[2]
+    events = exported(real)
+    check(events)
+    assert [e["name"] for e in events if e["ph"] == "f"].count("state") == 2
+
+
 def test_a_run_that_ended_badly(overtaken: Run) -> None:
     check(exported(overtaken))
 

@@ -230,7 +230,8 @@ class _Export:
                 self._trace.flow("replaced", begin, end)
         for transfer in scene.transfers:
             for source in transfer.sources:
-                begin = places.get((scene.number, "send", source)) or places.get((scene.number, "advance", source))
+                kinds = ("send", "advance", "wait")  # the journal may have a send begin and end at one moment
+                begin = next((place for kind in kinds if (place := places.get((scene.number, kind, source)))), None)
                 for receiver in transfer.receivers:
                     end = places.get((scene.number, "restore", receiver))
                     if begin is not None and end is not None:
