@@ -141,3 +141,28 @@ def test_stripes_of_different_buckets() -> None:
     assert receiver.came == []
     (reason,) = receiver.reasons
     assert reason.startswith("sent stripes of different buckets at once: (0, 1, 1, 8)")
+
+
+def test_a_link_that_is_lost_at_once_ends_when_all_its_threads_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end hangs up, and the link's first thread is through before the second one begins."""
+    caller, end = connected()
+    caller.close()
+    link = NodeLink(ByteStream(end, "s"), None, PATIENCE_S)
+    joining: list[threading.Thread] = []
+    begin = link.run
+
+    def lost(reason: str) -> None:
+        joining.append(threading.Thread(target=link.join))
+        joining[0].start()
+
+    def run(name: str, work: Callable[[], None]) -> None:
+        if name == "keepstep-link-write":
+            wait_for(lambda: bool(joining))
+            joining[0].join(0.1)
+            assert joining[0].is_alive(), "it has not waited for the second thread"
+        begin(name, work)
+
+    monkeypatch.setattr(link, "run", run)
+    link.start(lambda message: None, lost, None)
+    joining[0].join(PATIENCE_S)
+    assert not joining[0].is_alive()

@@ -94,6 +94,8 @@ class NodeLink:
         self._hear: Callable[[AnyLinkMessage], None] = lambda message: None
         self._lost: Callable[[str], None] = lambda reason: None
         self._threads: list[threading.Thread] = []
+        self._starting = threading.RLock()
+        """Held while they are started: the first of them may lose the link before the last one runs."""
         self.rate = Rate()
         self.peer_bytes_per_s = 0.0
         """What the other side says of its rate."""
@@ -107,14 +109,15 @@ class NodeLink:
             bring: given every bucket, by several threads; None: buckets go the other way.
         """
         self._hear, self._lost = hear, lost
-        if self._transport is not None:
-            try:
-                self._transport.start(self, bring)
-            except ConfigurationError as error:
-                self._lose(str(error))
-                return
-        self.run("keepstep-link-read", self._read)
-        self.run("keepstep-link-write", self._write)
+        with self._starting:
+            if self._transport is not None:
+                try:
+                    self._transport.start(self, bring)
+                except ConfigurationError as error:
+                    self._lose(str(error))
+                    return
+            self.run("keepstep-link-read", self._read)
+            self.run("keepstep-link-write", self._write)
 
     def send(self, message: AnyLinkMessage) -> None:
         """Sends a message, or loses it if the link is lost; never blocks."""
@@ -206,7 +209,9 @@ class NodeLink:
 
     def join(self) -> None:
         """Waits until its threads have ended, and gives back what it has. Not for one of its own threads."""
-        for thread in self._threads:
+        with self._starting:
+            threads = self._threads
+        for thread in threads:
             thread.join()
         if self._transport is not None:
             self._transport.close()
