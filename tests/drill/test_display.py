@@ -17,7 +17,7 @@ EXPLANATION = {
 
 def result(**changes: Any) -> dict[str, Any]:
     good = {"identical": True, "reference_digest": "abc", "digest": "abc", "exit_code": 0, "reason": "", "missed": []}
-    return good | {"faults": [], "files": [], "raised": [], "step_ms": 1.5, "explanation": None} | changes
+    return good | {"faults": [], "files": [], "raised": [], "nan": [], "step_ms": 1.5, "explanation": None} | changes
 
 
 def printed(capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
@@ -34,6 +34,12 @@ def test_an_explanation_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) 
         "  the second run    abd",
         *EXPLANATION["text"],
     ]
+
+
+def test_weights_that_are_nan_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "Whatever is computed from NaN is NaN, so equal weights prove little."
+    assert printed(capsys, nan=["model.0.weight"])[-1] == f"NaN after the last step: model.0.weight. {told}"
+    assert printed(capsys, nan=["[b]", "c"])[-1] == f"NaN after the last step: [b] and 1 more. {told}"
 
 
 def test_files_that_differ_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from keepstep.drill import records
 from keepstep.drill.records import FINISHED, FOLDER, StateRecorder, StepState, read_states
 from keepstep.protocol.phases import Phase, StepEvent
 from keepstep.protocol.worker import WorkerMachine
+from keepstep.worker.state import digests
 
 
 class Worker:
@@ -114,3 +115,7 @@ def test_states_differ_in_what_one_of_them_lacks(tmp_path: Path) -> None:
     assert state.differing(StepState(0.0, ("b", "a"), ("2", "1"))) == []
     assert state.differing(StepState(0.0, ("a", "b", "c"), ("1", "3", "4"))) == ["b", "c"]
     assert state.differing(StepState(0.0, ("a",), ("1",))) == ["b"]
+
+
+def test_the_worker_marks_nan_as_it_is_read() -> None:
+    assert records.HOLDS_NAN == digests.HOLDS_NAN

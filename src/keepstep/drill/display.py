@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from keepstep.launcher.console import follow as follow_job
@@ -55,6 +56,11 @@ def show(result: dict[str, Any]) -> None:
     is_repeat = not result["faults"] and not result["missed"]
     console.print(f"  {'the first run' if is_repeat else 'without failures':<16}  {result['reference_digest']}")
     console.print(f"  {'the second run' if is_repeat else 'with failures':<16}  {result['digest']}")
+    if result["nan"]:
+        first, *others = result["nan"]
+        more = f" and {len(others)} more" if others else ""
+        console.print(f"[yellow]NaN after the last step:[/yellow] {escape(first)}{more}.", end=" ")
+        console.print("Whatever is computed from NaN is NaN, so equal weights prove little.")
     for sentence in result["explanation"]["text"] if result["explanation"] else ():
         console.print(sentence, markup=False, soft_wrap=True)
     _show_files(console, result["files"])

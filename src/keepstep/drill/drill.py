@@ -15,7 +15,7 @@ from keepstep.drill.explanation import RecordedRun, explain
 from keepstep.drill.faults import DrillFault, fired_at, write_plan
 from keepstep.drill.files import compare_files
 from keepstep.drill.outside_injector import OutsideInjector
-from keepstep.drill.records import States, read_states
+from keepstep.drill.records import HOLDS_NAN, States, read_states
 from keepstep.drill.workdir import make_working_dir
 from keepstep.errors import ConfigurationError, KeepstepError
 from keepstep.launcher.job import Job, JobOptions, run_job
@@ -87,6 +87,13 @@ class DrillRun:
 
     def _shard_of(self, rank: str) -> int:
         return int(self.report["shards"].get(rank, 0))
+
+    @property
+    def nan(self) -> list[str]:
+        """The tensors that hold NaN after the last step, on any rank."""
+        last = [steps[max(steps)] for steps in self.states.values()]
+        pairs = [pair for state in last for pair in zip(state.names, state.digests, strict=True)]
+        return list(dict.fromkeys(name for name, digest in pairs if digest.startswith(HOLDS_NAN)))
 
     @property
     def recorded(self) -> RecordedRun:
@@ -188,6 +195,7 @@ def _compare(first: DrillRun, second: DrillRun, faults: list[DrillFault], direct
         "faults": rows,
         "missed": missed,
         "raised": own_exceptions(second.records, rows),
+        "nan": first.nan,
         "step_ms": first.step_ms,
         "recoveries": second.report["recoveries"],
     }

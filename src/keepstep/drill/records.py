@@ -22,6 +22,9 @@ FOLDER = "states"
 FINISHED = "finished"
 """The moment after the last step, as `keepstep.worker.session.Session` names it to its observer."""
 
+HOLDS_NAN = "nan"
+"""Begins the digest of a tensor that holds NaN, as `keepstep.worker.state.digests` writes it."""
+
 
 class _Line(msgspec.Struct, frozen=True, array_like=True):
     """One state in a worker's file. ``names`` is None where they are those of the line before."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.worker.state.parts import small, train
 
-from keepstep.worker.state.digests import DIGEST_CHARACTERS, MAX_ITEMS, named_digests
+from keepstep.worker.state.digests import DIGEST_CHARACTERS, HOLDS_NAN, MAX_ITEMS, named_digests
 from keepstep.worker.state.protected import ProtectedState
 
 
@@ -67,6 +67,17 @@ def test_every_protected_tensor_has_a_digest() -> None:
     found = named_digests(job.state)
     assert {name for name, _tensor in job.state.live_tensors()} <= set(found)
     assert {len(digest) for digest in found.values()} == {DIGEST_CHARACTERS}
+
+
+def test_a_tensor_with_nan_has_a_digest_that_says_so() -> None:
+    job = Job()
+    before = named_digests(job.state)
+    assert not any(digest.startswith(HOLDS_NAN) for digest in before.values())
+    job.model[0].weight.data[0, 0] = torch.nan
+    after = named_digests(job.state)
+    assert [name for name, digest in after.items() if digest.startswith(HOLDS_NAN)] == ["model.0.weight"]
+    job.model[0].weight.data[0, 1] += 1
+    assert named_digests(job.state)["model.0.weight"] != after["model.0.weight"]
 
 
 def test_the_same_bytes_of_another_kind_have_another_digest() -> None:

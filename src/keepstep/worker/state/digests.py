@@ -15,20 +15,22 @@ from keepstep.worker.state.protected import ProtectedState
 
 DIGEST_CHARACTERS = 16
 """64 bits: enough to tell two values of one name apart, and half of what is written at every step of a drill."""
+HOLDS_NAN = "nan"
+"""Begins the digest of a tensor that holds NaN."""
 MAX_ITEMS = 32
-"""A longer list, such as a loader's order of samples, has one digest as a whole."""
+"""A longer list, such as a loader's order of samples, gets a single digest."""
 _SUFFIXES = {"groups": ".param_groups", "scalars": ".state"}
-"""What stands behind an object's name, by the part of `ProtectedState.host_state`."""
+"""Part of `ProtectedState.host_state` -> suffix of the object's name."""
 
 
 def named_digests(state: ProtectedState) -> dict[str, str]:
-    """Digests of all protected state, each of `DIGEST_CHARACTERS` hexadecimal digits.
+    """Digests of all protected state, each of `DIGEST_CHARACTERS` hexadecimal digits; see also `HOLDS_NAN`.
 
     Returns:
         by name: tensors as ``model.fc1.weight`` and ``optimizer/3/exp_avg``, host values as
         ``host: scheduler['last_epoch']``.
     """
-    found = {name: digest_of([("", tensor)], b"")[:DIGEST_CHARACTERS] for name, tensor in state.live_tensors()}
+    found = {name: _digest_of_tensor(tensor) for name, tensor in state.live_tensors()}
     for part, objects in state.host_state().items():
         for name, value in objects.items():
             if type(value) is dict and not value:
@@ -48,6 +50,11 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{path}[{index}]", item)
     else:
         yield path, value
+
+
+def _digest_of_tensor(tensor: torch.Tensor) -> str:
+    digest = digest_of([("", tensor)], b"")[:DIGEST_CHARACTERS]
+    return HOLDS_NAN + digest[len(HOLDS_NAN) :] if bool(tensor.isnan().any()) else digest
 
 
 def _digest_of_value(value: Any) -> str:
